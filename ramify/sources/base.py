@@ -28,6 +28,8 @@ MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
 MIN_SEARCHED_CHARS = 100_000
 """A context with fewer characters of text has no ``search`` and no ``chunks``."""
+NEEDS_INPUTS = "reading it needs pip install 'ramify[inputs]'"
+"""Remedy for a source whose library is not installed."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Detail of a text that may have been decoded wrongly."""
 MAX_RECORDED = 500

@@ -1,4 +1,4 @@
-"""Files in buckets: how they are listed with their sizes, and read.
+"""Lists and reads files in buckets.
 
     s3://bucket/key       AWS_… variables, ~/.aws; AWS_ENDPOINT_URL for other servers
     gs://bucket/key       GOOGLE_APPLICATION_CREDENTIALS, or the login of gcloud
@@ -6,9 +6,10 @@
     hf://datasets/a/b/c   HF_TOKEN
 
 A name may be a file, a prefix (all files below it), or a pattern with ``*``, ``?``, ``[…]`` and
-``**``. The clients are those in pyarrow; that of the Hugging Face hub is its own, through fsspec.
-Without credentials, requests are anonymous, so public buckets can be read. Runs in the process that
-fetches (``fetch_process.py``): these clients may hang. Not here: web addresses, limits, the cache.
+``**``. The clients are pyarrow's, and for the Hugging Face hub its own, through fsspec. Without
+credentials, requests are anonymous, so public buckets can be read. These clients may hang, so this
+module runs in the process that fetches (``fetch_process.py``). Not here: web addresses, limits, and
+the cache.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from ramify.secrets import without_secrets
-from ramify.sources.base import UnreadableSource
+from ramify.sources.base import NEEDS_INPUTS, UnreadableSource
 from ramify.sources.remote_urls import ListedFile, RemoteHead, shown_url
 
-REMEDY = "reading it needs pip install 'ramify[inputs]'"
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20
 
 
 class BucketDownload:
-    """An opened file. ``head`` describes it."""
+    """A file in a bucket, opened for reading. ``head`` describes it."""
 
     def __init__(self, stream: Any, head: RemoteHead) -> None:
         self._stream = stream
         self.head = head
 
     def read(self) -> bytes:
-        """Return the next bytes, and b"" at the end. Raises UnreadableSource."""
+        """Return the next bytes, or b"" at the end. Raises UnreadableSource."""
         with _sentences(self.head.final_url):
             return bytes(self._stream.read(_BLOCK_BYTES))
 
@@ -81,7 +81,8 @@ def list_bucket(url: str) -> list[ListedFile]:
 
 
 def open_file(url: str, version: str) -> BucketDownload:
-    """Open one file. ``version`` is that of an earlier copy. Raises UnreadableSource."""
+    """Open one file. ``version`` is the version of an earlier copy, or empty. Raises
+    UnreadableSource."""
     with _sentences(url):
         files, path = _opened(url)
         stream = files.open_input_stream(path, compression=None)
@@ -101,12 +102,13 @@ def open_file(url: str, version: str) -> BucketDownload:
 
 
 def _version(info: Any) -> str:
-    """A text for the size and the time of a file; empty if the time is not known."""
+    """Return a text for the size and the time of a file, or an empty one if the time is not
+    known."""
     return f"{info.size} bytes of {info.mtime_ns} ns" if info.mtime_ns else ""
 
 
 def _regex(pattern: str) -> str:
-    """A pattern of paths as a regular expression: ``*`` ends at a slash, ``**`` does not."""
+    """Return a pattern of paths as a regular expression. ``*`` ends at a slash, ``**`` does not."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(
@@ -158,7 +160,7 @@ def _gcs(rest: str) -> tuple[Any, str]:
 
 
 def _has_google_login() -> bool:
-    """Whether Google's client would find credentials, so that it does not wait for a server that
+    """Return True if Google's client would find credentials. Without any it waits for a server that
     only Google's machines have."""
     login = Path.home() / ".config/gcloud/application_default_credentials.json"
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or login.exists():
@@ -213,7 +215,7 @@ def _hub(rest: str) -> tuple[Any, str]:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError:
-        raise UnreadableSource("is on the Hugging Face hub", REMEDY) from None
+        raise UnreadableSource("is on the Hugging Face hub", NEEDS_INPUTS) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(HfFileSystem())), rest
 
 
@@ -248,18 +250,19 @@ _SIGNS = {
     ),
     r"SLOW_DOWN|\b429\b|\b503\b": ("cannot be fetched (too many requests)", "try again later"),
 }
-"""Regular expression over a client's error -> (reason, remedy)."""
+"""Regular expression for a client's error -> (reason, remedy)."""
 
 
 def _name_check(url: str) -> str:
-    """The remedy for what does not exist. The hub says so of what may not be read, too."""
+    """Return the remedy for a name that does not exist. The hub also says so of a name that may not
+    be read."""
     is_hub = url.lower().startswith("hf:")
     return "check its name, and HF_TOKEN if it is private" if is_hub else "check its name"
 
 
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
-    """Turn the errors of the clients into sentences without secrets."""
+    """Turn the errors of the clients into UnreadableSource, without secrets."""
     try:
         yield
     except UnreadableSource:
@@ -267,7 +270,7 @@ def _sentences(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise UnreadableSource("does not exist", _name_check(url)) from None
     except ModuleNotFoundError:
-        raise UnreadableSource("is in a bucket", REMEDY) from None
+        raise UnreadableSource("is in a bucket", NEEDS_INPUTS) from None
     except Exception as error:  # noqa: BLE001 -- each client has its own errors
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for signs, (reason, remedy) in _SIGNS.items():

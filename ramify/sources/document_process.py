@@ -2,13 +2,12 @@
 
     convert_document("docx", "a Word document", file, loading)
         ──> idle process ── its converter ──> ConvertedDocument
-        └── no answer within the limit, or out of memory: it is killed, and the next document starts
-            another
+        └── too slow, or out of memory: the process is killed, and the next document starts another
 
-A document is untrusted, and its parser may hang, use all memory or crash. The process knows no key,
-can write no file and has a bounded memory. Its time limit begins once the converter has been
-imported. Not here: the converters (``office_documents.py``, ``mail.py``, ``pdf.py``), and what
-becomes of a document in a context (``documents.py``).
+A document is untrusted, and its parser may hang, use all memory or crash. The process has no keys
+in its environment, cannot write files, and has limited memory. The time limit begins once the
+converter has been imported. Not here: the converters (``office_documents.py``, ``mail.py``,
+``pdf.py``), and how a document becomes part of a context (``documents.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 
 MEMORY_BYTES = 4 << 30
-"""Address space of a process that converts documents."""
+"""Limit on the address space of a process that converts documents."""
 _START_S = 120.0
 """Time limit for starting the process and importing a library."""
 CONVERTERS = {
@@ -48,37 +47,37 @@ CONVERTERS = {
     "msg": "ramify.sources.mail:convert_msg",
     "7z": "ramify.sources.seven_zip:convert",
 }
-"""Kind -> place of its converter."""
+"""Kind of document -> module and function of its converter."""
 
 
 class ConvertedDocument(msgspec.Struct, frozen=True):
-    """Text of a document."""
+    """The text of a document."""
 
     text: str
     detail: str
-    """Number of its parts, and notes: ``presentation: 3 slides``."""
+    """Number of its parts, and notes on its contents: ``presentation: 3 slides``."""
     places: list[SourcePlace] = []
     members: list[tuple[str, bytes]] = []
-    """Name and content of each attachment."""
+    """Name and content of each attachment, or of each member of an archive."""
 
 
 Converter = Callable[[bytes], ConvertedDocument]
 
 
 class ConversionRequest(msgspec.Struct, frozen=True):
-    """A document, or without one, a request to import the converter."""
+    """A document to convert. Without a document, it asks the process to import the converter."""
 
     kind: str
     max_bytes: int = 0
-    """Limit on the text and the members together."""
+    """Limit on the size of the text and the members together."""
 
 
 class ConversionAnswer(msgspec.Struct, frozen=True):
-    """A document, or why it cannot be read."""
+    """The converted document, or why it cannot be read."""
 
     document: ConvertedDocument | None = None
     reason: str = ""
-    """Empty if the converter does not know it."""
+    """Why the document cannot be read. Empty if the converter does not say."""
     remedy: str = ""
 
 
@@ -88,7 +87,7 @@ _processes = IdleProcesses(functools.partial(start, f"{__name__}:serve", is_bare
 def convert_document(
     kind: str, what: str, file: SourceFile, loading: SourceLoader
 ) -> ConvertedDocument:
-    """Return the text of a document, which ``what`` describes: ``a PDF``. Raises
+    """Return the text of a document. ``what`` describes the document in errors: ``a PDF``. Raises
     UnreadableSource."""
     try:
         with _processes.one() as process:

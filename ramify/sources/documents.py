@@ -1,5 +1,5 @@
-"""Readers of documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail, each as one text with the
-places of its parts.
+"""Readers of documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes one text
+with the places of its pages, slides or headings.
 
     file ──convert_document──> text, places, attachments ──> SourceLoader
            (document_process.py)                └── each is read as a file of its kind
@@ -23,14 +23,13 @@ from ramify.sources.archives import (
     member_name,
     read_member,
 )
-from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource
+from ramify.sources.base import NEEDS_INPUTS, OversizedSource, SourceLoader, UnreadableSource
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.pdf_pages import keep, read_scan
 
-REMEDY = "reading it needs pip install 'ramify[inputs]'"
 MAX_DEPTH = 3
-"""Messages around an attachment that is still read."""
+"""Maximum number of messages around an attachment that is still read."""
 _WHAT = {
     "pdf": ("a PDF", "pypdf"),
     "docx": ("a Word document", "markitdown"),
@@ -42,14 +41,14 @@ _WHAT = {
     "mbox": ("a mailbox", "mailbox"),
     "msg": ("an Outlook message", "oxmsg"),
 }
-"""Kind -> what it is, and a module that reads it."""
+"""Kind -> description of it, and a module that reads it."""
 _ZIPPED = ("docx", "pptx", "odt", "epub")
 
 
 def _converted(kind: str, file: SourceFile, loading: SourceLoader) -> ConvertedDocument:
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
-        raise UnreadableSource(f"is {what}", REMEDY)
+        raise UnreadableSource(f"is {what}", NEEDS_INPUTS)
     parts = check_parts(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
     found = convert_document(kind, what, file, loading)
     if has_macros(parts):
@@ -58,8 +57,8 @@ def _converted(kind: str, file: SourceFile, loading: SourceLoader) -> ConvertedD
 
 
 def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceLoader) -> None:
-    """Add the text of a document to the load, and read its members."""
-    # Broken font tables and headers yield lone surrogates.
+    """Add the text of a document to the load, and read its attachments."""
+    # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
     loading.spend(len(text), file.name)
     loading.add(file.name, text, kind, len(file.data), found.detail, found.places)
@@ -97,7 +96,7 @@ def read_html(file: SourceFile, loading: SourceLoader) -> None:
     except OversizedSource:
         raise
     except UnreadableSource as error:
-        why = error.remedy if error.remedy == REMEDY else error.reason
+        why = error.remedy if error.remedy == NEEDS_INPUTS else error.reason
         loading.add(file.name, text, "html", len(file.data), f"markup of a page, because it {why}")
 
 

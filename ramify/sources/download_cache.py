@@ -1,4 +1,4 @@
-"""Copies of remote files on this machine: which are kept, where, and for how long.
+"""The copies of remote files on this machine: which copies are kept, where, and for how long.
 
     ROOT/<hash of the URL>/entry.json    version (ETag), type and name of the newest copy
     ROOT/<hash of the URL>/<hash>.data   its bytes; an older copy may still be in use
@@ -28,16 +28,16 @@ from ramify.sources.remote_urls import RemoteHead
 
 MAX_CACHE_BYTES = 10 << 30
 _SPARED_S = 24 * 3600.0
-"""A copy that was used within this time is kept: a run may still query it."""
+"""A copy that was used within this time is kept, since a run may still query it."""
 
 
 class CachedCopy(msgspec.Struct, frozen=True):
-    """One remote file on this machine."""
+    """The copy of one remote file on this machine."""
 
     path: Path
     num_bytes: int
     head: RemoteHead
-    """As the server described it."""
+    """The description of the file by the server."""
 
 
 class _Entry(msgspec.Struct):
@@ -47,15 +47,15 @@ class _Entry(msgspec.Struct):
 
 
 class DownloadCache:
-    """The copies below one folder. Raises SourceError if it cannot be written."""
+    """The copies below one folder. Raises SourceError if the folder cannot be written."""
 
     def __init__(self, root: Path | None = None, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._root = root if root is not None else _default_root()
         self._max_bytes = max_bytes
 
     def find(self, url: str) -> CachedCopy | None:
-        """Return the newest copy of ``url`` if it has a version, by which the server can confirm
-        it."""
+        """Return the newest copy of ``url``. Returns None if there is none whose version the server
+        can confirm."""
         folder = self._folder(url)
         try:
             entry = msgspec.json.decode((folder / "entry.json").read_bytes(), type=_Entry)
@@ -67,14 +67,14 @@ class DownloadCache:
         return CachedCopy(path, entry.num_bytes, entry.head)
 
     def use(self, url: str) -> None:
-        """Note that the copy of ``url`` is used now."""
+        """Record that the copy of ``url`` is used now."""
         with contextlib.suppress(OSError):
             os.utime(self._folder(url) / "entry.json")
 
     @contextlib.contextmanager
     def writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """A new file for the bytes of ``url``, which is removed if the block fails. ``keep`` makes
-        it the copy of the URL."""
+        """Create a file for the bytes of ``url``. It is removed if the block raises. After ``keep``
+        it is the copy of the URL."""
         folder = self._folder(url)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +111,8 @@ class DownloadCache:
         return copy
 
     def prune(self) -> None:
-        """Remove the copies that were not used for the longest time, if all take too much."""
+        """If all copies together are too large, remove those that have not been used for the
+        longest time."""
         now = time.time()
         found = []
         with contextlib.suppress(OSError):
@@ -137,7 +138,7 @@ def _default_root() -> Path:
 
 
 def _used(folder: Path) -> float:
-    """When the copy in ``folder`` was last used, as Unix time."""
+    """Return when the copy in ``folder`` was last used, as Unix time."""
     with contextlib.suppress(OSError):
         return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
     return 0.0

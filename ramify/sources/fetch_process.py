@@ -1,4 +1,4 @@
-"""The process that fetches remote files, and the object through which it is asked.
+"""The process that fetches remote files, and the object through which the host uses it.
 
     FetchProcess                                the process
     list_files("s3://bucket/logs/")         ──> [ListedFile, …]
@@ -6,10 +6,10 @@
     read(url)  read(url)  …                 ──> the next bytes, and b"" at the end
     close_file(url)
 
-Each answer has a time limit. A client that hangs, or is attacked by a server, is killed with its
-process, and the next request starts another. The process has the environment of this one, since the
-clients of buckets take their credentials from it. It writes no file. Not here: limits in bytes and
-the cache (``remote_files.py``).
+Each answer has a time limit. If a client hangs, its process is killed, and the next request starts
+another. A hostile server can attack only this process. It has the environment of the host, since
+the clients of buckets take their credentials from it. It writes no files. Not here: limits in bytes
+and the cache (``remote_files.py``).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ if TYPE_CHECKING:
     from ramify.sources.http_download import HttpDownload
 
 ANSWER_S = 60.0
-"""Time limit of each answer: a head, or the next bytes."""
+"""Time limit for each answer: a head, or the next bytes."""
 LIST_S = 180.0
-"""Time limit of a listing."""
+"""Time limit for a listing."""
 _START_S = 20.0
 _READ_BYTES = 1 << 20
 _READ_S = 5.0
-"""Time after which fewer bytes are returned."""
+"""Time after which the bytes that have arrived are returned, even if they are few."""
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """A question to the process that fetches."""
+    """A request to the process that fetches."""
 
     what: str
     """``list``, ``open``, ``read`` or ``close``."""
     url: str
     version: str = ""
-    """Version of an earlier copy, to open a file."""
+    """For ``open``: the version of an earlier copy, or empty."""
     allow_private: bool = False
-    """Whether web addresses may lead to private addresses."""
+    """True if web addresses may lead to private addresses."""
 
 
 class FetchAnswer(msgspec.Struct, frozen=True):
-    """Its answer. If it is an error, ``reason`` is not empty."""
+    """The answer to a request. If it is an error, ``reason`` is not empty."""
 
     files: list[ListedFile] = []
     head: RemoteHead | None = None
@@ -66,8 +66,8 @@ class FetchAnswer(msgspec.Struct, frozen=True):
 
 
 class FetchProcess:
-    """Asks one process, which it starts at the first request and kills at the end. Every method
-    raises UnreadableSource."""
+    """The host's side of the process that fetches. The process starts with the first request and is
+    killed at the end. Every method raises UnreadableSource."""
 
     def __init__(self, allow_private: bool = False, answer_s: float = ANSWER_S) -> None:
         self._allow_private = allow_private
@@ -86,13 +86,14 @@ class FetchProcess:
         return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
 
     def open_file(self, url: str, version: str = "") -> RemoteHead:
-        """Open the file and return its head. ``version`` is that of an earlier copy."""
+        """Open a file and return its head. ``version`` is the version of an earlier copy, or
+        empty."""
         head = self._ask("open", url, version).head
         assert head is not None
         return head
 
     def read(self, url: str) -> bytes:
-        """Return the next bytes of an opened file, and b"" at its end."""
+        """Return the next bytes of an opened file, or b"" at its end."""
         return self._ask("read", url).data
 
     def close_file(self, url: str) -> None:
@@ -120,7 +121,9 @@ class FetchProcess:
             raise UnreadableSource(
                 "ended the process that fetched it", "fetch it by another program"
             ) from None
-        except BaseException:  # Ctrl-C: its answer would be that of the next request
+        except (
+            BaseException
+        ):  # Ctrl-C: the pending answer would be taken for that of the next request
             self._end()
             raise
         if answer.reason:
@@ -164,7 +167,7 @@ def _answered(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
 
 
 class _OpenFiles:
-    """The files of the process that are open, by URL. Clients are imported on first use."""
+    """The files that the process has open, by URL. A client is imported when it is first used."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -201,8 +204,8 @@ class _OpenFiles:
 
 
 async def _block(download: HttpDownload) -> bytes:
-    """Return about a megabyte, or what arrives within a few seconds; at least one byte before the
-    end."""
+    """Return about a megabyte, or the bytes that arrive within a few seconds. Before the end of the
+    file this is at least one byte."""
     data = bytearray(await download.read())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_S):

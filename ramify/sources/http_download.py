@@ -1,12 +1,13 @@
-"""Downloads of pages and files by http and https, through the house's HTTP client.
+"""Downloads pages and files over http and https, with the HTTP client of this package.
 
     open_download(pool, url, …) ── GET ──> redirects, each checked ──> status and size
                                                                        └── read() … read() ── b""
 
-Which addresses may be connected to: a host name is resolved once, its private, loopback, link-local
-and other special addresses are struck out, and one of the others is connected to. So neither a
-redirect nor a name whose addresses change reaches a server inside, unless ``allow_private`` is set.
-Behind a proxy, the proxy resolves names; then only addresses that are written in a URL are checked.
+Decides which addresses may be connected to. A host name is resolved once, its private, loopback,
+link-local and other special addresses are dropped, and one of the others is connected to. So
+neither a redirect nor a name whose addresses change can reach a private server, unless
+``allow_private`` is set. A proxy resolves names itself; then only addresses that are written in a
+URL are checked.
 A redirect to another scheme is refused, except from http to https. A login is sent to its own
 server only. Nothing is unpacked, run or interpreted. Not here: where the bytes go, their limit and
 the time limit (``remote_files.py``).
@@ -35,7 +36,7 @@ _ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allo
 
 
 class PrivateAddress(UnreadableSource):
-    """A host whose addresses are all private, or special in another way."""
+    """All addresses of a host are private, or special in another way."""
 
     def __init__(self, host: str, address: str) -> None:
         place = "" if host == address else f"{host}, which is "
@@ -43,8 +44,8 @@ class PrivateAddress(UnreadableSource):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the Internet. IPv6 addresses that stand for an IPv4 address
-    are as public as that one."""
+    """Return True if an IP address is public, that is, reachable on the Internet. An IPv6 address
+    that stands for an IPv4 address is judged by that IPv4 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -61,12 +62,12 @@ def is_public(address: str) -> bool:
 
 
 _IPV4_INSIDE = ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::/96")
-"""Networks whose last four bytes are an IPv4 address."""
+"""Networks in which the last four bytes of an address are an IPv4 address."""
 _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
-    """Return the public ones of ``addresses``. Raises PrivateAddress if there is none."""
+    """Return the public addresses among ``addresses``. Raises PrivateAddress if there is none."""
     chosen = [each for each in addresses if is_public(each)]
     if not chosen:
         raise PrivateAddress(host, addresses[0])
@@ -82,14 +83,14 @@ def new_pool(allow_private: bool) -> HttpConnectionPool:
 
 
 class HttpDownload:
-    """One response whose head has been read. ``head`` describes it."""
+    """A response whose head has been read. ``head`` describes the file."""
 
     def __init__(self, exchange: HttpExchange, head: RemoteHead) -> None:
         self._exchange = exchange
         self.head = head
 
     async def read(self) -> bytes:
-        """Return the next bytes, and b"" at the end. Raises UnreadableSource."""
+        """Return the next bytes, or b"" at the end. Raises UnreadableSource."""
         try:
             return await self._exchange.receive()
         except ModelError as error:
@@ -103,8 +104,8 @@ class HttpDownload:
 async def open_download(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
 ) -> HttpDownload:
-    """Ask for ``url``, follow its redirects, and return its response once the head has arrived.
-    ``version`` is that of an earlier copy. Raises UnreadableSource."""
+    """Request ``url``, follow its redirects, and return the response once its head has arrived.
+    ``version`` is the version of an earlier copy, or empty. Raises UnreadableSource."""
     seen = {url}
     origin = _origin(url)
     parts = urlsplit(url)
@@ -162,7 +163,7 @@ async def _entered(
 
 
 def _is_inside(host: str) -> bool:
-    """Whether a name that a proxy would resolve is certainly not one of the Internet."""
+    """Return True if a name that a proxy would resolve certainly belongs to a private network."""
     if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
         return True
     try:
@@ -173,13 +174,13 @@ def _is_inside(host: str) -> bool:
 
 
 def _why(error: ModelError, url: str) -> str:
-    """The error without the place, which the sentence around it names."""
+    """Return the text of an error without the URL, which the sentence around it already names."""
     host = urlsplit(url).hostname or ""
     return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
 
 
 def _redirected(url: str, location: str) -> str:
-    """The URL that ``location`` leads to. Raises UnreadableSource."""
+    """Return the URL to which ``location`` leads. Raises UnreadableSource."""
     try:
         to = urljoin(url, location.encode("latin-1").decode("utf-8", "replace"))
         to = _without_login(urlunsplit(urlsplit(to)._replace(fragment="")))
@@ -224,7 +225,7 @@ def _head(exchange: HttpExchange, url: str) -> RemoteHead:
 
 
 def _named(disposition: str) -> str:
-    """The file name in a Content-Disposition header."""
+    """Return the file name in a Content-Disposition header."""
     message = email.message.Message()
     message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
     try:

@@ -1,9 +1,9 @@
-"""Converters of e-mail: eml and mbox by the standard library, msg (Outlook) by python-oxmsg. They
-run in the process of ``document_process.py``.
+"""Converters of e-mail. The standard library reads eml and mbox, and python-oxmsg reads msg
+(Outlook). They run in the process of ``document_process.py``.
 
-A message is its headers and its text; if it has no plain text, its HTML as Markdown. An attachment
-becomes a member, which is read as a file of its kind. Not here: which attachments are read (see
-``documents.py``).
+A message becomes its headers and its plain text, or its HTML as Markdown if it has no plain text.
+An attachment becomes a member, which is read as a file of its kind. Not here: which attachments are
+read (see ``documents.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ramify.sources.places import DocumentPart, assemble
 
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _FROM_LINE = re.compile(rb"^From [^\n]*\n", re.MULTILINE)
-"""First line of each message of a mailbox."""
+"""The first line of each message in a mailbox."""
 Attachments = list[tuple[str, bytes]]
 
 
@@ -80,7 +80,7 @@ def convert_msg(data: bytes) -> ConvertedDocument:
 
 
 def _message(data: bytes) -> tuple[str, str, Attachments]:
-    """Return text, subject and attachments of a message."""
+    """Return the text, subject and attachments of a message."""
     message = email.message_from_bytes(data, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
     headers = {name: _header(message, name) for name in _HEADERS}
@@ -95,7 +95,7 @@ def _message(data: bytes) -> tuple[str, str, Attachments]:
 def _attached(message: EmailMessage) -> Iterable[Any]:
     if message.get_content_maintype() == "multipart":
         return [each for each in message.iter_attachments() if isinstance(each, EmailMessage)]
-    # A message that is nothing but a file.
+    # The message consists of a single file.
     is_text = message.get_content_type() in ("text/plain", "text/html")
     return [] if is_text else [message]
 
@@ -123,7 +123,7 @@ def _file_name(part: EmailMessage) -> str:
 
 
 def _header(message: Any, name: str) -> str:
-    """Value of a header on one line. The parser raises for some damaged ones."""
+    """Return the value of a header on one line. The parser raises for some damaged headers."""
     try:
         value = message.get(name, "")
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Texts that stay in their files: which ones, and how they become part of a context.
+"""Decides which texts stay in their files, and adds them to a context.
 
     file of a text kind, large ──one pass──> MappedText (characters and lines counted, hash)
     smaller, or of another kind ───────────> its reader (file_kinds.py)
@@ -26,17 +26,17 @@ from ramify.sources.file_kinds import HEAD_BYTES, describe, is_binary, kind_of, 
 TINY_BYTES = 1 << 16
 """A smaller file is always read into memory."""
 MAX_FILES = 20_000
-"""Files of a context that stay on disk: a process can map 65,530 parts."""
+"""Maximum number of files of a context that stay on disk. A process can map 65,530 areas."""
 _HEAD_CHARS = 100_000
 
 
 def read_mapped(path: str, name: str, loading: SourceLoader, flags: int = os.O_NOFOLLOW) -> bool:
-    """Add the text of a large file to the load, without reading it into memory. Returns False for a
-    file that has to be read otherwise. Raises UnreadableSource for a kind that cannot be read."""
+    """Add the text of a large file to the load without reading it into memory. Returns False if the
+    file has to be read otherwise. Raises UnreadableSource for a kind that cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except OSError:
-        return False  # the reader of small files reports it
+        return False  # the reader of small files reports this error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or not is_large(status.st_size, loading):
@@ -67,8 +67,8 @@ def is_large(num_bytes: int, loading: SourceLoader) -> bool:
 
 
 def _described(name: str, text: MappedText) -> tuple[str, str]:
-    """Return kind and detail, as ``file_kinds.describe`` does for a text in memory. Rows are
-    lines."""
+    """Return kind and detail, as ``file_kinds.describe`` does for a text in memory. The number of
+    lines stands for the number of rows."""
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":
@@ -85,7 +85,7 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
 
 
 def _as_table(name: str, kind: str, path: Path, loading: SourceLoader) -> str:
-    """Let ``sql`` query a CSV or JSONL file; returns a note if it cannot."""
+    """Let ``sql`` query a CSV or JSONL file. Returns a note if that is not possible."""
     if kind not in ("csv", "jsonl"):
         return ""
     from ramify.sources.tables import describe_file, has_duckdb

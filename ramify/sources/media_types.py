@@ -1,10 +1,11 @@
-"""What a server says of a file, for the readers of local files, which go by names and first bytes.
+"""Passes on what a server says of a file to the readers, which look at a name and first bytes.
 
     file_name("https://host/view?id=3", head, b"<!doctype …")     view.html
     to_utf8(path, "text/html; charset=shift_jis")                 rewrites the file
 
-A type counts only where the name has no better suffix. A page is one if its type says so and it
-begins as markup does. Not here: the kinds of files and their readers (``file_kinds.py``).
+The media type is used only if the name has no better suffix. A file is an HTML page if its type
+says so and it begins with markup. Not here: the kinds of files and their readers
+(``file_kinds.py``).
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ _SUFFIXES = {
 _OWN_SUFFIXES = frozenset({*_SUFFIXES.values(), *_PAGE_SUFFIXES, ".ndjson", ".parquet", ".db"})
 _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BYTEWISE = re.compile(r"(iso-?8859|cp125|windows-125|latin)", re.IGNORECASE)
-"""Charsets in which every text is valid. Servers name them by default, also for UTF-8."""
+"""Charsets in which any bytes are valid text. Servers name them by default, also for UTF-8."""
 
 
 def file_name(url: str, head: RemoteHead, begin: bytes) -> str:
-    """Return the name of a downloaded file, with a suffix that tells its kind. ``begin`` has its
-    first bytes."""
+    """Return the name of a downloaded file, with a suffix that tells its kind. ``begin`` is the
+    beginning of its contents."""
     paths = [head.file_name, *(unquote(urlsplit(each).path) for each in (url, head.final_url))]
     names = [_plain(each) for each in paths]
     name = next(
@@ -66,7 +67,8 @@ def file_name(url: str, head: RemoteHead, begin: bytes) -> str:
 
 
 def _plain(path: str) -> str:
-    """The last part of a path, as a name that no file system or reader takes for more."""
+    """Return the last part of a path, without characters that a file system or a reader could
+    interpret."""
     last = path.replace("\\", "/").rstrip("/").rpartition("/")[2].lstrip(".")
     plain = "".join(char if char.isprintable() else "_" for char in last).strip()
     stem, suffix = os.path.splitext(plain)
@@ -85,8 +87,9 @@ def _parsed(content_type: str) -> Message:
 
 
 def to_utf8(path: Path, content_type: str) -> None:
-    """Rewrite a text whose charset the server names as UTF-8 with a byte order mark, which readers
-    trust more than what a page says of itself. A file that is not valid in it stays as it is."""
+    """Rewrite a text in the charset that the server names as UTF-8 with a byte order mark. Readers
+    trust this mark more than what a page says of itself. A file that is not valid in that charset
+    stays unchanged."""
     about = _parsed(content_type)
     charset = str(about.get_content_charset() or "")
     try:
@@ -105,7 +108,7 @@ def to_utf8(path: Path, content_type: str) -> None:
         text = codecs.decode(data, known)
     except (UnicodeError, LookupError):
         return
-    if isinstance(text, str):  # some codecs are not of texts
+    if isinstance(text, str):  # some codecs do not decode to text
         path.write_bytes(codecs.BOM_UTF8 + text.encode("utf-8", "replace"))
 
 

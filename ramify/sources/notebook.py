@@ -1,7 +1,7 @@
-"""Jupyter notebooks as Markdown: cells in their order, with the text of their outputs.
+"""Converts Jupyter notebooks to Markdown: the cells in order, with the text of their outputs.
 
-markitdown leaves all outputs out, which are often what the question is about. Pictures and HTML are
-left out here, and counted.
+markitdown drops all outputs, although a question is often about them. Only pictures and HTML are
+left out here, and their number is stated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.sources.file_kinds import read as read_text
 from ramify.sources.places import DocumentPart, assemble
 
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-"""Colours of tracebacks."""
+"""Terminal colours, as in tracebacks."""
 
 
 class JupyterCell(msgspec.Struct):
@@ -28,7 +28,7 @@ class JupyterCell(msgspec.Struct):
 
 
 class JupyterNotebook(msgspec.Struct):
-    """The parts of a notebook that are read. Others are ignored."""
+    """The fields of a notebook that are read. Other fields are ignored."""
 
     cells: list[JupyterCell]
     metadata: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
     try:
         notebook = msgspec.json.decode(decode(file.data)[0], type=JupyterNotebook)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        read_text(file, loading)  # an old form, or damaged
+        read_text(file, loading)  # an old format, or damaged
         return
     about = notebook.metadata.get("language_info") or notebook.metadata.get("kernelspec") or {}
     language = str(about.get("name", "") if isinstance(about, dict) else "")

@@ -7,9 +7,9 @@
     epub   each chapter of the spine as HTML   places: chapters and headings
     html   markitdown                          places: headings
 
-markitdown drops the chapters' borders in a book, and leaves a ``|`` in the cell of a table as it
-is, which moves the columns. Both are done here. Macros are not run, nothing is fetched, and
-pictures are left out, except for their descriptions.
+markitdown loses the boundaries between the chapters of a book. It also does not escape a ``|`` in
+the cell of a table, which shifts the columns. Both are corrected here. Macros are not run, nothing
+is fetched, and pictures are left out, except for their descriptions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ramify.sources.document_process import ConvertedDocument
 from ramify.sources.places import DocumentPart, assemble
 
 _STYLES = "p[style-name='Title'] => h1:fresh\np[style-name='Subtitle'] => h2:fresh"
-"""Word's styles that mammoth has no element for."""
+"""Rules for Word's styles that mammoth does not convert by default."""
 _OF_OTHER_FORMATS = ("azure", "pandas", "pdfminer", "pydub", "speech_recognition")
 """Optional libraries of markitdown for formats that it does not convert here."""
 
@@ -69,7 +69,7 @@ def convert_pptx(data: bytes) -> ConvertedDocument:
     found = converter.convert(io.BytesIO(data), None).markdown
     slides: list[list[str]] = []
     for line in found.split("\n"):
-        # A slide may show such a comment itself, but hardly the next number.
+        # The text of a slide may contain such a comment, but hardly with the next number.
         if line == f"<!-- Slide number: {len(slides) + 1} -->":
             slides.append([])
         elif slides:
@@ -135,7 +135,7 @@ def convert_html(data: bytes) -> ConvertedDocument:
 
 
 def html_to_markdown(html: str) -> str:
-    """Markdown of the HTML part of a message."""
+    """Return the HTML part of a message as Markdown."""
     return _markdown(html.encode("utf-8", "replace"), "utf-8")[0]
 
 
@@ -160,7 +160,8 @@ def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
 
 
 def _locked(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
-    """Names of the encrypted parts of a book. Fonts often are, which does no harm."""
+    """Return the names of the encrypted parts of a book. Encrypted fonts are common and
+    harmless."""
     if "META-INF/encryption.xml" not in names:
         return set()
     listed = tree.fromstring(book.read("META-INF/encryption.xml"))
@@ -177,7 +178,7 @@ def _document(parts: list[DocumentPart], detail: str) -> ConvertedDocument:
 
 
 def _tag(element: Any) -> str:
-    """Name of an element without its namespace."""
+    """Return the name of an element without its namespace."""
     return str(element.tag).rpartition("}")[2]
 
 

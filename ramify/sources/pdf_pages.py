@@ -1,13 +1,13 @@
-"""Pages of PDFs as pictures, which the host renders on demand with pypdfium2 and Pillow (extra
+"""Pages of PDFs as pictures. The host renders them on demand, with pypdfium2 and Pillow (extra
 ``inputs``).
 
     page_picture(3)                  the third page of the only PDF, as a session asks for it
     page_picture(3, "report.pdf")    of one of several
 
-A short scan, which has no text, becomes the pictures of its pages at once, if the user named it: a
-question about it is then one direct call. A longer one, and one in a folder, is a text that says
-how to look at its pages. Not here: the text of PDFs (see ``pdf.py``), and the process that renders
-(see ``picture_process.py``).
+If the user named a short scan, which has no text, the context gets pictures of its pages, so that
+one direct call can answer a question about it. For a longer scan, or one in a folder, the context
+gets a text that says how to look at its pages. Not here: the text of PDFs (see ``pdf.py``), and the
+process that renders (see ``picture_process.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ramify.sources.picture_process import PictureFailed, rendered_page
 from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_of
 
 PAGE_WIDTH = 1600
-"""Pixels. The small print of a page of A4 is readable, and most models scale larger ones down."""
+"""Default width in pixels. The small print of a page of A4 is readable, and most models scale
+larger pictures down."""
 _WIDTHS = range(100, 4001)
 
 
@@ -35,11 +36,11 @@ class PdfSource(msgspec.Struct, frozen=True):
 
     source: Path | bytes
     digest: str
-    """SHA-256 of the file as it was read."""
+    """SHA-256 of the file when it was read."""
 
 
 class PdfPages:
-    """The PDFs of a context, as sessions look at their pages."""
+    """The PDFs of a context, whose pages a session can look at."""
 
     def __init__(self, files: Mapping[str, PdfSource], limit_s: float) -> None:
         """``limit_s`` is the time limit for one page."""
@@ -85,19 +86,19 @@ class PdfPages:
 
 
 def can_render() -> bool:
-    """True if pages can be rendered in this installation."""
+    """Return True if this installation can render pages."""
     return all(importlib.util.find_spec(name) for name in ("pypdfium2", "PIL"))
 
 
 def keep(file: SourceFile, loading: SourceLoader) -> None:
-    """Let sessions look at the pages of ``file``, if its pages can be rendered here."""
+    """Let sessions look at the pages of ``file``, if this installation can render them."""
     if can_render() and file.name not in loading.pdfs:
         digest = hashlib.sha256(file.data).hexdigest()
         loading.pdfs[file.name] = PdfSource(file.path or file.data, digest)
 
 
 def read_scan(file: SourceFile, num_pages: int, loading: SourceLoader) -> None:
-    """Load a PDF without text. Raises UnreadableSource if its pages cannot be rendered here."""
+    """Load a PDF that has no text. Raises UnreadableSource if its pages cannot be rendered here."""
     if not (can_render() and loading.has_tools):
         raise UnreadableSource(
             "is a PDF without text, perhaps a scan",

@@ -1,6 +1,6 @@
-"""Decoding of pictures and rendering of PDF pages, in a process that can be killed.
+"""Decodes pictures and renders PDF pages in a process that can be killed.
 
-A stranger's picture may state a size of gigabytes, or make a decoder hang. The process has limits
+An untrusted picture may claim a size of gigabytes, or make a decoder hang. The process has limits
 on its memory and its CPU time, gets no environment variables with keys, and is killed at a time
 limit. Pillow decodes pictures, and pypdfium2 renders pages (both in the extra ``inputs``); neither
 is imported in this process. Not here: which pictures need this (``pictures.py``, ``pdf_pages.py``).
@@ -19,17 +19,18 @@ from ramify.actors.child_process import IdleProcesses
 from ramify.actors.run_messages import decode, encode
 
 MAX_PIXELS = 150_000_000
-"""Largest picture that is decoded in order to scale it down."""
+"""Maximum number of pixels of a picture that is decoded in order to scale it down."""
 MAX_SOURCE_BYTES = 200_000_000
 _MEMORY_BYTES = 3 << 30
 _CPU_S = 120
-"""CPU time of one request, after which the process ends even if the host has gone."""
+"""CPU time limit of the process for one request. It also ends a process whose host has died."""
 _START_S = 20.0
-"""Time beyond a limit to start the process and its library."""
+"""Additional time to start the process and import its library."""
 
 
 class PictureFailed(Exception):
-    """A picture or a page could not be made. The text says why, as the end of a sentence."""
+    """A picture could not be scaled down, or a page not rendered. The text says why, as the end of
+    a sentence."""
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
@@ -39,8 +40,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
     max_bytes: int
 
 
-class PageRequest(msgspec.Struct, frozen=True, tag=True):
-    """A page of a PDF to render."""
+class RenderRequest(msgspec.Struct, frozen=True, tag=True):
+    """A page of a PDF to render as a picture."""
 
     page: int
     """Number of the page; the first is 1."""
@@ -57,17 +58,17 @@ _processes = IdleProcesses(functools.partial(start, f"{__name__}:serve", is_bare
 
 
 def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
-    """Return the picture in ``data`` as one of at most ``max_side`` pixels and ``max_bytes``: PNG,
-    or JPEG if that is smaller. Raises PictureFailed."""
+    """Scale a picture down to at most ``max_side`` pixels on each side and ``max_bytes``. The
+    result is a PNG file, or a JPEG file if that is smaller. Raises PictureFailed."""
     return _asked(ScaleRequest(max_side, max_bytes), data, limit_s)
 
 
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
-    """Return one page of a PDF as a picture of ``width`` pixels. Raises PictureFailed."""
-    return _asked(PageRequest(page, width, max_bytes), pdf, limit_s)
+    """Render one page of a PDF as a picture of ``width`` pixels. Raises PictureFailed."""
+    return _asked(RenderRequest(page, width, max_bytes), pdf, limit_s)
 
 
-def _asked(request: ScaleRequest | PageRequest, data: bytes, limit_s: float) -> bytes:
+def _asked(request: ScaleRequest | RenderRequest, data: bytes, limit_s: float) -> bytes:
     try:
         with _processes.one() as process:
             head, made = ask(process, [encode(request), data], limit_s + _START_S)
@@ -93,7 +94,7 @@ def _answer(parts: list[bytes]) -> list[bytes]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     until_s = int(used.ru_utime + used.ru_stime) + _CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (until_s, resource.RLIM_INFINITY))
-    request: ScaleRequest | PageRequest = decode(parts[0], ScaleRequest | PageRequest)
+    request: ScaleRequest | RenderRequest = decode(parts[0], ScaleRequest | RenderRequest)
     try:
         made = (
             _scale(parts[1], request)
@@ -113,14 +114,15 @@ def _scale(data: bytes, request: ScaleRequest) -> bytes:
 
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
     with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
-        image.draft("RGB", (request.max_side, request.max_side))  # a JPEG is decoded smaller
+        # A JPEG is decoded at a smaller size. Other formats ignore this.
+        image.draft("RGB", (request.max_side, request.max_side))
         image.thumbnail((request.max_side, request.max_side))
         return _saved(image, request.max_bytes)
 
 
 def _saved(image: object, max_bytes: int) -> bytes:
-    """Return ``image`` as a PNG file if that fits, otherwise as a JPEG file, and smaller until it
-    fits."""
+    """Return ``image`` as a PNG file if that fits the limit, otherwise as a JPEG file. If neither
+    fits, halve width and height until the JPEG file fits."""
     from PIL import Image
 
     assert isinstance(image, Image.Image)
@@ -136,7 +138,7 @@ def _saved(image: object, max_bytes: int) -> bytes:
     return file.getvalue()
 
 
-def _render(pdf: bytes, request: PageRequest) -> bytes:
+def _render(pdf: bytes, request: RenderRequest) -> bytes:
     import pypdfium2
 
     document = pypdfium2.PdfDocument(pdf)
@@ -146,7 +148,7 @@ def _render(pdf: bytes, request: PageRequest) -> bytes:
         page = document[request.page - 1]
         width, height = page.get_size()
         scale = request.width / max(width, 1.0)
-        # A page may be a strip of any length.
+        # A page may be a strip of any length, so the height needs a limit too.
         scale = min(
             scale, (MAX_PIXELS / 10 / max(width * height, 1.0)) ** 0.5, 7900 / max(height, 1)
         )

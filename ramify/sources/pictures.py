@@ -1,12 +1,11 @@
-"""Pictures among the sources: PNG, JPEG and WebP files as values of the context, without their
-bytes.
+"""Reader of pictures: each PNG, JPEG or WebP file becomes a dict in the context that stands for it.
 
     chart.png  ->  {"picture": sha256, "name": "chart.png", "kind": "png", "width": 640, …}
 
 Only the header is read. A picture that is larger than models accept is scaled down by Pillow (extra
-``inputs``), in a process with limits on memory and time; without Pillow it is refused, with its
-numbers. Pictures of a folder are left out if the folder also has texts: their models would meet
-hundreds of icons. Not here: pages of PDFs (see ``pdf_pages.py``).
+``inputs``), in a process with limits on memory and time; without Pillow it is refused with an error
+that gives its size. Pictures in a folder are left out if the folder also has texts, since most
+of them would be icons. Not here: pages of PDFs (see ``pdf_pages.py``).
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
 
 
 def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
-    """Return the picture in ``file`` as a smaller one. Raises UnreadableSource, which says why it
-    cannot be sent as it is."""
+    """Scale the picture in ``file`` down. If that fails, raises UnreadableSource with ``why``, the
+    reason why the picture cannot be sent unchanged."""
     size, num_bytes = size_of(file.data), len(file.data)
     if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:
         raise UnreadableSource(

@@ -1,9 +1,9 @@
-"""Text of a document from its parts, with the place of each part: page, slide, chapter, heading.
+"""Joins the parts of a document to one text, and records the place of each part in it.
 
     [DocumentPart("page 1", "…"), DocumentPart("page 2", "…")] ──assemble──> text, places
 
-Each part begins with a line such as ``--- page 2 ---``. In Markdown, headings are places, too.
-``place_at`` names the place of a line, for example of a citation.
+A place is a page, slide, chapter, sheet or heading. Each numbered part begins with a line such as
+``--- page 2 ---``. ``place_at`` names the place of a line, for example of a citation.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import msgspec
 from ramify.sources.base import SourcePlace
 
 MAX_PLACES = 20_000
-"""Places of one document. Later headings are not places."""
+"""Maximum number of places of one document. Further headings are not recorded."""
 _MAX_NAME_CHARS = 80
 _HEADING = re.compile(r"(#{1,6})\s+(.*\S)")
 _FENCE = re.compile(r"\s*(```+|~~~+)")
 
 
 class DocumentPart(msgspec.Struct, frozen=True):
-    """One part of a document."""
+    """One part of a document, such as a page."""
 
     place: str
-    """``page 3``; empty for a document without numbered parts."""
+    """``page 3``; empty if the document has no numbered parts."""
     text: str
     title: str = ""
-    """Title of the part, if its text does not begin with it."""
+    """Title of the part, if the text does not begin with it."""
 
 
 def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str, list[SourcePlace]]:
@@ -53,13 +53,13 @@ def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str,
 
 
 def place_at(places: Sequence[SourcePlace], line: int) -> str:
-    """Name of the place that ``line`` is in; empty if it is before the first one."""
+    """Return the name of the place that contains ``line``; empty before the first place."""
     index = bisect.bisect_right([place.line for place in places], line)
     return places[index - 1].name if index else ""
 
 
 def _headings(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Index and path of each heading: ``(7, "Risks / Currency")``."""
+    """Yield the index and the path of each heading: ``(7, "Risks / Currency")``."""
     path: list[tuple[int, str]] = []
     fence = ""
     for index, line in enumerate(lines):

@@ -32,22 +32,22 @@ from ramify.sources.remote_urls import ListedFile, RemoteHead, check_url, is_web
 
 MAX_FILES = 200_000
 _MOST_HEADS = 100
-"""Web addresses whose heads are read before the first file is fetched."""
+"""Maximum number of web addresses whose heads are read before the first file is fetched."""
 _SLOW_S, _SLOW_BYTES = 60.0, 60_000
 """A file of which fewer bytes arrive in this time is given up."""
 _BEGIN_BYTES = 512
 
 
 class FetchedFile(msgspec.Struct, frozen=True):
-    """A remote file on this machine."""
+    """The copy of a remote file on this machine."""
 
     shown: str
-    """Its URL, without secrets."""
+    """Its URL without secrets, for errors."""
     label: str
     """Its name in the context."""
     path: Path
     is_named: bool
-    """Whether the URL was named, rather than a folder or a pattern."""
+    """True if the user named this URL itself, and not a folder or a pattern."""
 
 
 class _Wanted(NamedTuple):
@@ -81,7 +81,7 @@ def fetch_files(
 
 
 class _Fetching:
-    """One load's remote files."""
+    """The remote files of one load."""
 
     def __init__(
         self, process: FetchProcess, cache: DownloadCache, loading: SourceLoader, is_single: bool
@@ -93,7 +93,8 @@ class _Fetching:
         self._left = loading.room
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
-        """List the files of all ``urls``, but those that are too large or would not be read."""
+        """List the files of all ``urls``, except files that are too large or that no reader would
+        read."""
         wanted: list[_Wanted] = []
         for number, url in enumerate(urls):
             try:
@@ -134,7 +135,7 @@ class _Fetching:
         return wanted
 
     def fetched(self, wanted: _Wanted, work: ProgressTask) -> FetchedFile | None:
-        """Fetch one file, or add a problem and return None."""
+        """Fetch one file, or record a problem and return None."""
         url = wanted.file.url
         try:
             copy = self._copy(wanted, work)
@@ -215,8 +216,8 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
-    """Return the number of bytes that are known to be fetched. Raises SourceError if it is above
-    the limit: nothing was fetched so far."""
+    """Return the number of bytes that will be fetched, as far as it is known. Raises SourceError if
+    it exceeds the limit, before anything is fetched."""
     total = sum(max(0, each.file.num_bytes) for each in wanted)
     if total > loading.room:
         raise SourceError(
@@ -228,7 +229,7 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
 
 
 def _web_label(url: str, name: str) -> str:
-    """The name of one of several pages: its host and path, with the suffix of ``name``."""
+    """Return the name of one of several pages: its host and path, with the suffix of ``name``."""
     place = shown_url(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place
     return f"{folder}/{name}"

@@ -1,11 +1,11 @@
-"""URLs as sources: which texts are URLs of files, and how one is written without its secrets.
+"""Decides which texts are URLs of files, and writes a URL without its secrets.
 
     https://me:pw@host/report?sig=abc      shown_url:     https://host/report
                                            recorded_url:  https://host/report?sig=«redacted»
     s3://bucket/logs/                      both:          s3://bucket/logs/
 
-What is shown or recorded is never a login, and never the value of a parameter that is named like a
-key. Such values are also redacted from logs and journals, wherever they occur. Not here: databases
+A login, and the value of a parameter that is named like a key, are never shown or recorded. Such
+values are also redacted from logs and journals, wherever they occur. Not here: databases
 on servers (``database_servers.py``), and fetching (``remote_files.py``).
 """
 
@@ -36,8 +36,8 @@ def _scheme(name: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """The URL as errors and names show it: without login, and a web address without parameters and
-    fragment."""
+    """Return the URL for errors and names: without a login, and for a web address also without
+    parameters and fragment."""
     scheme, _, rest = url.partition("://")
     if is_web(url):
         rest = rest.partition("#")[0].partition("?")[0]
@@ -49,8 +49,8 @@ def shown_url(url: str) -> str:
 
 
 def recorded_url(url: str) -> str:
-    """The URL as a run records it, to load it again: without login, and with a mark in place of
-    keys."""
+    """Return the URL that a run records to load it again: without a login, and with a mark in place
+    of each key."""
     if not is_web(url):
         return shown_url(url)
     query = url.partition("#")[0].partition("?")[2]
@@ -92,12 +92,12 @@ class RemoteHead(msgspec.Struct, frozen=True):
     """What is known of a remote file before its bytes are read."""
 
     num_bytes: int = -1
-    """Its size; -1 if the server does not say."""
+    """Size of the file; -1 if the server does not say."""
     version: str = ""
-    """Its ETag, or what stands for one: a text that differs once the file has changed. Empty if the
-    server says neither."""
+    """Its ETag, or another text that differs once the file has changed. Empty if the server gives
+    neither."""
     is_unchanged: bool = False
-    """Whether the version is the one that was asked about; then there is nothing to read."""
+    """True if the file still has the version of the earlier copy. Then no bytes follow."""
     content_type: str = ""
     """Media type and parameters, such as ``text/html; charset=utf-8``."""
     file_name: str = ""
@@ -105,16 +105,17 @@ class RemoteHead(msgspec.Struct, frozen=True):
     final_url: str = ""
     """URL after redirects."""
     may_keep: bool = True
-    """False if the server forbids to keep a copy."""
+    """False if the server forbids storing a copy."""
 
 
 class ListedFile(msgspec.Struct, frozen=True):
-    """One remote file, before it is fetched."""
+    """A remote file in a listing, before it is fetched."""
 
     url: str
     name: str
-    """Its path below what was named; its file name if it was named itself."""
+    """Its path relative to the folder or pattern that was named, or its file name if it was named
+    itself."""
     num_bytes: int = -1
-    """Its size; -1 if it is not known."""
+    """Size of the file; -1 if it is not known."""
     version: str = ""
-    """As in ``RemoteHead``, as far as a listing tells it."""
+    """The same as in ``RemoteHead``, if the listing has it."""

@@ -1,20 +1,21 @@
-"""The search index of one context, in a separate process: BM25 over its units, by ``tantivy``.
+"""The process that holds the search index of one context: BM25 over its units, by ``tantivy``.
 
     IndexRequest("open")             ──> the process knows its folder
     IndexRequest("add", text=block)  ──> the units of the block are indexed    (host ──> process)
     IndexRequest("commit")           ──> the index can be asked
     IndexRequest("ask", text=query)  ──> [(score, position), …]                best first
 
-A position is the number of characters before a unit, in all texts of the context. It is all that
-the index keeps of a unit, apart from its words. Equal scores come in order of position, whichever
-thread indexed a unit. A query is words and no syntax.
+A position is the number of characters before a unit, counted over all texts of the context. The
+index keeps only the position and the words of a unit. Equal scores come in order of position,
+whichever thread indexed a unit. A query is words and no syntax.
 
-A query scores at most about ``MAX_POSTINGS`` occurrences of words, so it takes milliseconds in a
-context of any size: its most common words, which say least, are left out beyond that. If each of
-its words is more common, only the first ``MAX_POSTINGS`` units are searched.
+A query scores at most about ``MAX_POSTINGS`` occurrences of words, so that it takes milliseconds in
+a context of any size. Beyond that, its most common words, which are the least informative, are left
+out. If each word of the query is more common than that, only the first ``MAX_POSTINGS`` units are
+searched.
 
-The process deletes its folder when its input is closed, so also when the host is killed. Not here:
-what a unit is (``search_units.py``), and when an index is built (``text_search.py``).
+The process deletes its folder when its input is closed, which also happens if the host is killed.
+Not here: what a unit is (``search_units.py``), and when an index is built (``text_search.py``).
 """
 
 from __future__ import annotations
@@ -35,29 +36,29 @@ from ramify.sources.search_units import Shape, searchable, units
 
 MAX_POSTINGS = 1 << 20
 MAX_WORDS = 64
-"""Different words of a query; further ones are ignored."""
+"""Maximum number of different words of a query. Further words are ignored."""
 MAX_HITS = 100
 MAX_WORD_BYTES = 128
 """A longer run of letters and digits is not indexed."""
 _HEAP_BYTES = 256 << 20
 _NUM_THREADS = 2
 _ADDRESS_BYTES = 16 << 30
-"""Address space of the process, with mapped files."""
+"""Limit on the address space of the process, including mapped files."""
 _TIED = 400
-"""Hits that are fetched to sort those with equal scores."""
+"""Number of hits that are fetched in order to sort those with equal scores."""
 _PART, _REGION = 256, 1 << 18
 """Neighbouring units that can be searched by themselves."""
 
 
 class IndexRequest(msgspec.Struct, frozen=True):
-    """One request to the process."""
+    """A request to the process that holds an index."""
 
     kind: str
     """``open``, ``add``, ``commit`` or ``ask``."""
     text: str = ""
     """A block of a text, or a query."""
     at: int = 0
-    """Position of the block."""
+    """Position of the block in the texts of the context."""
     shape: Shape = "lines"
     is_last: bool = False
     """True for the last block of a text."""
@@ -202,16 +203,16 @@ class _Index:
         )
 
     def _within(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
-        """Those of ``matches`` that have one of ``terms``, with the same scores."""
+        """Return the ``matches`` that have at least one of ``terms``, with unchanged scores."""
         query, must = self._tantivy.Query, self._tantivy.Occur.Must
         inside = query.const_score_query(self._any_of(terms), 0.0)
         return query.boolean_query([(must, matches), (must, inside)])
 
     def _hits(self, query: Any, limit: int) -> list[tuple[float, int]]:
-        """Return (score, position) of the best hits, by score and then by position."""
+        """Return (score, position) of the best hits, sorted by score and then by position."""
         found = self._searcher.search(query, limit, count=False).hits
         positions = self._searcher.fast_field_values("at", [address for _, address in found])
-        # Sums of the same numbers differ in their last digits by the order of the words.
+        # The order of the words changes the last digits of a sum, so scores are rounded.
         hits = [
             (float(f"{score:.4g}"), at) for (score, _), at in zip(found, positions, strict=True)
         ]

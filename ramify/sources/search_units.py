@@ -1,15 +1,15 @@
-"""The units of a search: which part of a text is one hit, its place, and its words.
+"""Divides a text into the units of a search. A unit is one hit: a line or a passage.
 
     layout_of(text)                    TextLayout: "lines" or "passages", and whether it has pages
     units(block, shape, is_last=…)     (start, end) of each unit, in order
     place_of(name, text, start, …)     "report.pdf:812 (page 14)"
     searchable(text)                   the text with the words of scripts without spaces apart
 
-A text without blank lines is one of lines: a log, a table, JSONL. In others, a unit is a passage: a
-paragraph, or several lines of code, which ends at a blank line, before a heading and before a page.
-A unit depends only on where it begins and on what follows, so a hit is found again from its
-beginning. Chinese, Japanese, Thai, Lao, Khmer and Burmese have no spaces between words: their words
-are all pairs of neighbouring characters. Not here: the index (``search_process.py``).
+In a text without blank lines (a log, a table, JSONL), each line is a unit. In other texts, a unit
+is a passage: a paragraph, or several lines of code. It ends at a blank line, before a heading and
+before a page. A unit depends only on where it begins and on what follows, so a hit is found again
+from its beginning. Chinese, Japanese, Thai, Lao, Khmer and Burmese have no spaces between words:
+their words are all pairs of neighbouring characters. Not here: the index (``search_process.py``).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Shape = Literal["lines", "passages"]
 Text = str | MappedText
 
 MAX_CHARS = 1500
-"""Longest unit. A longer line is cut, at a space if there is one near its end."""
+"""Maximum length of a unit. A longer line is cut, at a space if there is one near the limit."""
 LOOK_AHEAD = MAX_CHARS + 200
-"""Characters after the beginning of a unit that decide where it ends."""
+"""Number of characters after the beginning of a unit that decide where it ends."""
 _GOOD_CHARS = 300
 """A passage of this length ends at the next blank line."""
 _HEAD_CHARS = 1 << 16
 _BLANK_SHARE = 0.02
 _NEAR_CHARS = 20_000
-"""Characters before a hit that are searched for its heading."""
+"""Number of characters before a hit in which its heading is searched."""
 _PAGE_CHARS = 200_000
 _BREAK = re.compile(r"\n(?=#{1,6} |--- page \d+ ---$|<!-- Slide number: \d+ -->)", re.MULTILINE)
-"""Place before a heading or a page."""
+"""The position before a heading or a page."""
 _BLANK = re.compile(r"\n[ \t\r]*\n")
 _PAGE = re.compile(r"^(?:---|<!--) ((?:page|Slide number:) \d+) (?:---|-->)$", re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
@@ -51,7 +51,7 @@ _RUN = re.compile(f"[{_UNSPACED}]+")
 
 
 class TextLayout(msgspec.Struct, frozen=True):
-    """What the beginning of a text says about all of it."""
+    """Decides how a text is divided into units. It is guessed from the beginning of the text."""
 
     shape: Shape
     has_pages: bool
@@ -66,8 +66,8 @@ def layout_of(text: Text) -> TextLayout:
 
 
 def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
-    """Return the bounds of the units that begin in ``block``, without blank ones. If more text
-    follows, those whose end may depend on it are left out."""
+    """Yield the bounds of the units that begin in ``block``, without blank units. If more text
+    follows, units whose end may depend on it are left out."""
     most = len(block) if is_last else len(block) - LOOK_AHEAD
     start = 0
     end_of = _end_of_line if shape == "lines" else _end_of_passage
@@ -99,7 +99,7 @@ def _end_of_passage(text: str, start: int) -> int:
 
 
 def _cut(text: str, start: int) -> int:
-    """End of a piece of a line that is too long for one unit."""
+    """Return the end of the first piece of a line that is too long for one unit."""
     end = start + MAX_CHARS
     if end >= len(text):
         return len(text)
@@ -128,7 +128,7 @@ def place_of(name: str, text: Text, start: int, line: int, layout: TextLayout) -
 
 
 def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
-    """Return what the last ``mark`` says that begins at ``start`` or up to ``most`` characters
+    """Return the text of the last ``mark`` that begins at ``start`` or up to ``most`` characters
     before it."""
     low = max(0, start - most)
     last = ""

@@ -9,19 +9,17 @@ import io
 from typing import Any
 
 from ramify.sources.archives import check_count, check_ratio, is_hidden, member_name, read_member
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import NEEDS_INPUTS, SourceLoader, UnreadableSource
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile
 
 MAX_UNPACKED_BYTES = 1 << 30
-"""Largest sum of the stated sizes of the members. They are unpacked in memory."""
+"""Maximum size of all members together, as the archive states it. They are unpacked in memory."""
 
 
 def read(file: SourceFile, loading: SourceLoader) -> None:
     if importlib.util.find_spec("py7zr") is None:
-        raise UnreadableSource(
-            "is a 7-Zip archive", "reading it needs pip install 'ramify[inputs]'"
-        )
+        raise UnreadableSource("is a 7-Zip archive", NEEDS_INPUTS)
     found = convert_document("7z", "a 7-Zip archive", file, loading)
     check_count(len(found.members))
     total = 0
@@ -37,7 +35,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
 
 
 def convert(data: bytes) -> ConvertedDocument:
-    """Unpack an archive, in the process."""
+    """Unpack an archive. Runs in the process of ``document_process.py``."""
     import py7zr
     from py7zr.io import BytesIOFactory
 

@@ -28,7 +28,6 @@ from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.duckdb_process import describe_tables, query_tables
 from ramify.sources.table_types import TableEntry, TableInfo, TableSource
 
-REMEDY = "reading it needs pip install 'ramify[inputs]'"
 MAX_TABLES = 500
 """Tables of a load. A folder's later files are only texts."""
 DESCRIBE_S = 20.0

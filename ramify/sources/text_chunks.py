@@ -63,7 +63,7 @@ def chunks(tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
 
 
 def _texts(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, text) of each text of ``value``; a single one has an empty name."""
+    """Return (name, text) of each text of ``value``. The name of a single text is empty."""
     if value is None:
         raise TypeError("this session has no context: give text=")
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def _check(texts: list[tuple[str, Any]]) -> None:
 
 
 def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
-    """Return (text, first line, last line) of each piece; each has at most ``most`` bytes."""
+    """Return (text, first line, last line) of each piece. A piece has at most ``most`` bytes."""
     found: list[tuple[str, int, int]] = []
     start, line, length = 0, 1, len(text)
     while start < length:
@@ -113,7 +113,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _cut(window: str) -> int:
-    """Return where to end a piece that would end within its text."""
+    """Return where a piece ends that cannot hold the rest of its text."""
     half = len(window) // 2
     headings = [each.start() for each in _HEADING.finditer(window, half)]
     if headings:
@@ -133,7 +133,7 @@ def _shortened(name: str, most: int) -> str:
 
 
 def _close(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
-    """Make one part of the pieces in ``shared``, and empty it."""
+    """Make one part of the pieces in ``shared``, and empty the list."""
     if shared:
         first, last = shared[0][0], shared[-1][0]
         place = first if len(shared) == 1 else f"{first} to {last}"
@@ -143,7 +143,7 @@ def _close(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
 
 if "namespace" in globals():
     if globals().get("namespace_is_live", True):
-        # Not reserved: a variable of this name is common, and may replace it.
+        # This name is not reserved: a variable ``chunks`` is common, and may replace the function.
         globals()["namespace"].setdefault("chunks", chunks)
     else:
         __all__ += ["chunks"]

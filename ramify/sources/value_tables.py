@@ -1,10 +1,10 @@
-"""Tables that are values of a context, for ``tables`` and ``sql`` of a session.
+"""Lets ``tables`` and ``sql`` of a session use the tables that are values of a context.
 
     completion(frame, …)            sql("SELECT … FROM context")
     completion({"sales": frame}, …) sql("SELECT … FROM sales")
 
-DuckDB reads their columns in the memory file of the context without a copy. Its process maps it
-when the first query is asked. A context of less than a megabyte gets such a file then. Not here:
+DuckDB reads the columns in the memory file of the context, without a copy. Its process maps the
+file at the first query. A context of less than a megabyte gets such a file only then. Not here:
 tables in files (``tables.py``), and what a query may do (``duckdb_process.py``).
 """
 
@@ -22,16 +22,16 @@ from ramify.sources.table_types import TableSource
 from ramify.sources.tables import MAX_TABLES, has_duckdb, shown_value, table_name
 
 _NAME = "context"
-"""Name in SQL of a context that is one table."""
+"""Name in SQL of a context that is a single table."""
 
 
 class ValueTables:
-    """The tables of one context. ``tools`` are for the session; ``use`` says where the context
-    is."""
+    """The tables of one context. ``tools`` are the tools for the session. ``use`` sets the context
+    that ``sql`` reads."""
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
-        """``tables``: name in SQL -> table; ``keys``: name in SQL -> key in the context, None if
-        the table is the context."""
+        """``tables`` maps the names in SQL to tables. ``keys`` maps them to keys of the context, or
+        to None if the context itself is the table."""
         self._keys = dict(keys)
         self._listing = [
             {
@@ -50,8 +50,8 @@ class ValueTables:
 
     @classmethod
     def of(cls, context: Any, tools: Mapping[str, Any]) -> ValueTables | None:
-        """Return the tables of ``context``. None if it has none, without DuckDB, or if ``sql`` is
-        among the ``tools`` already."""
+        """Return the tables of ``context``. Returns None if it has none, if DuckDB is not
+        installed, or if ``tools`` already has an ``sql``."""
         if isinstance(context, Table):
             found: dict[str | None, Table] = {None: context}
         elif type(context) is dict:
@@ -102,7 +102,7 @@ class ValueTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContext) -> int:
-        """The descriptor of a file with the encoded context."""
+        """Return the descriptor of a file with the encoded context."""
         if context.fd is not None:
             return context.fd
         if self._file < 0:
