@@ -1,5 +1,5 @@
-"""The table of what was read: each source with its kind, size and contents, then what was left out
-and why.
+"""The table of the sources that were read, with kind, size and contents. Below it: which files were
+left out, and why.
 
     source      kind  size    contents
     orders.csv  csv   1.2 MB  CSV: 3 columns a, b, c; 1,200 rows
@@ -19,7 +19,7 @@ from ramify.printable import clean
 from ramify.sources.base import LoadedContext, SourceItem
 
 MAX_ROWS = 12
-"""More sources than these are summed up by suffix."""
+"""Maximum number of rows. Above this, sources are summed up by suffix."""
 _MAX_NAME_CHARS = 48
 _HEAD = ("source", "kind", "size", "contents")
 
@@ -62,7 +62,7 @@ def _sum(name: str, kind: str, items: Sequence[SourceItem]) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad all columns but the last."""
+    """Pad all columns except the last."""
     plain = [[clean(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     return [

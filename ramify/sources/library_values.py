@@ -1,4 +1,4 @@
-"""Values of other libraries as contexts: what becomes of a DataFrame, an array, a model, a path.
+"""Converts values of other libraries to contexts: DataFrames, arrays, models, paths.
 
     pandas, polars, pyarrow, datasets, __arrow_c_stream__   Table, over the same buffers if possible
     numpy.ndarray                                           NumberArray, over the same buffer
@@ -6,9 +6,9 @@
     a path, several paths, a binary file                    what ``load`` reads
     a file that was opened as text                          its text
 
-A library is never imported here: a value of it can only exist if it was. pyarrow, of the extra
-``inputs``, is needed for all columns but numbers. An index that is not a default one becomes
-columns. Not here: how a table reaches a session (``sandbox/guest/tables.py``).
+No library is imported here: a value of a library exists only if the caller has imported it.
+pyarrow, of the extra ``inputs``, is needed for all columns except numbers. An index that is not the
+default one becomes columns. Not here: how a table reaches a session (``sandbox/guest/tables.py``).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
 _NUMBERS |= {"uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
 _ARROW_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _MAX_SMALL_BYTES = (1 << 31) - 1
-"""Text of one array whose offsets have 32 bits."""
+"""Maximum size of the text in one array whose offsets have 32 bits."""
 _NEEDS = "needs pyarrow: pip install 'ramify[inputs]'"
 
 
 def as_context(value: Any) -> Any:
-    """Return ``value`` in a form that a session can hold: itself if it is one, what ``load``
-    returns for a path, otherwise a converted value. Raises ConfigError, or SourceError for a path
-    that cannot be read."""
+    """Return ``value`` in a form that a session can hold: unchanged if it already is one, what
+    ``load`` returns if it is a path, otherwise converted. Raises ConfigError, or SourceError for a
+    path that cannot be read."""
     if _is_path(value) or _are_paths(value):
         from ramify.sources.load_sources import load
 
@@ -61,7 +61,7 @@ def as_context(value: Any) -> Any:
 
 
 def is_opened(value: Any) -> bool:
-    """Return True if ``as_context`` reads from a disk, or waits for a stream."""
+    """Return True if ``as_context`` would read from a disk or wait for a stream."""
     return _is_path(value) or _are_paths(value) or _is_file(value)
 
 
@@ -79,7 +79,7 @@ def _is_file(value: Any) -> bool:
 
 
 def _read(file: Any) -> Any:
-    """Read an open file from where it stands."""
+    """Read an open file from its current position."""
     from ramify.sources.load_sources import MAX_BYTES, load
 
     shown = str(getattr(file, "name", type(file).__name__))
@@ -111,7 +111,8 @@ def _read(file: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value and all inside of it; returns ``value`` itself if that is not needed."""
+    """Convert a value and everything inside it. Returns ``value`` itself if nothing had to be
+    converted."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -176,7 +177,8 @@ def _of_fields(value: Any) -> Any:
 
 
 def _of_library(value: Any) -> Any:
-    """Convert a value of pandas, polars, pyarrow, datasets or numpy; returns others as they are."""
+    """Convert a value of pandas, polars, pyarrow, datasets or numpy. Returns any other value
+    unchanged."""
     for name, convert in (
         ("pandas", _of_pandas),
         ("polars", _of_polars),
@@ -237,7 +239,8 @@ def _pandas_column(series: Any, name: str) -> Column:
 
 
 def _number_column(values: Any) -> Column:
-    """A column over a numpy array, which is copied only if its values do not lie side by side."""
+    """Return a column over a numpy array. The array is copied only if its values are not
+    contiguous."""
     kept = _contiguous(values)
     name = str(kept.dtype)
     return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
@@ -314,7 +317,7 @@ def _of_numpy(value: Any, numpy: Any) -> Any:
 
 
 def _unique(labels: Iterable[Any]) -> list[str]:
-    """Names of columns as texts, of which no two are equal."""
+    """Return the names of columns as text, and make them distinct."""
     names: dict[str, None] = {}
     for label in labels:
         name = ".".join(map(str, label)) if isinstance(label, tuple) else str(label)
@@ -337,8 +340,7 @@ def _pyarrow(value: Any) -> Any:
 
 
 def table_of(table: Any) -> Table:
-    """Return a pyarrow table as a ``Table`` over its buffers. Columns in several chunks are
-    joined."""
+    """Return a pyarrow table as a ``Table`` over its buffers. The chunks of a column are joined."""
     names = _unique(table.column_names)
     columns = {name: column_of(table.column(number), name) for number, name in enumerate(names)}
     return Table(columns, table.num_rows)
@@ -346,7 +348,7 @@ def table_of(table: Any) -> Table:
 
 def column_of(array: Any, name: str) -> Column:
     """Return a column over the buffers of a pyarrow array. Raises ConfigError, with the name of the
-    column, for a type that has no form here."""
+    column, if its type is not supported."""
     import pyarrow
 
     types, type_ = pyarrow.types, array.type
@@ -414,7 +416,7 @@ def column_of(array: Any, name: str) -> Column:
 
 
 def _joined(array: Any) -> Any:
-    """Return one array of all chunks. Several are copied."""
+    """Return one array with all chunks. Several chunks are copied."""
     import pyarrow
 
     if array.num_chunks == 1:
@@ -431,7 +433,8 @@ def _joined(array: Any) -> Any:
 
 
 def _cast_to(type_: Any) -> Any:
-    """The type to which an array of ``type_`` is converted first; None if it is used as it is."""
+    """Return the type to which an array of ``type_`` is converted first, or None if it is used
+    unchanged."""
     import pyarrow
 
     types = pyarrow.types
@@ -451,7 +454,7 @@ def _cast_to(type_: Any) -> Any:
 
 
 def _view(buffer: Any) -> memoryview | None:
-    """The bytes of a pyarrow buffer."""
+    """Return the bytes of a pyarrow buffer."""
     if buffer is None:
         return None
     return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")
