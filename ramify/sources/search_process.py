@@ -1,9 +1,9 @@
 """The process that holds the search index of one context: BM25 over its units, by ``tantivy``.
 
-    IndexRequest("open")             ──> the process knows its folder
-    IndexRequest("add", text=block)  ──> the units of the block are indexed    (host ──> process)
-    IndexRequest("commit")           ──> the index can be asked
-    IndexRequest("ask", text=query)  ──> [(score, position), …]                best first
+    IndexRequest("open")                ──> the process knows its folder
+    IndexRequest("add", blocks=blocks)  ──> the units of the blocks are indexed   (host ──> process)
+    IndexRequest("commit")              ──> the index can be asked
+    IndexRequest("ask", query=query)    ──> [(score, position), …]                best first
 
 A position is the number of characters before a unit, counted over all texts of the context. The
 index keeps only the position and the words of a unit. Equal scores come in order of position,
@@ -11,8 +11,8 @@ whichever thread indexed a unit. A query is words and no syntax.
 
 A query scores at most about ``MAX_POSTINGS`` occurrences of words, so that it takes milliseconds in
 a context of any size. Beyond that, its most common words, which are the least informative, are left
-out. If each word of the query is more common than that, only the first ``MAX_POSTINGS`` units are
-searched.
+out. If each word of the query is more common than that, up to four of them are searched in the
+first ``MAX_POSTINGS`` units, divided by their number.
 
 The process deletes its folder when its input is closed, which also happens if the host is killed.
 Not here: what a unit is (``search_units.py``), and when an index is built (``text_search.py``).
@@ -20,6 +20,7 @@ Not here: what a unit is (``search_units.py``), and when an index is built (``te
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -50,18 +51,24 @@ _PART, _REGION = 256, 1 << 18
 """Neighbouring units that can be searched by themselves."""
 
 
+class TextBlock(msgspec.Struct, frozen=True):
+    """A part of a text that is indexed."""
+
+    text: str
+    at: int
+    """Position of the block in the texts of the context."""
+    shape: Shape
+    is_last: bool
+    """True for the last block of its text."""
+
+
 class IndexRequest(msgspec.Struct, frozen=True):
     """A request to the process that holds an index."""
 
     kind: str
     """``open``, ``add``, ``commit`` or ``ask``."""
-    text: str = ""
-    """A block of a text, or a query."""
-    at: int = 0
-    """Position of the block in the texts of the context."""
-    shape: Shape = "lines"
-    is_last: bool = False
-    """True for the last block of a text."""
+    blocks: tuple[TextBlock, ...] = ()
+    query: str = ""
     k: int = 10
     folder: str = ""
     """Folder of the index."""
@@ -120,13 +127,18 @@ class _Index:
         self._searcher: Any = None
         self._rest = ""
         """End of the last block, whose units may depend on what follows."""
-        self._num_blocks = self._num_units = 0
+        self._num_requests = self._num_units = 0
 
     def answer(self, asked: IndexRequest) -> Any:
         if asked.kind == "open":
             return None
         if asked.kind == "add":
-            return self._add(asked)
+            for block in asked.blocks:
+                self._add(block)
+            self._num_requests += 1
+            if self._num_requests % 16 == 0:
+                self._check_size()
+            return None
         if asked.kind == "commit":
             self._writer.commit()
             self._writer.wait_merging_threads()
@@ -135,14 +147,14 @@ class _Index:
             self._index.reload()
             self._searcher = self._index.searcher()
             return self._searcher.num_docs
-        return self._ask(asked.text, asked.k)
+        return self._ask(asked.query, asked.k)
 
-    def _add(self, asked: IndexRequest) -> None:
-        block = self._rest + asked.text
-        at = asked.at - len(self._rest)
+    def _add(self, added: TextBlock) -> None:
+        block = self._rest + added.text
+        at = added.at - len(self._rest)
         document, add = self._tantivy.Document, self._writer.add_document
         end = 0
-        for start, end in units(block, asked.shape, is_last=asked.is_last):
+        for start, end in units(block, added.shape, is_last=added.is_last):
             unit = document()
             unit.add_text("text", searchable(block[start:end]))
             unit.add_unsigned("at", at + start)
@@ -150,10 +162,7 @@ class _Index:
             unit.add_unsigned("region", self._num_units // _REGION)
             add(unit)
             self._num_units += 1
-        self._rest = "" if asked.is_last else block[end:]
-        self._num_blocks += 1
-        if self._num_blocks % 16 == 0:
-            self._check_size()
+        self._rest = "" if added.is_last else block[end:]
 
     def _check_size(self) -> None:
         size = sum(entry.stat().st_size for entry in os.scandir(self.folder))
@@ -165,18 +174,16 @@ class _Index:
     def _ask(self, query: str, k: int) -> list[tuple[float, int]]:
         words = list(dict.fromkeys(self._words.analyze(searchable(query))))[:MAX_WORDS]
         counts = [(self._searcher.doc_freq("text", word), word) for word in words]
-        total = 0
-        asked: list[tuple[int, str]] = []
-        for count, word in sorted(each for each in counts if each[0]):
-            total += count
-            if asked and total > MAX_POSTINGS:
-                break
-            asked.append((count, word))
-        if not asked:
+        rarest = sorted(each for each in counts if each[0])
+        if not rarest:
             return []
+        totals = itertools.accumulate(count for count, _ in rarest)
+        num = sum(total <= MAX_POSTINGS for total in totals)
+        # If all are more common: some of them, in as many units as leaves the cost the same.
+        asked = rarest[: num or MAX_POSTINGS // _REGION]
         matches = self._any_of([("text", word) for _, word in asked])
-        if asked[0][0] > MAX_POSTINGS:
-            first = range(MAX_POSTINGS // _REGION)
+        if not num:
+            first = range(MAX_POSTINGS // _REGION // len(asked))
             matches = self._within(matches, [("region", number) for number in first])
         best = self._hits(matches, k + _TIED)
         if len(best) == k + _TIED and best[k - 1][0] == best[-1][0]:

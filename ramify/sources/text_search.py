@@ -38,7 +38,7 @@ from ramify.actors.run_messages import decode, encode
 from ramify.sandbox.base import MappedText
 from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.query_process import QueryAnswer
-from ramify.sources.search_process import MAX_HITS, IndexRequest
+from ramify.sources.search_process import MAX_HITS, IndexRequest, TextBlock
 from ramify.sources.search_units import Text, TextLayout, layout_of, place_of, unit_at
 from ramify.sources.text_chunks import chunks
 
@@ -47,7 +47,7 @@ MAX_CHARS = 8_000_000_000
 WAIT_S = 60.0
 """Time that a search waits for the index."""
 BLOCK_S = 60.0
-"""Time limit for indexing one block, and for finishing the index."""
+"""Time limit for indexing the blocks of one request, and for finishing the index."""
 QUERY_S = 30.0
 MAX_QUERY_CHARS = 10_000
 _BLOCK_CHARS = 1 << 22
@@ -211,13 +211,21 @@ class TextSearch:
         return index_of(digest.hexdigest(), self._starts[-1], self._requests)
 
     def _requests(self) -> Iterator[IndexRequest]:
+        """Return the texts in requests of at least ``_BLOCK_CHARS``, except the last one."""
+        blocks: list[TextBlock] = []
+        num_chars = 0
         for name, begin in zip(self._names, self._starts, strict=False):
             text = self._texts[name]
             shape, at = self._layout(name).shape, 0
             for block in _blocks(text):
                 is_last = at + len(block) == len(text)
-                yield IndexRequest("add", _sendable(block), begin + at, shape, is_last)
+                blocks.append(TextBlock(_sendable(block), begin + at, shape, is_last))
                 at += len(block)
+                num_chars += len(block)
+                if num_chars >= _BLOCK_CHARS:
+                    yield IndexRequest("add", tuple(blocks))
+                    blocks, num_chars = [], 0
+        yield IndexRequest("add", tuple(blocks))
 
 
 class SearchIndex:
@@ -251,7 +259,7 @@ class SearchIndex:
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
         """Return (score, position) of the best units."""
         found: list[tuple[float, int]] = self._answer(
-            IndexRequest("ask", _sendable(query), k=k), QUERY_S
+            IndexRequest("ask", query=_sendable(query), k=k), QUERY_S
         )
         return found
 

@@ -113,6 +113,18 @@ def test_long_messages_and_files_are_named_in_context() -> None:
     run(test)
 
 
+def test_very_long_message_can_be_searched() -> None:
+    async def test() -> None:
+        script = session(cell("FINAL([search('needle')[0]['place'], len(chunks()) > 1])"))
+        async with serving(script) as server, asking(server) as client:
+            reply = await client.chat.completions.create(
+                model="m", messages=[user(LONG * 5 + "a needle", "Where is the needle?")]
+            )
+            assert json.loads(reply.choices[0].message.content or "") == ["line 20001", True]
+
+    run(test)
+
+
 def test_long_conversation_becomes_context() -> None:
     async def test() -> None:
         async with (

@@ -137,10 +137,20 @@ def test_an_index_is_private_and_deleted_with_its_process():
     assert search("needle")[0]["text"] == "another needle", "it is built again"
 
 
+def test_many_small_texts_are_indexed_together_and_found_apart():
+    """A list of texts, some of which end within a line; the index is built in few requests."""
+    texts = [f"document {number} says word{number % 7}" for number in range(5_000)]
+    search = search_tools([*texts, "", 5, "the last one"])["search"]
+    hits = [search("document 4321", 1)[0], search("last", 1)[0]]
+    assert [(hit["name"], hit["place"]) for hit in hits] == [(4321, "[4321]:1"), (5002, "[5002]:1")]
+    assert hits[0]["text"] == texts[4321]
+    assert [hit["name"] for hit in search("says", 5)] == [0, 1, 2, 3, 4]
+
+
 def test_small_contexts_and_values_have_no_search(tmp_path: Path):
     assert search_tools("x\n" * (MIN_SEARCHED_CHARS // 2 - 1)) == {}
     assert search_tools({"a": 1}) == {}
-    assert search_tools([LOG]) == {}
+    assert search_tools([{"text": LOG}]) == {}
     (tmp_path / "a.txt").write_text("short")
     assert load([tmp_path / "a.txt"]).tools == {}
 
