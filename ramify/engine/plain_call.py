@@ -4,8 +4,8 @@
                               ^                └── "That does not fit the schema: …"
                               └────────────────────┘
 
-The same for the plain call of a run, the ``llm_query`` of a session (``host.py``) and the calls
-without a run (``direct_calls.py``). Not here: how a request is sent, recorded and paid for.
+This is the same for the plain call of a run, the ``llm_query`` of a session (``host.py``) and the
+calls without a run (``direct_calls.py``). Not here: how a request is sent, recorded and paid for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
     """Return (messages before the prompt, prompt) of the plain call that answers ``question``.
-    ``text`` and ``examples`` are the instructions of the run."""
+    ``text`` and ``examples`` are the instructions and examples of the run."""
     prompt = observe.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",
@@ -47,7 +47,7 @@ def direct_prompt(
 
 
 def asked_for(prompt: str, kind: AnswerType | None) -> str:
-    """Return ``prompt`` with the form of the answer that is wanted."""
+    """Return ``prompt`` with a description of the wanted form of the answer."""
     return f"{prompt}\n\n{kind.alone()}" if kind else prompt
 
 

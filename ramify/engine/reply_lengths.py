@@ -1,5 +1,5 @@
-"""How long a reply may be: the smallest of the limits of the run, the model and the depth, and the
-hidden reasoning that comes on top.
+"""Decides how long a reply may be: the smallest limit of the run, the model and the depth, plus the
+hidden reasoning of the model.
 
     limits.max_reply_tokens, sampling.max_tokens of the model, max_reply_tokens of the depth
         ──> text_limit = the smallest        + reasoning_tokens of a model that reasons
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ramify.engine.resources import RlmSetup, RunModels
 
 _REASONING_TOKENS = 16_384
-"""Tokens of hidden reasoning that a reply of a model that reasons may have."""
+"""Default limit on the tokens of hidden reasoning in one reply of a model that reasons."""
 
 
 class ReplyLengths:
-    """Sampling and maximum lengths of the replies of a run's models."""
+    """The sampling options and the maximum lengths of the replies of a run's models."""
 
     def __init__(self, setup: RlmSetup, models: RunModels, limit: ResourceAmount) -> None:
         """``limit`` is the budget of the run."""
@@ -54,8 +54,9 @@ class ReplyLengths:
         return found
 
     def text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
-        """Return (maximum tokens of a reply at ``depth`` without hidden reasoning, the setting that
-        it comes from). ``is_plain`` is True for a call of a session's ``llm_query``."""
+        """Return (maximum tokens of a reply at ``depth`` without hidden reasoning, name of the
+        setting that gives this limit). ``is_plain`` is True for a call by ``llm_query`` of a
+        session."""
         place = id(client), depth, is_plain
         found = self._text_limits.get(place)
         if found is None:
@@ -67,7 +68,7 @@ class ReplyLengths:
         return self.text_limit(client, depth, is_plain)[0], self.reasoning_tokens(client)
 
     def reasoning_tokens(self, client: Client) -> int:
-        """Tokens of hidden reasoning that a reply of ``client`` may have."""
+        """Return how many tokens of hidden reasoning a reply of ``client`` may have."""
         if client.name not in self._reasoning:
             self._reasoning[client.name] = self._estimated_reasoning(client)
         return self._reasoning[client.name]
