@@ -4,13 +4,14 @@
     >>> rlm = ramify.RLM("openai:gpt-5-mini")
     >>> rlm.completion(open("huge.log").read(), "Which host failed first, and why?").response
 
-The public names are here (asking) and in five namespaces; deeper paths are private and may move:
+The public names are here (asking) and in six namespaces; deeper paths are private and may move:
 
     ramify.tasks        write a task and a reward
     ramify.evaluate     measure a model or a method on a task
     ramify.train        train a policy; recipes, algorithms, losses, signals, trackers
     ramify.inference    model clients, and engines whose weights can change
     ramify.testing      scripted models, and the conformance suite of sandboxes
+    ramify.ray          a question as a stage of a pipeline of Ray Data
 
 Names are loaded when they are first used, so that ``import ramify`` stays fast and needs no
 optional package.

@@ -35,7 +35,7 @@ FLOORS = [
     {"evaluate", "maps"},
     {"train"},
     {"viewer", "serve"},
-    {"cli", "testing"},
+    {"cli", "testing", "ray"},
     {"extras", "__main__"},
 ]
 TABLES_OF_EXTRAS = {("plugins", "extras.ENTRY_POINTS"), ("cli", "extras.EXTRA_COMMANDS")}

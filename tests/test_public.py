@@ -29,7 +29,7 @@ PUBLIC = {
         RequestStarted Result RunEnded RunOptions RunStarted RunStore Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
         Store StoreError Suspended ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
-        amap by_score evaluate inference load map open_sandbox subscribe tasks testing train view vote
+        amap by_score evaluate inference load map open_sandbox ray subscribe tasks testing train view vote
     """,
     "ramify.tasks": """
         BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
@@ -50,6 +50,7 @@ PUBLIC = {
         Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver WeightSource
         WeightSync connect from_config load_policy save_policy
     """,
+    "ramify.ray": "Asker",
     "ramify.testing": """
         ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult ForgetfulDisk
         HubServer ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient ScriptedFailure

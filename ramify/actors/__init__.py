@@ -3,6 +3,7 @@
 child_process.py      a process of this machine, beside this one or in its place
 process_guard.py      the program that ends a process with everything that it started
 launcher.py           slots (shares of a machine); starts processes on them, on this machine
+ray_cluster.py        joining a Ray cluster, or starting one here
 ray_launcher.py       the launcher of a Ray cluster
 run_channel.py        authenticated connections: both sides prove that they have the run's key
 run_messages.py       the messages on them: declared types, never pickle

@@ -1,5 +1,4 @@
-"""The launcher of a Ray cluster: joins a running cluster, or starts one here that ends with the
-run.
+"""The launcher of a Ray cluster: reserves slots of a cluster, and starts processes on them.
 
     pool ── placement group: one bundle per node (PACK or SPREAD)
          ── slot ── node agent (a Ray actor) ── processes (rank 1, engine 1)
@@ -11,24 +10,19 @@ agent. The run itself is the first rank, on the first slot, which is on the run'
 agent is replaced when a process is next started on its slot: if its node is lost, too, Ray moves
 the bundle to another node that has room.
 
-Before resources are requested, the versions of Ray and Python are compared, and the bundles are
-checked against the nodes of the cluster. All nodes must see the run's files at the same paths. Only
-this file imports Ray, and only when it is needed.
+Before resources are requested, the bundles are checked against the nodes of the cluster. All nodes
+must see the run's files at the same paths. Not here: how a process joins a cluster, or starts one
+(``ray_cluster.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import secrets
-import shutil
-import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +35,9 @@ from ramify.actors.launcher import (
     SlotResources,
     cannot_start,
 )
+from ramify.actors.ray_cluster import RayCluster, imported
 from ramify.errors import ConfigError, TrainError
 
-ADDRESS = "RAY_ADDRESS"
 _LOOPBACK = "127.0.0.1"
 _ASK_S = 60.0
 """Seconds a node agent may take to answer."""
@@ -73,14 +67,11 @@ class RayLauncher:
         started here. Raises ConfigError if the slots are not available.
         """
         self._ray = imported()
+        self._cluster = RayCluster(address, start_s)
         self._gpus = gpus or {}
         self._spread = spread
         self.start_s = start_s
         self._placement_slots = list(placement_slots)
-        self._address = address or os.environ.get(ADDRESS, "")
-        self._folder = ""
-        self._local: Callable[[], None] = lambda: None
-        """Undoes what keeps a cluster of this machine on loopback."""
         self._groups: list[Any] = []
         self._places: dict[int, tuple[Any, int]] = {}
         """Slot -> its placement group, and the index of its bundle."""
@@ -90,14 +81,14 @@ class RayLauncher:
         self._renewing = threading.Lock()
         self._locations: list[dict[str, Any]] = []
         self._is_open = True
-        if not self._address:
+        if not self._cluster.address:
             check_bundles(
                 bundles(self._placement_slots),
                 [SlotResources(num_gpus, os.cpu_count() or 1, float("inf"))],
                 "this machine",
             )
         try:
-            self._join(num_gpus)
+            self._cluster.join(num_gpus)
             self._own = str(self._ray.util.get_node_ip_address())
             check_bundles(bundles(self._placement_slots), self._nodes(), "the cluster")
             self._reserve()
@@ -174,10 +165,7 @@ class RayLauncher:
             for group in self._groups:
                 with contextlib.suppress(Exception):
                     ray.util.remove_placement_group(group)
-            ray.shutdown()
-        self._local()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._cluster.leave()
 
     def _ask_or_none(self, agent: Any, method: str, *arguments: Any) -> Any:
         """The agent's answer; None if the agent is gone."""
@@ -211,73 +199,6 @@ class RayLauncher:
         )
 
     # --- cluster and slots
-
-    def _join(self, num_gpus: int) -> None:
-        ray = self._ray
-        if ray.is_initialized():
-            raise ConfigError(
-                "this process is in a Ray cluster already: only one run at a time can use one"
-            )
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        options: dict[str, Any] = {
-            "log_to_driver": False,
-            "configure_logging": False,
-            "namespace": "ramify",
-        }
-        if self._address:
-            options |= {"address": self._address}
-        else:
-            # Ray keeps sockets in this folder, and socket paths must be short: the system's folder
-            # for temporary files may be too deep.
-            root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
-            self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
-            # Without a token in the environment, Ray writes one to the home folder.
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            self._local = _keep_loopback()
-            options |= {
-                "address": "local",
-                "num_cpus": os.cpu_count(),
-                "num_gpus": num_gpus,
-                "include_dashboard": False,
-                "_temp_dir": self._folder,
-                "_node_ip_address": "127.0.0.1",
-                "object_store_memory": 80 << 20,
-                "_system_config": {"prestart_worker_first_driver": False},
-            }
-        self._began = time.monotonic()
-        until = self._began + self.start_s
-        with _own_handlers():
-            while True:
-                try:
-                    ray.init(**options)
-                    return
-                except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
-                    # Ray gives up after 30 s, which a busy machine may need.
-                    is_slow = "timed out during startup" in str(error)
-                    if not is_slow or time.monotonic() > until:
-                        raise ConfigError(self._why_not_joined(str(error))) from None
-
-    def _why_not_joined(self, error: str) -> str:
-        where = (
-            f"the Ray cluster at {self._address}"
-            if self._address
-            else "a Ray cluster on this machine"
-        )
-        message = " ".join(error.split())[:300]
-        if "ersion mismatch" in error:
-            return (
-                f"{where} runs other versions than this process ({message}): install the same "
-                "versions of Ray and Python on all nodes; this process has ray "
-                f"{self._ray.__version__} and Python {sys.version.split()[0]}"
-            )
-        if "timed out during startup" in error:
-            tried_s = time.monotonic() - self._began
-            message += (
-                f"; it was tried for {tried_s:.0f} s: allow more time (placement.start_s), or free "
-                "this machine of other work"
-            )
-        return f"{where} cannot be {'joined' if self._address else 'started'}: {message}"
 
     def _nodes(self) -> list[SlotResources]:
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -373,37 +294,6 @@ class RayLauncher:
             )
 
 
-def _keep_loopback() -> Callable[[], None]:
-    """Make Ray keep a loopback address. On Linux, Ray replaces the given address with one that
-    other machines can reach. Ray's switch against this is meant for Windows and macOS, and is read
-    when a process imports Ray. Returns a function that undoes the change."""
-    from ray._private import ray_constants
-
-    constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    before, given = getattr(ray_constants, constant, None), os.environ.get(variable)
-    os.environ[variable] = "0"
-    setattr(ray_constants, constant, False)
-
-    def undo() -> None:
-        setattr(ray_constants, constant, before)
-        if given is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = given
-
-    return undo
-
-
-def imported() -> Any:
-    """The module ``ray``. Raises ConfigError if the extra is not installed."""
-    try:
-        import ray
-        import ray.util
-    except ImportError:
-        raise ConfigError("--placement ray needs Ray: pip install 'ramify[ray]'") from None
-    return ray
-
-
 def bundles(
     placement_slots: Sequence[PlacementSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
@@ -447,15 +337,3 @@ def check_bundles(
 def _resources(needs: SlotResources) -> dict[str, float]:
     amounts = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": needs.memory_gb * 1e9}
     return {name: value for name, value in amounts.items() if value} or {"CPU": 0.01}
-
-
-@contextlib.contextmanager
-def _own_handlers() -> Any:
-    """Keep the process's own SIGTERM handler: Ray's would end the process immediately."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, before)

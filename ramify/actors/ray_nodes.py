@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 
-from ramify.actors.ray_launcher import imported
+from ramify.actors.ray_cluster import imported
 from ramify.errors import ConfigError
 
 WAIT_S = 900.0

@@ -14,8 +14,9 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ from ramify.cli.ask import (
     SETTINGS,
     make_rlm,
     mcp_tools,
+    open_folder,
     open_store,
     read_schema,
     sandbox_spec,
@@ -41,6 +43,10 @@ from ramify.maps.api import budget_of
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
 from ramify.maps.rows import open_paths
 
+if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
+    from ramify.maps.ray_map import RayMapRun
+
 _OF_ROWS = ("max_cost", "max_calls", "max_tokens", "max_seconds")
 """Limits that a map has for all rows or for each row, and ``ask`` for its question."""
 _NOT_HERE = (
@@ -50,6 +56,17 @@ _NOT_HERE = (
 """Settings of ``ask`` that a map does not have, or has in another sense."""
 OPTIONS = (
     OptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),
+    OptionSpec(
+        "placement",
+        str,
+        "where rows are answered: local, or ray (joins RAY_ADDRESS if set; FILE is then a folder)",
+        "local|ray",
+    ),
+    OptionSpec(
+        "workers",
+        int,
+        "workers with --placement ray (default: up to one for each CPU of the cluster)",
+    ),
     OptionSpec("answer_schema", str, "JSON schema that each answer must match", "FILE|JSON"),
     OptionSpec(
         "column", list, "column that the model reads (default: all); repeat for more", "NAME"
@@ -94,9 +111,15 @@ def run(
     retry_failed: bool | None = None,
     strict: bool | None = None,
     estimate: bool | None = None,
+    placement: str | None = None,
+    workers: int | None = None,
     **given: Any,
 ) -> int:
     """``ramify map``."""
+    if placement not in (None, "local", "ray"):
+        raise UsageError(f"--placement {placement} is unknown: give local or ray")
+    if workers is not None and placement != "ray":
+        raise UsageError("--workers needs --placement ray")
     sample = given.pop("try", None)
     prints_rows = sample is not None
     sample = 100 if estimate and sample is None else sample
@@ -127,33 +150,74 @@ def run(
         strict=bool(strict),
         sample=sample,
     )
-    source = open_paths(paths, table)
     row_settings = {**settings, **of_row, "branches": 1}
+    if placement == "ray":
+        if table is not None or settings.get("mcp"):
+            name = "--mcp" if settings.get("mcp") else "--table"
+            raise UsageError(f"{name} has no effect on other machines: leave out --placement ray")
+        run_on_ray = _ray_run(row_settings, paths, request, out, workers)
+        with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
+            result, code = _until_the_end(run_on_ray, notes, screen)
+        if result is None:
+            return code
+        return _report(result, notes, as_json=bool(settings.get("json")), stopped_by=code)
+    source = open_paths(paths, table)
     with (
         exporting(notes),
         ProgressScreen(notes, form, has_lines=True) as screen,
         mcp_tools(settings) as tools,
     ):
         rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools)
-        map_run = MapRun(rlm, source, request)
-        interrupts = _MapInterrupts(map_run, notes)
-        try:
-            result = asyncio.run(interrupts.watched())
-        except asyncio.CancelledError:
-            screen.clear()
-            notes.say("ramify: stopped; the same command continues the map")
-            return interrupts.code
-        screen.clear()
+        result, code = _until_the_end(MapRun(rlm, source, request), notes, screen)
+    if result is None:
+        return code
     as_json = bool(settings.get("json"))
     if sample is not None and not as_json:
         _print_sample(result, prints_rows=prints_rows)
-    return _report(result, notes, as_json=as_json, stopped_by=interrupts.code)
+    return _report(result, notes, as_json=as_json, stopped_by=code)
+
+
+def _until_the_end(
+    map_run: MapRun | RayMapRun, notes: StderrNotes, screen: ProgressScreen
+) -> tuple[MapResult | None, ExitCode]:
+    """Run a map. Returns (result, exit code if it is stopped); no result if it was cancelled."""
+    interrupts = _MapInterrupts(map_run, notes)
+    try:
+        result = asyncio.run(interrupts.watched())
+    except asyncio.CancelledError:
+        screen.clear()
+        notes.say("ramify: stopped; the same command continues the map")
+        return None, interrupts.code
+    screen.clear()
+    return result, interrupts.code
+
+
+def _ray_run(
+    settings: dict[str, Any],
+    paths: list[str],
+    request: MapRequest,
+    out: str | None,
+    workers: int | None,
+) -> RayMapRun:
+    from ramify.maps.ray_map import RayMapRun
+
+    if out is None or request.sample is not None:
+        raise UsageError("--try and --estimate ask on this machine: leave out --placement ray")
+    store = open_folder(settings, "map --placement ray")
+    if store is None:
+        raise UsageError("--placement ray records what is spent in the store: leave out --no-store")
+    return RayMapRun(partial(_worker_rlm, settings), paths, request, out, store, workers)
+
+
+def _worker_rlm(settings: dict[str, Any]) -> RLM:
+    """Make the RLM of a worker, with the keys of its own environment."""
+    return make_rlm(settings, sandbox_spec(settings), None)
 
 
 class _MapInterrupts:
     """Handlers of Ctrl-C and SIGTERM while a map is in progress."""
 
-    def __init__(self, map_run: MapRun, notes: StderrNotes) -> None:
+    def __init__(self, map_run: MapRun | RayMapRun, notes: StderrNotes) -> None:
         self.code = ExitCode.CUT_SHORT
         self._run = map_run
         self._notes = notes
@@ -249,9 +313,11 @@ def summary(result: MapResult) -> str:
     counts += [f"{result.num_failed:,} failed"] if result.num_failed else []
     counts += [f"{result.num_missing:,} not asked"] if result.num_missing else []
     bound = "at most " if usage.unknown_calls else ""
+    again = result.num_paid_again
     parts = [
         many(result.num_rows, "row"),
         ", ".join(counts),
+        *([f"{many(again, 'call')} paid again for lost workers"] if again else []),
         many(usage.calls, "call"),
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
         bound * (result.cost is not None) + terminal_text.dollars(result.cost),
@@ -270,7 +336,8 @@ columns, as in "Is {subject} a complaint?".
 
 FILE, which is printed, gets the rows in their order, with the answers as new columns and an error
 column. Equal rows are asked once. After Ctrl-C, a kill or a full disk, the same command continues
-at the rows that are missing, and pays nothing twice. The exit code is 0 if every row has an answer,
+at the rows that are missing, and pays nothing twice. With --placement ray, FILE is a folder of
+parts, and a lost worker's parts are asked again. The exit code is 0 if every row has an answer,
 4 if some have an error, 3 after a limit or Ctrl-C, and 5 if a person must remove a cause first.""",
     run,
     "QUESTION ROWS…",

@@ -127,6 +127,12 @@ class ClientPool:
         self._take_pieces: dict[str, bool] = {}
         """Model -> whether its client receives replies piece by piece."""
 
+    @property
+    def paused_s(self) -> float:
+        """Seconds until the last pause ends for which a server asked by a rate limit; 0 if there
+        is none."""
+        return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
+
     def client(self, name: str) -> Client:
         """Return the client of ``provider:model``, which connects at its first request."""
         client = self._clients.get(name)

@@ -107,6 +107,16 @@ class DirectCalls:
         """Characters of a context that one plain call may read."""
         return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
 
+    @property
+    def paused_s(self) -> float:
+        """Seconds until the last pause for a rate limit ends; 0 if there is none."""
+        return self._pool.paused_s
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether any of the models has a price."""
+        return any(client.price is not None for client in self._models.all)
+
     def messages(self, question: Question) -> list[Message]:
         """Return the messages of the first request."""
         before, prompt = direct_prompt(

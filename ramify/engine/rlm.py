@@ -181,7 +181,10 @@ class RLM:
 
     @contextlib.asynccontextmanager
     async def direct_calls(
-        self, shared: Limits, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self,
+        shared: Limits | Ledger,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[DirectCalls]:
         """Plain calls outside of any run, for many small questions. ``shared`` limits the
         calls, tokens and dollars of all of them; the limits of this RLM hold for each."""
@@ -189,10 +192,11 @@ class RLM:
         async with self._shared.use() as resources:
             setup = self._setup.for_run(chosen)
             models = await setup.connect(resources)
-            check_prices(shared, models.all)
-            is_priced = any(client.price is not None for client in models.all)
-            ledger = Ledger(shared, priced=is_priced, owner="map")
-            yield DirectCalls(setup, models, resources.pool, ledger)
+            if isinstance(shared, Limits):
+                check_prices(shared, models.all)
+                is_priced = any(client.price is not None for client in models.all)
+                shared = Ledger(shared, priced=is_priced, owner="map")
+            yield DirectCalls(setup, models, resources.pool, shared)
 
     # --- questions --------------------------------------------------------------------------------
 

@@ -15,6 +15,12 @@
 | `map_output.py` | the columns and the file of the answers |
 | `map_run.py` | the order of the work, one budget for all rows, and when it stops |
 | `estimate.py` | what a whole map will cost and take, from a sample of its rows |
+| `ray_map.py` | a map on a Ray cluster, as one pipeline of Ray Data |
+| `ray_rows.py` | which rows are a part, wherever the files are |
+| `ray_source.py` | how Ray Data reads and writes parts |
+| `ray_worker.py` | one worker: an engine that answers parts |
+| `ray_asker.py` | the same worker as a stage of other pipelines |
+| `shared_budget.py` | one budget and one rate limit for all workers |
 | `api.py` | `ramify.map` and `ramify.amap` |
 
 A row that needs a session is an ordinary run, which the map's journal names. Two seams are left for

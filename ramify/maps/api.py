@@ -8,9 +8,10 @@ Not here: the command (``ramify/cli/map_command.py``) and the work (``map_run.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ramify.engine import threads
 from ramify.engine.limits import Limits
@@ -20,6 +21,7 @@ from ramify.errors import ConfigError, check_keywords
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
 from ramify.maps.rows import open_paths, open_rows
 from ramify.store.base import RunStore
+from ramify.store.store import Store
 
 UNLIMITED = 10**15
 """Calls or tokens of a map without such a limit."""
@@ -39,6 +41,22 @@ def _path_of(out: str | Path | None) -> Path | None:
     return None if out is None else Path(out).expanduser()
 
 
+def make_worker(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
+    """Return what makes the RLM of a worker on another machine. Raises ConfigError for a model that
+    is not a name: an object may hold a key, and lives in one process."""
+    names = [model] if isinstance(model, str) else model
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"a worker on a Ray cluster needs the name of a model, and {type(model).__name__} was "
+            "given: give 'provider:model'; keys are read from each worker's environment"
+        )
+    return partial(RLM, model, **options)
+
+
+def _are_paths(rows: Any) -> bool:
+    return isinstance(rows, list | tuple) and all(isinstance(row, str | Path) for row in rows)
+
+
 async def amap(
     question: str,
     rows: Any,
@@ -55,6 +73,8 @@ async def amap(
     retry_failed: bool = False,
     strict: bool = False,
     sample: int | None = None,
+    placement: Literal["local", "ray"] = "local",
+    workers: int | None = None,
     store: RunStore | None = None,
     **options: Any,
 ) -> MapResult:
@@ -75,6 +95,9 @@ async def amap(
     retry_failed  ask the rows again that have an error
     strict        stop at the first row with an error
     sample        ask only so many rows, drawn at random; ``MapResult.estimate`` extrapolates
+    placement     ``ray``: on a Ray cluster (``RAY_ADDRESS``, else one on this machine); ``rows``
+                  are then files or URLs, ``out`` is a folder of parts, and ``model`` is a name
+    workers       workers on the cluster; up to one for each CPU by default
     store         where the map is kept, so that the same call continues it; nowhere by default
     options       those of ``RLM``, if ``model`` is none: ``sub_model``, ``limits`` of each row, …
 
@@ -107,6 +130,22 @@ async def amap(
         strict=strict,
         sample=sample,
     )
+    if placement == "ray":
+        from ramify.maps.ray_map import RayMapRun
+
+        if out is None or not _are_paths([rows] if isinstance(rows, str | Path) else rows):
+            raise ConfigError("placement='ray' reads files or URLs, and writes to a folder out=")
+        if table is not None:
+            raise ConfigError(f"table={table!r}: SQLite is read on one machine")
+        paths = [rows] if isinstance(rows, str | Path) else rows
+        return await RayMapRun(
+            make_worker(model, options),
+            [str(path) for path in paths],
+            request,
+            str(out),
+            store if isinstance(store, Store) else Store(),
+            workers,
+        ).run()
     is_paths = isinstance(rows, list) and rows and all(isinstance(each, Path) for each in rows)
     source = open_paths(rows, table) if is_paths else open_rows(rows, table)
     return await MapRun(rlm, source, request).run()

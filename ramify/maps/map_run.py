@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.engine.direct_calls import DirectCalls
-from ramify.engine.limits import Limits
+from ramify.engine.limits import Ledger, Limits
 from ramify.engine.observe import chars_of, plain_prompt
 from ramify.engine.question import Question
 from ramify.engine.recorded_values import jsonable
@@ -88,6 +88,8 @@ class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
     sample: int | None = None
     """Ask only so many rows, drawn at random, and estimate the whole; the output is a table in
     memory. None: all."""
+    is_part: bool = False
+    """Whether it is a part of a larger map, whose rows are all returned whatever stopped it."""
 
 
 class MapResult(msgspec.Struct, frozen=True):
@@ -125,6 +127,9 @@ class MapResult(msgspec.Struct, frozen=True):
     file."""
     estimate: MapEstimate | None = None
     """What the whole map will cost and take, if only a sample was asked."""
+    num_paid_again: int = 0
+    """Replies that were asked for again because a worker or the whole map was lost before they were
+    written; only on a Ray cluster."""
 
 
 class _Pending:
@@ -142,11 +147,15 @@ class _Pending:
 class MapRun:
     """One start of a map."""
 
-    def __init__(self, rlm: RLM, source: RowTable, request: MapRequest) -> None:
-        """``rlm`` answers the rows; its limits hold for each row. Raises ConfigError."""
+    def __init__(
+        self, rlm: RLM, source: RowTable, request: MapRequest, budget: Ledger | None = None
+    ) -> None:
+        """``rlm`` answers the rows; its limits hold for each row. ``budget`` is that of a larger
+        map, instead of the request's. Raises ConfigError."""
         self.rlm = rlm
         self.source = source
         self.request = request
+        self._budget = budget or request.budget
         self.kind: AnswerType | None = (
             None if request.answer_type is None else answer_type(request.answer_type)
         )
@@ -165,6 +174,7 @@ class MapRun:
         """The questions of the sample, in the order in which they ended."""
         self._estimate: MapEstimate | None = None
         self._began = 0.0
+        self._open_calls: DirectCalls | None = None
         self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
         self._failed_now: dict[int, int] = {}
         """Digest -> offset of the error of a question that failed in this start."""
@@ -178,12 +188,18 @@ class MapRun:
             self._stop, self._reason = stop, reason
         self._room.set()
 
+    @property
+    def paused_s(self) -> float:
+        """Seconds until the last pause for a rate limit ends; 0 if there is none."""
+        return 0.0 if self._open_calls is None else self._open_calls.paused_s
+
     async def run(self) -> MapResult:
         """Answer the rows. Raises ConfigError before anything is asked, and StoreError if the
         output cannot be written."""
         began = time.perf_counter()
         request = self.request
-        async with self.rlm, self.rlm.direct_calls(request.budget) as calls:
+        async with self.rlm, self.rlm.direct_calls(self._budget) as calls:
+            self._open_calls = calls
             self._prepare(calls)
             journal, recorded = self._open_journal(calls)
             self._journal, self._recorded = journal, recorded
@@ -348,7 +364,7 @@ class MapRun:
                 self._estimate = self._sample.estimate(
                     self._measured, num_workers, time.process_time() - cpu_s, calls
                 )
-            if self._stop in ("done", "limit"):
+            if self._stop in ("done", "limit") or self.request.is_part:
                 await self._finish(rows)
                 output.finish()
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -25,7 +25,7 @@ from ramify.errors import SourceError, nearest
 
 _BATCH = 1000
 """Rows that are read at once, and rows that decide the columns of a JSONL file."""
-_ENDINGS = {
+ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
@@ -122,7 +122,7 @@ def _of_path(path: Path, table: str | None) -> RowTable:
         return _folder(path)
     if not path.exists():
         raise SourceError(f"{path} does not exist: give {FORMATS}")
-    kind = _ENDINGS.get(path.suffix.lower())
+    kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
         raise SourceError(f"{path} is not a table of rows: give {FORMATS}")
     if table is not None and kind != "sqlite":
@@ -142,29 +142,39 @@ def _of_path(path: Path, table: str | None) -> RowTable:
 
 
 def _jsonl(path: Path) -> RowTable:
-    decode = msgspec.json.Decoder().decode
-
     def values() -> Iterator[dict[str, Any] | str]:
         with open(path, "rb", buffering=1 << 20) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    yield f"{path.name}, line {number} is not JSON: {error}"
-                    continue
-                if isinstance(row, dict):
-                    yield row
-                else:
-                    yield f"{path.name}, line {number} is a {type(row).__name__}, not an object"
+            yield from jsonl_values(file, path.name)
 
+    return RowTable(str(path), jsonl_columns(values(), str(path)), _num_lines(path), values)
+
+
+def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | str]:
+    """Yield the rows of a JSONL file; a text is the error of a line that is not a row. ``name`` is
+    that of the file, for errors."""
+    decode = msgspec.json.Decoder().decode
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield f"{name}, line {number} is not JSON: {error}"
+            continue
+        if isinstance(row, dict):
+            yield row
+        else:
+            yield f"{name}, line {number} is a {type(row).__name__}, not an object"
+
+
+def jsonl_columns(values: Iterator[dict[str, Any] | str], name: str) -> tuple[str, ...]:
+    """Return the columns of the first rows of a JSONL file. Raises SourceError if it has none."""
     columns = dict.fromkeys(
-        chain.from_iterable(row for row in islice(values(), _BATCH) if isinstance(row, dict))
+        chain.from_iterable(row for row in islice(values, _BATCH) if isinstance(row, dict))
     )
     if not columns:
-        raise SourceError(f"{path} has no rows: give a file with a JSON object in each line")
-    return RowTable(str(path), tuple(columns), _num_lines(path), values)
+        raise SourceError(f"{name} has no rows: give a file with a JSON object in each line")
+    return tuple(columns)
 
 
 def _num_lines(path: Path) -> int:
@@ -177,36 +187,53 @@ def _num_lines(path: Path) -> int:
 
 
 def _csv(path: Path) -> RowTable:
-    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-        head = file.readline()
-    if not head.strip():
-        raise SourceError(f"{path} has no header: its first line must name the columns")
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=head.count)
-    # A cell may be as long as a document.
-    csv.field_size_limit(sys.maxsize)
+    def opened() -> TextIO:
+        return open(path, newline="", encoding="utf-8-sig", errors="replace")
 
-    def records() -> Iterator[list[str]]:
-        with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-            yield from csv.reader(file, delimiter=delimiter)
-
-    columns = tuple(next(records()))
-    if len(set(columns)) < len(columns):
-        twice = next(name for name in columns if columns.count(name) > 1)
-        raise SourceError(f"{path} has two columns named '{twice}': rename one of them")
+    with opened() as file:
+        columns = csv_columns(file, str(path))
 
     def values() -> Iterator[dict[str, Any] | str]:
-        for number, record in enumerate(islice(records(), 1, None), start=2):
-            if not record:
-                continue
-            if len(record) == len(columns):
-                yield dict(zip(columns, record, strict=True))
-            else:
-                yield (
-                    f"{path.name}, record {number} has {len(record)} fields, and the header has "
-                    f"{len(columns)}"
-                )
+        with opened() as file:
+            yield from csv_values(file, path.name)
 
     return RowTable(str(path), columns, max(0, _num_lines(path) - 1), values)
+
+
+def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
+    """Return the columns that the header of a CSV file names. Raises SourceError if it has no
+    usable header."""
+    columns = tuple(next(_csv_records(file, name), ()))
+    if not any(column.strip() for column in columns):
+        raise SourceError(f"{name} has no header: its first line must name the columns")
+    if len(set(columns)) < len(columns):
+        twice = next(column for column in columns if columns.count(column) > 1)
+        raise SourceError(f"{name} has two columns named '{twice}': rename one of them")
+    return columns
+
+
+def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | str]:
+    """Yield the rows of a CSV file; a text is the error of a record that is not a row."""
+    records = _csv_records(file, name)
+    columns = next(records)
+    for number, record in enumerate(records, start=2):
+        if not record:
+            continue
+        if len(record) == len(columns):
+            yield dict(zip(columns, record, strict=True))
+        else:
+            yield (
+                f"{name}, record {number} has {len(record)} fields, and the header has "
+                f"{len(columns)}"
+            )
+
+
+def _csv_records(file: TextIO, name: str) -> Iterator[list[str]]:
+    head = file.readline()
+    delimiter = "\t" if name.lower().endswith(".tsv") else max(",;\t|", key=head.count)
+    # A cell may be as long as a document.
+    csv.field_size_limit(sys.maxsize)
+    return csv.reader(chain([head], file), delimiter=delimiter)
 
 
 def _parquet(path: Path) -> RowTable:

@@ -1,0 +1,194 @@
+"""Maps on Ray: two nodes on this machine, one of them killed in the middle, and the overhead of Ray
+Data against the local form.
+
+    python benchmarks/map_ray.py [--quick] [--only lost|overhead] --json
+
+Nodes are raylets of ``ray.cluster_utils``; the model is a scripted HTTP server on loopback. Ray's
+own start takes seconds to minutes on a busy machine, so the overhead is the ratio of two sizes'
+difference: what a further row costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ramify import testing
+from ramify.maps.ray_rows import PART_ROWS
+
+NUM_LOST, KILL_AT = 3000, 900
+IN_FLIGHT = 16
+_STORE_BYTES = 80 << 20
+
+
+def write_rows(path: Path, num: int) -> Path:
+    path.write_text(
+        "".join(json.dumps({"id": n, "text": f"the word is w{n}"}) + "\n" for n in range(num))
+    )
+    return path
+
+
+def word_of(messages: Any) -> str:
+    return str(messages[-1].content.split("word is ")[-1].split()[0].strip("\"'.,}"))
+
+
+def command(rows: Path, out: Path, *options: str) -> list[str]:
+    words = [sys.executable, "-m", "ramify", "map", "Which word?", str(rows), "--out", str(out)]
+    words += ["--column", "text", "--model", "openai:m", "--progress", "off"]
+    return [*words, "--max-concurrency", str(IN_FLIGHT), *options]
+
+
+def answers_of(out: Path) -> list[dict[str, Any]]:
+    """Return the rows of the parts, in their order."""
+    paths = sorted(out.glob("part-*")) if out.is_dir() else [out]
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def environment(home: Path, url: str, address: str = "") -> dict[str, str]:
+    more = {"RAY_ADDRESS": address} if address else {}
+    return {
+        **os.environ,
+        **more,
+        "RAMIFY_HOME": str(home),
+        "OPENAI_API_KEY": "sk-0123456789",
+        "OPENAI_BASE_URL": url,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
+    """Map on two nodes and kill one of them. Returns what was seen."""
+    asked: Counter[str] = Counter()
+    kill = asyncio.Event()
+
+    def reply(messages: Any) -> str:
+        word = word_of(messages)
+        asked[word] += 1
+        if asked.total() >= KILL_AT:
+            kill.set()
+        return word
+
+    rows, out = write_rows(folder / "rows.jsonl", NUM_LOST), folder / "out"
+    async with testing.ScriptedServer(reply, keep=False, latency_s=0.05) as server:
+        # The nodes, and so the workers, have the environment of this process.
+        os.environ.update(environment(folder / "home", server.url))
+        from ray.cluster_utils import Cluster
+
+        node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        cluster = await asyncio.to_thread(
+            lambda: Cluster(initialize_head=True, head_node_args=node)
+        )
+        try:
+            second = await asyncio.to_thread(lambda: cluster.add_node(**node))
+            process = await asyncio.create_subprocess_exec(
+                *command(rows, out, "--placement", "ray", "--workers", "2", "--json"),
+                "--max-calls",
+                str(max_calls),
+                env=environment(folder / "home", server.url, cluster.address),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            waits = asyncio.create_task(kill.wait())
+            done = asyncio.create_task(process.communicate())
+            await asyncio.wait([waits, done], return_when=asyncio.FIRST_COMPLETED)
+            was_running = not done.done()
+            await asyncio.to_thread(lambda: cluster.remove_node(second, allow_graceful=False))
+            stdout, stderr = await done
+            waits.cancel()
+        finally:
+            await asyncio.to_thread(cluster.shutdown)
+    printed = stdout.decode().strip().splitlines()
+    return {
+        "code": process.returncode,
+        "was_running": was_running,
+        "ids": [row["id"] for row in answers_of(out)] if out.is_dir() else [],
+        "is_right": all(row["answer"] == f"w{row['id']}" for row in answers_of(out)),
+        "result": json.loads(printed[-1]) if printed else {},
+        "stderr": stderr.decode()[-2000:],
+        "asked": asked.total(),
+        "asked_twice": sum(num > 1 for num in asked.values()),
+    }
+
+
+async def seconds_of(folder: Path, url: str, rows: Path, *options: str) -> float:
+    """Return the seconds of one map, as the map itself counts them."""
+    out = folder / f"out-{time.monotonic_ns()}{'' if '--placement' in options else '.jsonl'}"
+    process = await asyncio.create_subprocess_exec(
+        *command(rows, out, *options, "--json"),
+        env=environment(folder / "home", url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    stdout, stderr = await process.communicate()
+    assert process.returncode == 0, stderr.decode()[-2000:]
+    return float(json.loads(stdout.decode().strip().splitlines()[-1])["seconds"])
+
+
+async def overhead(folder: Path, sizes: tuple[int, int]) -> dict[str, float]:
+    """Return form -> seconds of a further row."""
+    found = {}
+    async with testing.ScriptedServer(word_of, keep=False, latency_s=0.02) as server:
+        small, large = (write_rows(folder / f"rows{num}.jsonl", num) for num in sizes)
+        for name, options in (
+            ("local", ()),
+            ("1 worker", ("--placement", "ray", "--workers", "1")),
+            ("2 workers", ("--placement", "ray", "--workers", "2")),
+        ):
+            few = await seconds_of(folder, server.url, small, *options)
+            many = await seconds_of(folder, server.url, large, *options)
+            found[name] = (many - few) / (sizes[1] - sizes[0])
+    return found
+
+
+def figure(name: str, value: float, unit: str, against: str, floor: float, holds: bool) -> Any:
+    return {
+        "name": name, "value": value, "unit": unit, "against": against, "floor": floor,
+        "holds": holds,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("lost", "overhead"))
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="map") as name:
+        folder = Path(name)
+        if given.only != "overhead":
+            seen = asyncio.run(lost_node(folder))
+            print({key: value for key, value in seen.items() if key != "ids"}, file=sys.stderr)
+            once = seen["ids"] == list(range(NUM_LOST)) and seen["is_right"]
+            again = seen["asked"] - NUM_LOST
+            # The killed node's worker had one part in progress, and one that was not written.
+            most = 2 * PART_ROWS + IN_FLIGHT
+            figures += [
+                figure("node killed in the middle", seen["was_running"], "", "", 1,
+                       seen["was_running"]),
+                figure("each row exactly once", once, "", "", 1, once),
+                figure("calls again", again, "calls", "two parts and those in flight", most,
+                       again <= most),
+            ]  # fmt: skip
+        if given.only != "lost":
+            found = asyncio.run(overhead(folder, (500, 2500) if given.quick else (1000, 11000)))
+            print(found, file=sys.stderr)
+            for form in ("1 worker", "2 workers"):
+                ratio = found[form] / found["local"]
+                figures.append(
+                    figure(f"seconds per row, Ray Data with {form}", round(ratio, 2), "times",
+                           "the local form", 0, True)
+                )  # fmt: skip
+    print(json.dumps({"figures": figures}))
+
+
+if __name__ == "__main__":
+    main()

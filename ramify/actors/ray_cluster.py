@@ -1,0 +1,184 @@
+"""Joining a Ray cluster, or starting one here that ends with this process's work.
+
+    cluster = RayCluster(address)       the address, else RAY_ADDRESS, else a new one on loopback
+    cluster.join() ── work ── cluster.leave()
+
+Ray compares the versions of Ray and Python when a process joins. Ray is imported only when it is
+needed. Not here: what runs on the cluster (``ray_launcher.py``, ``ramify/maps/ray_map.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ramify.errors import ConfigError
+
+ADDRESS = "RAY_ADDRESS"
+_REACH_S = 10.0
+"""Seconds until a connection to the cluster must be open."""
+
+
+class RayCluster:
+    """This process's membership in a cluster."""
+
+    def __init__(self, address: str = "", start_s: float = 120.0, store_bytes: int = 80 << 20):
+        """``start_s``: time limit in seconds for starting a cluster. ``store_bytes``: object store
+        of a cluster that is started here."""
+        self.address = address or os.environ.get(ADDRESS, "")
+        """Empty if a cluster is started here."""
+        self._ray = imported()
+        self._start_s = start_s
+        self._store_bytes = store_bytes
+        self._folder = ""
+        self._began = 0.0
+        self._is_joined = False
+        self._local: Callable[[], None] = lambda: None
+        """Undoes what keeps a cluster of this machine on loopback."""
+
+    def leave(self) -> None:
+        """Leave the cluster, or end it. Idempotent."""
+        if self._is_joined:
+            self._is_joined = False
+            self._ray.shutdown()
+        self._local()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def join(self, num_gpus: int = 0) -> None:
+        """Join the cluster, or start one with ``num_gpus``, the GPUs of this machine. Raises
+        ConfigError."""
+        ray = self._ray
+        if ray.is_initialized():
+            raise ConfigError(
+                "this process is in a Ray cluster already: only one run at a time can use one"
+            )
+        self._check_reachable()
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "configure_logging": False,
+            "namespace": "ramify",
+        }
+        if self.address:
+            options |= {"address": self.address}
+        else:
+            # Ray keeps sockets in this folder, and socket paths must be short: the system's folder
+            # for temporary files may be too deep.
+            root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
+            self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
+            # Without a token in the environment, Ray writes one to the home folder.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            self._local = _keep_loopback()
+            options |= {
+                "address": "local",
+                "num_cpus": os.cpu_count(),
+                "num_gpus": num_gpus,
+                "include_dashboard": False,
+                "_temp_dir": self._folder,
+                "_node_ip_address": "127.0.0.1",
+                "object_store_memory": self._store_bytes,
+                "_system_config": {"prestart_worker_first_driver": False},
+            }
+        self._began = time.monotonic()
+        until = self._began + self._start_s
+        with _own_handlers():
+            while True:
+                try:
+                    ray.init(**options)
+                    self._is_joined = True
+                    return
+                except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
+                    # Ray gives up after 30 s, which a busy machine may need.
+                    is_slow = "timed out during startup" in str(error)
+                    if not is_slow or time.monotonic() > until:
+                        raise ConfigError(self._why_not_joined(str(error))) from None
+
+    def _check_reachable(self) -> None:
+        """Raise ConfigError if nothing listens at the address. Ray itself tries for a minute."""
+        host, _, port = self.address.rpartition(":")
+        if not host or "/" in host or not port.isdigit():
+            return
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        except OSError as error:
+            raise ConfigError(
+                f"the Ray cluster at {self.address} cannot be reached: {error.strerror or error}; "
+                f"start its head (ray start --head --port={port}), or correct {ADDRESS}"
+            ) from None
+
+    def _why_not_joined(self, error: str) -> str:
+        where = (
+            f"the Ray cluster at {self.address}"
+            if self.address
+            else "a Ray cluster on this machine"
+        )
+        message = " ".join(error.split())[:300]
+        if "ersion mismatch" in error:
+            return (
+                f"{where} runs other versions than this process ({message}): install the same "
+                "versions of Ray and Python on all nodes; this process has ray "
+                f"{self._ray.__version__} and Python {sys.version.split()[0]}"
+            )
+        if "timed out during startup" in error:
+            tried_s = time.monotonic() - self._began
+            message += (
+                f"; it was tried for {tried_s:.0f} s: allow more time (placement.start_s), or free "
+                "this machine of other work"
+            )
+        return f"{where} cannot be {'joined' if self.address else 'started'}: {message}"
+
+
+def _keep_loopback() -> Callable[[], None]:
+    """Make Ray keep a loopback address. On Linux, Ray replaces the given address with one that
+    other machines can reach. Ray's switch against this is meant for Windows and macOS, and is read
+    when a process imports Ray. Returns a function that undoes the change."""
+    from ray._private import ray_constants
+
+    constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before, given = getattr(ray_constants, constant, None), os.environ.get(variable)
+    os.environ[variable] = "0"
+    setattr(ray_constants, constant, False)
+
+    def undo() -> None:
+        setattr(ray_constants, constant, before)
+        if given is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = given
+
+    return undo
+
+
+def imported() -> Any:
+    """The module ``ray``. Raises ConfigError if the extra is not installed."""
+    try:
+        import ray
+        import ray.util
+    except ImportError:
+        raise ConfigError("--placement ray needs Ray: pip install 'ramify[ray]'") from None
+    return ray
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Any:
+    """Keep the process's own SIGTERM handler: Ray's would end the process immediately."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)

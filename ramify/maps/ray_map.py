@@ -1,0 +1,398 @@
+"""A map on a Ray cluster: one pipeline of Ray Data, from files of rows to a folder of parts.
+
+    PartSource ──> PartWorker (actors) ──> PartSink      OUT/part-00000-000000.jsonl, …
+    files          an engine each              │
+                        └── SharedBudget ──────┘         an actor on this node
+    this process: starts it, asks it for its state, and passes Ctrl-C on
+
+Ray Data moves the blocks, holds reading back if the workers are slower, and repeats what a lost
+worker had not finished. Since a part has its name from its place in its file, a repeated part
+replaces itself, and the same command continues at the parts that are missing. ``OUT/_map.json``
+says whose answers the folder has. What is spent is recorded in the store of this machine. Not here:
+how a cluster is joined (``ramify/actors/ray_cluster.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import ramify
+from ramify.actors.ray_cluster import RayCluster, imported
+from ramify.engine.question import Question
+from ramify.engine.rlm import RLM
+from ramify.engine.typed import answer_type
+from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.maps.map_output import ENDINGS, AnswerColumns
+from ramify.maps.map_run import MapRequest, MapResult
+from ramify.maps.ray_rows import filesystem_of, is_part, open_row_files, text_parts
+from ramify.maps.ray_worker import UNFINISHED, MapTask, PartOutput, PartWorker, check_version
+from ramify.maps.row_question import RowQuestion
+from ramify.maps.shared_budget import SharedBudget, SharedState, SpendingRecord, read_record
+from ramify.progress import report_progress
+from ramify.store.journal import open_locked
+from ramify.store.private_files import make_folder
+from ramify.store.store import Store
+
+_POLL_S = 0.25
+_STORE_BYTES = 160 << 20
+"""Object store of a cluster that is started here."""
+_WORKER_CPUS = 0.5
+"""CPUs of a worker in Ray's count: the rest is for reading and writing."""
+_MANIFEST = "_map.json"
+_SETTINGS = ("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples")
+
+
+class PartManifest(msgspec.Struct, frozen=True):
+    """Whose answers a folder has."""
+
+    key: str
+    """Digest of the question, its settings and the model."""
+    question: str
+    model: str
+    files: tuple[tuple[str, int], ...]
+    """(path, bytes) of each file of rows, which decide what is in a part."""
+
+
+class RayMapRun:
+    """One start of a map on a cluster."""
+
+    def __init__(
+        self,
+        make_rlm: Callable[[], RLM],
+        urls: Sequence[str],
+        request: MapRequest,
+        out: str,
+        store: Store,
+        workers: int | None = None,
+        address: str = "",
+    ) -> None:
+        """``make_rlm`` makes the RLM of each worker, and is sent to them: it must have no keys.
+        ``out`` is the folder of the parts, or its URL; its ending is their format. Raises
+        ConfigError and SourceError."""
+        if request.sample is not None:
+            raise ConfigError("a sample is asked on this machine: leave out --placement ray")
+        if workers is not None and workers < 1:
+            raise ConfigError(f"workers={workers}: give 1 or more")
+        self.request = request
+        self._make_rlm = make_rlm
+        self._files = open_row_files(urls)
+        self._output = _output_of(out)
+        self._out = out
+        self._store = store
+        self._workers = workers
+        self._cluster = RayCluster(address, store_bytes=_STORE_BYTES)
+        self._stops: list[tuple[str, str]] = []
+        kind = None if request.answer_type is None else answer_type(request.answer_type)
+        base = Question(request.question, None, kind=kind)
+        if not request.question.strip():
+            raise ConfigError("the question is empty: say what you want to know of each row")
+        table = self._files.table
+        RowQuestion(
+            request.question, table.columns, request.columns or table.shown, base, b""
+        )  # checks the names of columns
+        AnswerColumns(kind, request.prefix, table.kept_columns)
+        self._schema = kind.schema if kind else None
+
+    def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
+        """Ask no further row. What is in progress ends first."""
+        self._stops.append((stop, reason))
+
+    async def run(self) -> MapResult:
+        """Answer the rows. Raises ConfigError before anything is asked."""
+        began_s, request = time.perf_counter(), self.request
+        rlm = self._make_rlm()
+        async with rlm, rlm.direct_calls(request.budget) as calls:
+            config = calls.setup.config
+            settings = {name: config[name] for name in _SETTINGS if name in config}
+            asked = (request.question, self._schema, settings, request.columns, request.prefix)
+            key = hashlib.sha256(msgspec.json.encode((*asked, self._out))).hexdigest()
+            manifest = PartManifest(
+                key,
+                request.question,
+                calls.client.name,
+                tuple((file.path, file.size) for file in self._files.files),
+            )
+            is_priced = calls.is_priced
+        task = MapTask(
+            make_rlm=self._make_rlm,
+            question=request.question,
+            answer_type=request.answer_type,
+            columns=request.columns,
+            prefix=request.prefix,
+            strict=request.strict,
+            is_priced=is_priced,
+            version=ramify.__version__,
+        )
+        record = make_folder(self._store.root / "ray_maps") / f"{key[:32]}.json"
+        # Two processes with one output would ask everything twice.
+        lock = open_locked(record.with_suffix(".lock"), os.O_CREAT)
+        try:
+            skipped, old = self._prepare(manifest)
+            before = read_record(str(record)) if skipped or old or record.exists() else None
+            if request.retry_failed and before is not None:
+                before = msgspec.structs.replace(before, answered=0, failed=0)
+            output = msgspec.structs.replace(self._output, old=old)
+            state = await self._on_cluster(
+                task, output, skipped, str(record), before, is_priced, rlm.limits.max_concurrency
+            )
+        finally:
+            os.close(lock)
+        counts, done = state.counts, state.stop == "done"
+        return MapResult(
+            id=key[:10],
+            stop=state.stop,  # type: ignore[arg-type]
+            reason=state.reason,
+            num_rows=counts.answered + counts.failed + counts.missing,
+            num_answered=counts.answered,
+            num_failed=counts.failed,
+            num_missing=counts.missing,
+            num_questions=counts.asked,
+            num_known=counts.known,
+            usage=state.usage,
+            cost=state.cost,
+            seconds=time.perf_counter() - began_s,
+            out=self._out if done else "",
+            num_paid_again=state.num_paid_again,
+        )
+
+    # --- the folder of the output
+
+    def _prepare(self, manifest: PartManifest) -> tuple[frozenset[str], frozenset[str]]:
+        """Return (names of the parts that are done, files of parts that may lack answers). Raises
+        ConfigError if the folder has something else."""
+        import pyarrow.fs as arrow_fs
+
+        output = self._output
+        files, folder = output.filesystem, output.folder
+        path = f"{folder}/{_MANIFEST}"
+        try:
+            files.create_dir(folder, recursive=True)
+            names = [
+                info.base_name
+                for info in files.get_file_info(arrow_fs.FileSelector(folder, allow_not_found=True))
+            ]
+            if _MANIFEST in names:
+                with files.open_input_file(path) as file:
+                    self._check(msgspec.json.decode(file.read(), type=PartManifest), manifest)
+            elif any(not name.startswith("_part-") for name in names):
+                raise ConfigError(
+                    f"{self._out} is not empty, and no map wrote it: give another folder"
+                )
+            with files.open_output_stream(path) as file:
+                file.write(msgspec.json.encode(manifest))
+            for name in names:
+                if name.startswith("_part-"):  # a worker was lost while it wrote this
+                    files.delete_file(f"{folder}/{name}")
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot write {self._out}: {error}") from None
+        parts = [name for name in names if is_part(name) and name.endswith(output.ending)]
+        whole = {name for name in parts if UNFINISHED not in name}
+        unfinished = {name for name in parts if UNFINISHED in name}
+        if self.request.retry_failed:
+            return frozenset(), frozenset(whole | unfinished)
+        done = frozenset(name.removesuffix(output.ending) for name in whole)
+        return done, frozenset(unfinished)
+
+    def _check(self, found: PartManifest, ours: PartManifest) -> None:
+        if found.key != ours.key:
+            what = (
+                f"the question {found.question[:60]!r}"
+                if found.question != ours.question
+                else f"the same question with other settings (model {found.model})"
+            )
+            raise ConfigError(
+                f"{self._out} has the answers to {what}: give another out, or remove it"
+            )
+        if found.files != ours.files[: len(found.files)]:
+            raise ConfigError(
+                f"the files of rows are not those from which {self._out} was begun, so its parts "
+                "have other rows: give another out (files may be added after the others)"
+            )
+
+    # --- the cluster
+
+    async def _on_cluster(
+        self,
+        task: MapTask,
+        output: PartOutput,
+        skipped: frozenset[str],
+        record: str,
+        before: SpendingRecord | None,
+        is_priced: bool,
+        max_in_flight: int,
+    ) -> SharedState:
+        """Run the pipeline, and return how the map ended."""
+        ray = imported()
+        if not (was_joined := ray.is_initialized()):
+            await asyncio.to_thread(self._cluster.join)
+        try:
+            await asyncio.to_thread(_check_nodes, ray, task.version)
+            # On this node, where the record is.
+            budget = (
+                ray.remote(SharedBudget)
+                .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=_here(ray))
+                .remote(
+                    self.request.budget,
+                    max_in_flight,
+                    is_priced=is_priced,
+                    record=record,
+                    before=before,
+                )
+            )
+            run = partial(self._pipeline, task, output, budget, skipped)
+            return await self._watched(budget, run)
+        finally:
+            if not was_joined:
+                self._cluster.leave()
+
+    def _pipeline(
+        self, task: MapTask, output: PartOutput, budget: Any, skipped: frozenset[str]
+    ) -> None:
+        import ray
+
+        from ramify.maps.ray_source import PartSink, PartSource, part_block
+
+        files = self._files
+        num_cpus = int(ray.cluster_resources().get("CPU", 1))
+        with _quiet_context():
+            if files.is_texts:
+                parts = [part for part in text_parts(files) if part.name not in skipped]
+                if not parts:
+                    return
+                rows = ray.data.from_arrow([part_block([part]) for part in parts])
+            else:
+                rows = ray.data.read_datasource(
+                    PartSource(files, skipped),
+                    override_num_blocks=len(files.files),
+                    num_cpus=0.1,
+                )
+            workers = self._workers
+            size = {"size": workers} if workers else {"min_size": 1, "max_size": max(1, num_cpus)}
+            answered = rows.map_batches(
+                PartWorker,
+                batch_size=None,
+                batch_format="pyarrow",
+                compute=ray.data.ActorPoolStrategy(max_tasks_in_flight_per_actor=1, **size),
+                fn_constructor_args=(task, budget, files, output),
+                fn_constructor_kwargs={"retries": self.request.retry_failed},
+                num_cpus=_WORKER_CPUS,
+            )
+            answered.write_datasink(PartSink(output, budget), ray_remote_args={"num_cpus": 0.1})
+
+    async def _watched(self, budget: Any, run: Callable[[], None]) -> SharedState:
+        """Run the pipeline in a thread, show its progress, and pass a request to stop on."""
+        loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                run()
+            except BaseException as caught:  # noqa: BLE001 (it is raised by the waiting task)
+                error = caught
+            with contextlib.suppress(RuntimeError):  # the loop is closed after a second Ctrl-C
+                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(error))
+
+        threading.Thread(target=work, daemon=True, name="ramify-ray-data").start()
+        with report_progress("map", unit="rows") as progress:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=_POLL_S)
+                while self._stops:
+                    await budget.stop.remote(*self._stops.pop(0))
+                state: SharedState = await budget.state.remote()
+                cost = "" if state.cost is None else f"${state.cost:.4g}"
+                progress.at(state.counts.answered + state.counts.failed, cost or None)
+        if (error := ended.result()) is not None:
+            raise _failure(error)
+        final: SharedState = await budget.state.remote()
+        return final
+
+
+def _output_of(out: str) -> PartOutput:
+    ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
+    if ending not in ENDINGS:
+        raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
+    filesystem, folder = filesystem_of(out)
+    if "://" not in out and Path(folder).is_file():
+        raise ConfigError(f"{out} is a file, and on a Ray cluster the output is a folder of parts")
+    return PartOutput(filesystem, folder.rstrip("/"), ending)
+
+
+def _here(ray: Any) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _check_nodes(ray: Any, version: str) -> None:
+    """Raise ConfigError if a node of the cluster has another version of Ramify, or none."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    check = ray.remote(check_version)
+    for node in ray.nodes():
+        if not node["Alive"] or not node["Resources"].get("CPU"):
+            continue
+        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        try:
+            ray.get(check.options(num_cpus=0, scheduling_strategy=at).remote(version))
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ConfigError):
+                raise ConfigError(str(cause)) from None
+            why = _last_line(error)
+            raise ConfigError(
+                f"the node {node['NodeManagerHostname']} cannot run ramify {version} ({why}): "
+                "install the same versions of Ramify and Python on all nodes"
+            ) from None
+
+
+@contextlib.contextmanager
+def _quiet_context() -> Iterator[None]:
+    """Settings of Ray Data for one pipeline: one part in each block, and no progress bars of its
+    own."""
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    names = ("target_max_block_size", "enable_progress_bars", "max_errored_blocks")
+    before = {name: getattr(context, name) for name in names}
+    context.target_max_block_size = 1
+    context.enable_progress_bars = False
+    context.max_errored_blocks = 0
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
+            setattr(context, name, value)
+
+
+def _failure(error: BaseException) -> BaseException:
+    """Return the error of a pipeline as one of ours."""
+    cause: BaseException | None = error
+    while cause is not None:
+        inner = getattr(cause, "cause", None) or cause.__cause__
+        if isinstance(cause, RamifyError):
+            return type(cause)(str(cause)) if isinstance(cause, ConfigError | StoreError) else cause
+        cause = inner
+    return RamifyError(
+        f"the pipeline of Ray Data failed: {_last_line(error)}; the same command continues the map"
+    )
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

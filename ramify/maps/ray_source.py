@@ -1,0 +1,77 @@
+"""The datasource of Ray Data that reads rows in parts (see ``ray_rows.py``), and the datasink that
+writes them. Imports Ray."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ray.data import Datasink
+from ray.data.block import BlockAccessor
+from ray.data.datasource import FileBasedDatasource
+
+from ramify.maps.ray_rows import RowFiles, RowPart, parts_of
+from ramify.maps.ray_worker import UNFINISHED, PartOutput
+
+
+class PartSource(FileBasedDatasource):
+    """Reads files in parts. A block has one part: its name, its kind and its rows."""
+
+    def __init__(self, files: RowFiles, skipped: frozenset[str]) -> None:
+        """``skipped`` are names of parts that are not needed."""
+        super().__init__([file.path for file in files.files], filesystem=files.filesystem)
+        self._files = {file.path: (number, file) for number, file in enumerate(files.files)}
+        self._skipped = skipped
+
+    def _open_input_source(self, filesystem: Any, path: str, **open_args: Any) -> Any:
+        # Parquet needs random access, and a compressed file would have another ending.
+        return filesystem.open_input_file(path)
+
+    def _read_stream(self, f: Any, path: str) -> Iterator[Any]:
+        number, file = self._files[path]
+        for part in parts_of(f, file, number):
+            if part.name not in self._skipped:
+                yield part_block([part])
+
+
+def part_block(parts: Iterable[RowPart]) -> Any:
+    import pyarrow
+
+    found = list(parts)
+    return pyarrow.table(
+        {
+            "name": [part.name for part in found],
+            "kind": [part.kind for part in found],
+            "rows": pyarrow.array([part.rows for part in found], pyarrow.large_binary()),
+        }
+    )
+
+
+class PartSink(Datasink[None]):
+    """Writes each part as a file, under a temporary name that is then replaced: a part is in the
+    output as a whole or not at all. A part that is written again replaces itself."""
+
+    def __init__(self, output: PartOutput, budget: Any) -> None:
+        """``budget`` is the handle of the ``SharedBudget``."""
+        self._output = output
+        self._budget = budget
+
+    def write(self, blocks: Iterable[Any], ctx: Any) -> None:
+        import pyarrow.fs as arrow_fs
+        import ray
+
+        output, files = self._output, self._output.filesystem
+        for block in blocks:
+            for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
+                name, is_finished = row["name"], row["is_finished"]
+                start, end = f"{output.folder}/{name}", output.ending
+                whole, unfinished = f"{start}{end}", f"{start}{UNFINISHED}{end}"
+                temporary = f"{output.folder}/_{name}-{uuid.uuid4().hex}{end}"
+                with files.open_output_stream(temporary) as file:
+                    file.write(row["data"])
+                files.move(temporary, whole if is_finished else unfinished)
+                other = unfinished if is_finished else whole
+                if files.get_file_info(other).type != arrow_fs.FileType.NotFound:
+                    files.delete_file(other)
+                ray.get(self._budget.written.remote(name))

@@ -1,0 +1,239 @@
+"""A worker of a map on a Ray cluster: one engine with its own sandbox, which answers parts of the
+rows one after the other.
+
+    part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
+
+Each part is a ``MapRun`` of its own, so a row is asked, checked, repaired and retried as it is
+without Ray. Equal rows are asked once in a part. A part of an earlier start that lacks answers is
+read from the output, and only its other rows are asked. Not here: which parts there are
+(``ray_rows.py``), and how the workers share a budget (``shared_budget.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import ramify
+from ramify.engine import threads
+from ramify.engine.limits import Ledger, Limits
+from ramify.engine.rlm import RLM
+from ramify.engine.typed import answer_type
+from ramify.errors import ConfigError
+from ramify.maps.map_output import AnswerColumns, open_output
+from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.ray_rows import RowFiles, RowPart
+from ramify.maps.rows import RowTable, open_paths
+from ramify.maps.shared_budget import UNLIMITED, PartCounts, RemoteBudget
+
+NOT_ASKED = "not asked:"
+"""Beginning of the error of a row that was not asked."""
+UNFINISHED = ".unfinished"
+"""What the name of a part's file has before its ending if some of its rows were not asked."""
+_NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
+
+
+class MapTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of a map have in common. Travels to them, and has no keys: each worker reads
+    those of its own environment."""
+
+    make_rlm: Callable[[], RLM]
+    """Makes the RLM of a worker."""
+    question: str
+    answer_type: Any = None
+    columns: tuple[str, ...] = ()
+    prefix: str = ""
+    strict: bool = False
+    is_priced: bool = False
+    """Whether any model has a price."""
+    version: str = ""
+    """Version of Ramify of the process that began the map."""
+
+
+def check_version(version: str) -> None:
+    """Raise ConfigError if this process has another version of Ramify."""
+    if version != ramify.__version__:
+        import socket
+
+        raise ConfigError(
+            f"the node {socket.gethostname()} has ramify {ramify.__version__}, and this map was "
+            f"begun with ramify {version}: install the same version on all nodes"
+        )
+
+
+class RowEngine:
+    """The engine of one worker process."""
+
+    def __init__(self, task: MapTask, budget: Any) -> None:
+        """``budget`` is the handle of the ``SharedBudget``. Raises ConfigError."""
+        check_version(task.version)
+        self.task = task
+        self._budget = budget
+        self._rlm = task.make_rlm()
+        threads.run(self._rlm.__aenter__())
+
+    def answer(
+        self, part: str, source: RowTable, known: PartCounts
+    ) -> tuple[MapResult | None, str]:
+        """Answer the rows of ``source``. ``known`` counts the part's other rows. Returns (result
+        with a list of all rows, ""), or (None, why the map stops)."""
+        return threads.run(self._answer(part, source, known))
+
+    def skip(self, part: str, known: PartCounts) -> None:
+        """Count a part that lacks no answer."""
+        threads.run(self._skip(part, known))
+
+    async def _answer(
+        self, part: str, source: RowTable, known: PartCounts
+    ) -> tuple[MapResult | None, str]:
+        task = self.task
+        request = MapRequest(
+            question=task.question,
+            answer_type=task.answer_type,
+            columns=task.columns,
+            prefix=task.prefix,
+            budget=_NO_LIMITS,
+            strict=task.strict,
+            is_part=True,
+        )
+        remote = RemoteBudget(
+            self._call, uuid.uuid4().hex, lambda: run.paused_s, lambda reason: run.stop(reason)
+        )
+        ledger = Ledger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
+        run = MapRun(self._rlm, source, request, ledger)
+        if reason := await remote.begin(part):
+            return None, reason
+        try:
+            result = await run.run()
+        except BaseException:
+            await remote.close()
+            raise
+        if result.stop not in ("done", "stopped"):
+            await self._call("stop", result.stop, result.reason)
+        new = PartCounts(
+            result.num_answered,
+            result.num_failed,
+            result.num_missing,
+            result.num_questions,
+            result.num_known,
+        )
+        await remote.end(new + known)
+        return result, ""
+
+    async def _skip(self, part: str, known: PartCounts) -> None:
+        attempt = uuid.uuid4().hex
+        if not await self._call("begin", attempt, part):
+            await self._call("end", attempt, known)
+            await self._call("written", part)
+
+    def _call(self, method: str, *given: Any) -> Awaitable[Any]:
+        return asyncio.wrap_future(getattr(self._budget, method).remote(*given).future())
+
+
+class PartWorker:
+    """Answers parts of files; the actor of ``map_batches``."""
+
+    def __init__(
+        self, task: MapTask, budget: Any, files: RowFiles, output: PartOutput, *, retries: bool
+    ) -> None:
+        """``retries``: rows with an error are asked again, too."""
+        self._engine = RowEngine(task, budget)
+        self._files = files
+        self._output = output
+        self._retries = retries
+        kind = None if task.answer_type is None else answer_type(task.answer_type)
+        self._added = AnswerColumns(kind, task.prefix, files.table.kept_columns)
+
+    def __call__(self, batch: Any) -> Iterator[Any]:
+        for part in batch.to_pylist():
+            yield self._answered(RowPart(**part))
+
+    def _answered(self, part: RowPart) -> Any:
+        """Return a block with the file of the part, or an empty one if there is nothing new."""
+        source = part.table(self._files)
+        rows = list(source.values())
+        done = self._output.read(part.name)
+        error = self._added.error
+        asked = [
+            index
+            for index in range(len(rows))
+            if index >= len(done) or self._is_asked(done[index].get(error))
+        ]
+        left = set(asked)
+        old = [row for index, row in enumerate(done) if index not in left]
+        num_failed = sum(bool(row.get(error)) for row in old)
+        known = PartCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
+        if not asked:
+            self._engine.skip(part.name, known)
+            return _file_block()
+        table = msgspec.structs.replace(
+            source, total=len(asked), values=lambda: (rows[index] for index in asked)
+        )
+        result, _ = self._engine.answer(part.name, table, known)
+        if result is None or (result.num_missing == len(rows)):
+            return _file_block()
+        answered = dict(zip(asked, result.table, strict=True))
+        merged = [
+            answered[index] if index in answered else done[index] for index in range(len(rows))
+        ]
+        data = self._output.encode(merged, source, self._added)
+        return _file_block((part.name, result.num_missing == 0, data))
+
+    def _is_asked(self, error: str | None) -> bool:
+        return bool(error) and (self._retries or str(error).startswith(NOT_ASKED))
+
+
+class PartOutput(msgspec.Struct, frozen=True):
+    """The folder of the output, with one file for each part."""
+
+    filesystem: Any
+    """Of pyarrow."""
+    folder: str
+    ending: str
+    """``.jsonl``, ``.csv``, ``.tsv``, ``.parquet``"""
+    old: frozenset[str] = frozenset()
+    """Files of parts that may lack answers."""
+
+    def read(self, part: str) -> list[dict[str, Any]]:
+        """Return the rows of a part of an earlier start; none if it has none."""
+        name = next((f"{part}{m}{self.ending}" for m in ("", UNFINISHED)
+                     if f"{part}{m}{self.ending}" in self.old), "")  # fmt: skip
+        if not name:
+            return []
+        with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
+            path = Path(folder) / f"part{self.ending}"
+            with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:
+                path.write_bytes(file.read())
+            return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
+
+    def encode(self, rows: list[dict[str, Any]], source: RowTable, added: AnswerColumns) -> bytes:
+        """Return the file of a part."""
+        with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
+            path = Path(folder) / f"part{self.ending}"
+            output = open_output(path, source, added)
+            try:
+                for row in rows:
+                    output.write(row)
+                output.finish()
+            finally:
+                output.close()
+            return path.read_bytes()
+
+
+def _file_block(*files: tuple[str, bool, bytes]) -> Any:
+    import pyarrow
+
+    names, finished, data = zip(*files, strict=True) if files else ((), (), ())
+    return pyarrow.table(
+        {
+            "name": pyarrow.array(names, pyarrow.string()),
+            "is_finished": pyarrow.array(finished, pyarrow.bool_()),
+            "data": pyarrow.array(data, pyarrow.large_binary()),
+        }
+    )

@@ -1,0 +1,468 @@
+"""One exact budget and one rate limit for all workers of a map that runs on many machines.
+
+    worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
+                         <── granted, refused ─────────────────── one ledger, one limiter, a record
+
+A reservation is granted by the same ``Ledger`` and the same ``Limiter`` that a single process uses,
+so no limit is passed by one call, and the requests in flight are counted over all workers. A worker
+sends what has accumulated while its last message was on its way, so the number of messages does not
+grow with the number of requests.
+
+A worker answers a part of the rows in an *attempt*. An attempt that is silent for ``SILENT_S``, or
+whose part is begun again, is lost: what it had reserved counts as spent, and its replies as paid
+again. The record says what is spent or reserved before a reservation is granted, so a map that is
+killed continues with the rest of its budget. Not here: which rows a part has (``ray_rows.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.clients.pool import Limiter
+from ramify.engine.limits import Ledger, Limits, ResourceAmount
+from ramify.errors import LimitReached, RamifyError
+from ramify.types.message import Usage
+from ramify.types.trajectory import Stop
+
+SILENT_S = 30.0
+"""Seconds after which an attempt that sends nothing is lost."""
+_BEAT_S = 5.0
+_POLL_S = 1.0
+_RECORD_BYTES = 1024
+UNLIMITED = 10**15
+"""Calls, tokens or dollars of a ledger that another one limits."""
+
+Operation = tuple[Any, ...]
+"""("reserve", ticket, amount), ("settle", amount, usage, cost), ("free", amount) or ("charge",
+usage, cost)"""
+Granted = tuple[int, tuple[str, str] | None]
+"""(ticket, why it was refused and which limit is reached), or (ticket, None) if it is granted"""
+
+
+class PartCounts(msgspec.Struct, frozen=True):
+    """Rows of one part, or of several."""
+
+    answered: int = 0
+    failed: int = 0
+    missing: int = 0
+    """Rows that were not asked."""
+    asked: int = 0
+    """Questions that were asked now."""
+    known: int = 0
+    """Rows whose answer was known."""
+
+    def __add__(self, other: PartCounts) -> PartCounts:
+        return PartCounts(
+            self.answered + other.answered,
+            self.failed + other.failed,
+            self.missing + other.missing,
+            self.asked + other.asked,
+            self.known + other.known,
+        )
+
+
+class SpendingRecord(msgspec.Struct, frozen=True):
+    """What a map on a cluster has spent so far."""
+
+    usage: Usage = Usage()
+    """With the upper bound of what is reserved."""
+    cost: float | None = None
+    """Dollars; None if no model has a price."""
+    unwritten: int = 0
+    """Replies of parts that are not written yet."""
+    answered: int = 0
+    """Rows with an answer, of the finished parts."""
+    failed: int = 0
+    """Rows with an error, of the finished parts."""
+
+
+class SharedState(msgspec.Struct, frozen=True):
+    """A map on a cluster, as it is now."""
+
+    usage: Usage
+    cost: float | None
+    counts: PartCounts
+    num_paid_again: int
+    stop: str
+    """``done``, or why no further row is asked."""
+    reason: str
+
+
+class _Attempt:
+    """One worker's attempt at one part."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self.reserved = ResourceAmount()
+        self.num_replies = 0
+        """Replies that were paid and are not written yet."""
+        self.outbox: list[Granted] = []
+        self.ready = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.heard_s = time.monotonic()
+        self.round = 0
+        """Round of the limiter in which its last request was granted."""
+
+
+class SharedBudget:
+    """The budget, the rate limit and the counts of one map; an actor with one event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        max_in_flight: int,
+        *,
+        is_priced: bool,
+        record: str = "",
+        before: SpendingRecord | None = None,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        """``record`` is the file that says what is spent; ``before`` is what it said. Without a
+        file, nothing is kept."""
+        before = before or SpendingRecord()
+        self._ledger = Ledger(limits, priced=is_priced, owner="map")
+        if before.usage.calls:
+            self._ledger.charge(before.usage, before.cost)
+        self._gate = Limiter(max_in_flight)
+        self._attempts: dict[str, _Attempt] = {}
+        self._parts: dict[str, str] = {}
+        """Part -> its latest attempt."""
+        self._unwritten: dict[str, tuple[int, PartCounts, bool]] = {}
+        """Part that is answered and not written: replies, rows, whether all rows are asked."""
+        self._counts = PartCounts(before.answered, before.failed)
+        self._finished = SpendingRecord(answered=before.answered, failed=before.failed)
+        self._num_paid_again = before.unwritten
+        self._stop, self._reason = "done", ""
+        self._silent_s = silent_s
+        self._paused_until_s = 0.0
+        self._fd = os.open(record, os.O_WRONLY | os.O_CREAT, 0o600) if record else -1
+        self._watch: asyncio.Task[None] | None = None
+
+    async def begin(self, attempt: str, part: str) -> str:
+        """Begin an attempt at a part. Returns why the map stops; empty to go on."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_attempts())
+        earlier = self._parts.get(part)
+        if earlier in self._attempts:
+            self._lose(earlier)
+        if part in self._unwritten:
+            num_replies, counts, _ = self._unwritten.pop(part)
+            self._num_paid_again += num_replies
+            self._counts = _minus(self._counts, counts)
+        if self._stop == "done":
+            self._parts[part] = attempt
+            self._attempts[attempt] = _Attempt(part)
+        return self._reason
+
+    async def submit(
+        self, attempt: str, operations: list[Operation], paused_s: float = 0.0
+    ) -> tuple[list[Granted], str]:
+        """Apply ``operations`` in their order. ``paused_s`` is how long a rate limit pauses the
+        worker. Returns what is granted or refused by now, and why the map stops."""
+        found = self._attempts.get(attempt)
+        if found is None:
+            raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
+        found.heard_s = time.monotonic()
+        self._pause(found, paused_s)
+        reserves = False
+        for kind, *given in operations:
+            if kind == "reserve":
+                reserves = True
+                task = asyncio.create_task(self._grant(found, *given))
+                found.tasks.add(task)
+                task.add_done_callback(found.tasks.discard)
+            elif kind == "settle":
+                self._settle(found, *given)
+            elif kind == "free":
+                (amount,) = given
+                found.reserved = found.reserved.minus(amount)
+                self._ledger.free(amount)
+                self._gate.release()
+            else:
+                self._ledger.charge(*given)
+        if reserves:
+            await asyncio.sleep(0)  # Reservations that fit are granted before the answer is sent.
+        return self._taken(found), self._reason
+
+    async def wait(self, attempt: str) -> tuple[list[Granted], str]:
+        """Return what is granted or refused, as soon as there is anything."""
+        found = self._attempts.get(attempt)
+        if found is None:
+            raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
+        found.heard_s = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(found.ready.wait(), _POLL_S)
+        found.heard_s = time.monotonic()
+        return self._taken(found), self._reason
+
+    async def end(self, attempt: str, counts: PartCounts) -> None:
+        """An attempt has answered its part, as far as the map went on."""
+        found = self._attempts.pop(attempt, None)
+        if found is None:
+            return
+        for task in found.tasks:
+            task.cancel()
+        self._counts += counts
+        self._unwritten[found.part] = (found.num_replies, counts, not counts.missing)
+        self._keep()
+
+    async def written(self, part: str) -> None:
+        """A part is in the output."""
+        found = self._unwritten.pop(part, None)
+        if found is not None and found[2]:
+            done, counts = self._finished, found[1]
+            self._finished = SpendingRecord(
+                answered=done.answered + counts.answered, failed=done.failed + counts.failed
+            )
+        self._keep()
+
+    async def stop(self, stop: str, reason: str) -> None:
+        """Ask no further row."""
+        if self._stop == "done":
+            self._stop, self._reason = stop, reason
+
+    async def state(self) -> SharedState:
+        ledger = self._ledger
+        return SharedState(
+            ledger.usage, ledger.cost, self._counts, self._num_paid_again, self._stop, self._reason
+        )
+
+    # --- one attempt
+
+    async def _grant(self, attempt: _Attempt, ticket: int, amount: ResourceAmount) -> None:
+        refused: tuple[str, str] | None = None
+        try:
+            await self._ledger.reserve(amount)
+        except LimitReached as error:
+            refused = (str(error), str(error.stop))
+        else:
+            try:
+                attempt.round = await self._gate.acquire()
+            except BaseException:
+                self._ledger.free(amount)
+                raise
+            attempt.reserved = attempt.reserved.plus(amount)
+        attempt.outbox.append((ticket, refused))
+        attempt.ready.set()
+
+    def _settle(
+        self, attempt: _Attempt, amount: ResourceAmount, usage: Usage, cost: float | None
+    ) -> None:
+        attempt.reserved = attempt.reserved.minus(amount)
+        self._ledger.settle(amount, usage, cost)
+        self._gate.release()
+        if not usage.unknown_calls:
+            attempt.num_replies += 1
+            self._gate.speed_up()
+
+    def _taken(self, attempt: _Attempt) -> list[Granted]:
+        taken, attempt.outbox = attempt.outbox, []
+        attempt.ready.clear()
+        if taken:
+            self._keep()
+        return taken
+
+    def _pause(self, attempt: _Attempt, paused_s: float) -> None:
+        """Pause all workers, if a rate limit pauses one of them for longer than they know."""
+        until_s = time.monotonic() + paused_s
+        if paused_s > 0.05 and until_s > self._paused_until_s + 0.05:
+            self._paused_until_s = until_s
+            self._gate.slow_down(attempt.round, paused_s)
+
+    def _lose(self, name: str) -> None:
+        """Give up an attempt. What it had reserved counts as spent."""
+        attempt = self._attempts.pop(name)
+        for task in attempt.tasks:
+            task.cancel()
+        self._num_paid_again += attempt.num_replies
+        reserved = attempt.reserved
+        if reserved.calls:
+            usage = Usage(0, reserved.tokens, calls=reserved.calls, unknown_calls=reserved.calls)
+            cost = None if self._ledger.cost is None else reserved.cost
+            self._ledger.settle(reserved, usage, cost)
+            for _ in range(reserved.calls):
+                self._gate.release()
+        self._keep()
+
+    async def _watch_attempts(self) -> None:
+        while True:
+            await asyncio.sleep(min(_BEAT_S, self._silent_s / 4))
+            now_s = time.monotonic()
+            for name, attempt in list(self._attempts.items()):
+                if now_s - attempt.heard_s > self._silent_s:
+                    self._lose(name)
+
+    def _keep(self) -> None:
+        """Write the record in place: one call, which a killed process has made or not."""
+        if self._fd < 0:
+            return
+        ledger, more = self._ledger, self._ledger.outstanding
+        usage = ledger.usage + Usage(0, more.tokens, calls=more.calls, unknown_calls=more.calls)
+        record = SpendingRecord(
+            usage,
+            None if ledger.cost is None else ledger.cost + more.cost,
+            sum(attempt.num_replies for attempt in self._attempts.values())
+            + sum(num for num, _, _ in self._unwritten.values()),
+            self._finished.answered,
+            self._finished.failed,
+        )
+        os.pwrite(self._fd, msgspec.json.encode(record).ljust(_RECORD_BYTES - 1) + b"\n", 0)
+
+
+def _minus(counts: PartCounts, other: PartCounts) -> PartCounts:
+    return PartCounts(
+        counts.answered - other.answered,
+        counts.failed - other.failed,
+        counts.missing - other.missing,
+        counts.asked - other.asked,
+        counts.known - other.known,
+    )
+
+
+def read_record(path: str) -> SpendingRecord | None:
+    """Return what ``SharedBudget`` recorded; None if there is nothing."""
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=SpendingRecord)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+Method = Literal["begin", "submit", "wait", "end"]
+
+
+class RemoteBudget(Ledger):
+    """The shared budget, as a worker's ledger sees it during one attempt. ``begin`` and ``end``
+    enclose its use."""
+
+    def __init__(
+        self,
+        call: Callable[..., Awaitable[Any]],
+        attempt: str,
+        paused_s: Callable[[], float],
+        on_stop: Callable[[str], None],
+    ) -> None:
+        """``call(method, …)`` calls a method of the ``SharedBudget``. ``on_stop`` gets the reason
+        if the map stops."""
+        limits = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
+        super().__init__(limits, priced=False, owner="map")
+        self._call = call
+        self._attempt = attempt
+        self._paused_s = paused_s
+        self._on_stop = on_stop
+        self._tickets = itertools.count()
+        self._asked: dict[int, tuple[ResourceAmount, asyncio.Future[tuple[str, str] | None]]] = {}
+        self._operations: list[Operation] = []
+        self._lost: RamifyError | None = None
+        """Why the shared budget is gone."""
+        self._sender: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Task[None] | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    async def begin(self, part: str) -> str:
+        """Begin the attempt. Returns why the map stops; empty to go on."""
+        reason: str = await self._call("begin", self._attempt, part)
+        if not reason:
+            self._beat = asyncio.create_task(self._beats())
+        return reason
+
+    async def end(self, counts: PartCounts) -> None:
+        """End the attempt, with everything settled."""
+        await self.close()
+        if self._operations:
+            operations, self._operations = self._operations, []
+            await self._call("submit", self._attempt, operations, 0.0)
+        await self._call("end", self._attempt, counts)
+
+    async def close(self) -> None:
+        """End the tasks of the attempt."""
+        if self._sender is not None:
+            await asyncio.gather(self._sender, return_exceptions=True)
+        for task in (self._beat, self._waiter):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def reserve(self, amount: ResourceAmount) -> None:
+        if self._lost is not None:
+            raise self._lost
+        ticket = next(self._tickets)
+        answer: asyncio.Future[tuple[str, str] | None]
+        answer = asyncio.get_running_loop().create_future()
+        self._asked[ticket] = (amount, answer)
+        self._send(("reserve", ticket, amount))
+        try:
+            refused = await answer
+        except asyncio.CancelledError:
+            # If it is granted later, it is returned then (see ``_deliver``).
+            if answer.done() and not answer.cancelled() and answer.result() is None:
+                self.free(amount)
+            raise
+        if refused is not None:
+            text, stop = refused
+            raise LimitReached(text, Stop(stop))
+
+    def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
+        self._send(("settle", reserved, usage, cost))
+
+    def free(self, reserved: ResourceAmount) -> None:
+        self._send(("free", reserved))
+
+    def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
+        self._send(("charge", usage, cost))
+
+    def calls_left(self) -> int:
+        return UNLIMITED
+
+    def _send(self, operation: Operation) -> None:
+        self._operations.append(operation)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        await asyncio.sleep(0)  # What the same pass of the event loop adds is sent together.
+        while self._operations and self._lost is None:
+            operations, self._operations = self._operations, []
+            await self._exchange("submit", self._attempt, operations, self._paused_s())
+        if self._asked and (self._waiter is None or self._waiter.done()):
+            self._waiter = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while self._asked and self._lost is None:
+            await self._exchange("wait", self._attempt)
+
+    async def _beats(self) -> None:
+        while self._lost is None:
+            await asyncio.sleep(_BEAT_S)
+            await self._exchange("submit", self._attempt, [], self._paused_s())
+
+    async def _exchange(self, method: Method, *given: Any) -> None:
+        try:
+            granted, reason = await self._call(method, *given)
+        except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
+            why = str(error).strip().rpartition("\n")[2][:300]
+            self._lost = RamifyError(f"the budget of the map cannot be reached: {why}")
+            for _, answer in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(self._lost)
+            self._asked.clear()
+            return
+        for ticket, refused in granted:
+            self._deliver(ticket, refused)
+        if reason:
+            self._on_stop(reason)
+
+    def _deliver(self, ticket: int, refused: tuple[str, str] | None) -> None:
+        amount, answer = self._asked.pop(ticket)
+        if not answer.done():
+            answer.set_result(refused)
+        elif refused is None:
+            self.free(amount)

@@ -1,0 +1,1 @@
+from ramify.maps.ray_asker import Asker as Asker
