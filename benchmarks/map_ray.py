@@ -42,7 +42,7 @@ def word_of(messages: Any) -> str:
 
 def command(rows: Path, out: Path, *options: str) -> list[str]:
     words = [sys.executable, "-m", "ramify", "map", "Which word?", str(rows), "--out", str(out)]
-    words += ["--column", "text", "--model", "openai:m", "--progress", "off"]
+    words += ["--column", "text", "--model", "openai:m", "--quiet"]
     return [*words, "--max-concurrency", str(IN_FLIGHT), *options]
 
 
@@ -83,11 +83,10 @@ async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
         from ray.cluster_utils import Cluster
 
         node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-        cluster = await asyncio.to_thread(
-            lambda: Cluster(initialize_head=True, head_node_args=node)
-        )
+        # In the main thread, since Ray installs handlers of signals.
+        cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
-            second = await asyncio.to_thread(lambda: cluster.add_node(**node))
+            second = cluster.add_node(**node)
             process = await asyncio.create_subprocess_exec(
                 *command(rows, out, "--placement", "ray", "--workers", "2", "--json"),
                 "--max-calls",
@@ -100,11 +99,11 @@ async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
             done = asyncio.create_task(process.communicate())
             await asyncio.wait([waits, done], return_when=asyncio.FIRST_COMPLETED)
             was_running = not done.done()
-            await asyncio.to_thread(lambda: cluster.remove_node(second, allow_graceful=False))
+            cluster.remove_node(second, allow_graceful=False)
             stdout, stderr = await done
             waits.cancel()
         finally:
-            await asyncio.to_thread(cluster.shutdown)
+            cluster.shutdown()
     printed = stdout.decode().strip().splitlines()
     return {
         "code": process.returncode,

@@ -155,15 +155,18 @@ def test_a_rate_limit_of_one_worker_pauses_the_others() -> None:
         await limited.begin("part-0")
         await other.begin("part-1")
         loop = asyncio.get_running_loop()
-        waits = asyncio.create_task(limited.reserve(ONE))
-        await asyncio.sleep(0.01)
+
+        async def ask(worker: RemoteBudget) -> float:
+            await worker.reserve(ONE)
+            worker.free(ONE)
+            return loop.time()
+
         began_s = loop.time()
-        await other.reserve(ONE)
-        assert loop.time() - began_s > 0.2
-        other.free(ONE)
+        first = asyncio.create_task(ask(limited))
+        await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(ask(other), 20) - began_s > 0.2
+        await first
+        await limited.end(DONE)
         await other.end(DONE)
-        waits.cancel()
-        await asyncio.gather(waits, return_exceptions=True)
-        await limited.close()
 
     asyncio.run(run())
