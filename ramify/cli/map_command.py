@@ -154,7 +154,7 @@ def run(
     if placement == "ray":
         if table is not None or settings.get("mcp"):
             name = "--mcp" if settings.get("mcp") else "--table"
-            raise UsageError(f"{name} has no effect on other machines: leave out --placement ray")
+            raise UsageError(f"{name} has no effect on other machines: remove --placement ray")
         run_on_ray = _ray_run(row_settings, paths, request, out, workers)
         with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
             result, code = _until_the_end(run_on_ray, notes, screen)
@@ -202,15 +202,15 @@ def _ray_run(
     from ramify.maps.ray_map import RayMapRun
 
     if out is None or request.sample is not None:
-        raise UsageError("--try and --estimate ask on this machine: leave out --placement ray")
+        raise UsageError("--try and --estimate ask on this machine: remove --placement ray")
     store = open_folder(settings, "map --placement ray")
     if store is None:
-        raise UsageError("--placement ray records what is spent in the store: leave out --no-store")
+        raise UsageError("--placement ray records what is spent in the store: remove --no-store")
     return RayMapRun(partial(_worker_rlm, settings), paths, request, out, store, workers)
 
 
 def _worker_rlm(settings: dict[str, Any]) -> RLM:
-    """Make the RLM of a worker, with the keys of its own environment."""
+    """Make the RLM of a worker, with the keys of the worker's environment."""
     return make_rlm(settings, sandbox_spec(settings), None)
 
 

@@ -82,7 +82,7 @@ class RayMapRun:
         ``out`` is the folder of the parts, or its URL; its ending is their format. Raises
         ConfigError and SourceError."""
         if request.sample is not None:
-            raise ConfigError("a sample is asked on this machine: leave out --placement ray")
+            raise ConfigError("a sample is asked on this machine: remove --placement ray")
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.request = request
@@ -265,7 +265,8 @@ class RayMapRun:
         from ramify.maps.ray_source import PartSink, PartSource, part_block
 
         files = self._files
-        num_cpus = int(ray.cluster_resources().get("CPU", 1))
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        most = self._workers or max(1, int(resources.get("CPU", 1)))
         with _quiet_context():
             if files.is_texts:
                 parts = [part for part in text_parts(files) if part.name not in skipped]
@@ -278,13 +279,13 @@ class RayMapRun:
                     override_num_blocks=len(files.files),
                     num_cpus=0.1,
                 )
-            workers = self._workers
-            size = {"size": workers} if workers else {"min_size": 1, "max_size": max(1, num_cpus)}
             answered = rows.map_batches(
                 PartWorker,
                 batch_size=None,
                 batch_format="pyarrow",
-                compute=ray.data.ActorPoolStrategy(max_tasks_in_flight_per_actor=1, **size),
+                compute=ray.data.ActorPoolStrategy(
+                    min_size=self._workers or 1, max_size=most, max_tasks_in_flight_per_actor=1
+                ),
                 fn_constructor_args=(task, budget, files, output),
                 fn_constructor_kwargs={"retries": self.request.retry_failed},
                 num_cpus=_WORKER_CPUS,
@@ -295,6 +296,10 @@ class RayMapRun:
         """Run the pipeline in a thread, show its progress, and pass a request to stop on."""
         loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
+        def end(error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
         def work() -> None:
             error: BaseException | None = None
             try:
@@ -302,7 +307,7 @@ class RayMapRun:
             except BaseException as caught:  # noqa: BLE001 (it is raised by the waiting task)
                 error = caught
             with contextlib.suppress(RuntimeError):  # the loop is closed after a second Ctrl-C
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(error))
+                loop.call_soon_threadsafe(end, error)
 
         threading.Thread(target=work, daemon=True, name="ramify-ray-data").start()
         with report_progress("map", unit="rows") as progress:

@@ -59,7 +59,7 @@ class RowFiles(msgspec.Struct, frozen=True):
     files: tuple[RowFile, ...]
     columns: tuple[str, ...]
     filesystem: Any
-    """Of pyarrow."""
+    """Filesystem of pyarrow."""
     base: str = ""
     """Folder of the texts."""
 
@@ -86,7 +86,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return arrow_fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
     except Exception as arrow_error:  # noqa: BLE001 (an unknown scheme, or settings that lack)
         try:
-            import fsspec
+            import fsspec  # type: ignore[import-untyped]
 
             found, path = fsspec.core.url_to_fs(url)
         except Exception as error:  # noqa: BLE001 (each filesystem raises its own classes)

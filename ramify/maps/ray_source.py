@@ -63,7 +63,8 @@ class PartSink(Datasink[None]):
 
         output, files = self._output, self._output.filesystem
         for block in blocks:
-            for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
+            rows: list[dict[str, Any]] = BlockAccessor.for_block(block).to_arrow().to_pylist()
+            for row in rows:
                 name, is_finished = row["name"], row["is_finished"]
                 start, end = f"{output.folder}/{name}", output.ending
                 whole, unfinished = f"{start}{end}", f"{start}{UNFINISHED}{end}"

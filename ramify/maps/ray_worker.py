@@ -3,7 +3,7 @@ rows one after the other.
 
     part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
 
-Each part is a ``MapRun`` of its own, so a row is asked, checked, repaired and retried as it is
+Each part is a separate ``MapRun``, so a row is asked, checked, repaired and retried as it is
 without Ray. Equal rows are asked once in a part. A part of an earlier start that lacks answers is
 read from the output, and only its other rows are asked. Not here: which parts there are
 (``ray_rows.py``), and how the workers share a budget (``shared_budget.py``).
@@ -41,7 +41,7 @@ _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UN
 
 class MapTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers of a map have in common. Travels to them, and has no keys: each worker reads
-    those of its own environment."""
+    those of its environment."""
 
     make_rlm: Callable[[], RLM]
     """Makes the RLM of a worker."""
@@ -193,7 +193,7 @@ class PartOutput(msgspec.Struct, frozen=True):
     """The folder of the output, with one file for each part."""
 
     filesystem: Any
-    """Of pyarrow."""
+    """Filesystem of pyarrow."""
     folder: str
     ending: str
     """``.jsonl``, ``.csv``, ``.tsv``, ``.parquet``"""

@@ -147,7 +147,7 @@ class SharedBudget:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self, attempt: str, part: str) -> str:
-        """Begin an attempt at a part. Returns why the map stops; empty to go on."""
+        """Begin an attempt at a part. Returns why the map stops; empty to continue."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_attempts())
         earlier = self._parts.get(part)
@@ -204,7 +204,7 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def end(self, attempt: str, counts: PartCounts) -> None:
-        """An attempt has answered its part, as far as the map went on."""
+        """An attempt has answered its part, as far as the map continued."""
         found = self._attempts.pop(attempt, None)
         if found is None:
             return
@@ -368,7 +368,7 @@ class RemoteBudget(Ledger):
         self._beat: asyncio.Task[None] | None = None
 
     async def begin(self, part: str) -> str:
-        """Begin the attempt. Returns why the map stops; empty to go on."""
+        """Begin the attempt. Returns why the map stops; empty to continue."""
         reason: str = await self._call("begin", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())
