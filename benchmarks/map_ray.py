@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ramify import testing
 from ramify.maps.ray_rows import PART_ROWS
@@ -27,6 +28,7 @@ from ramify.maps.ray_rows import PART_ROWS
 NUM_LOST, KILL_AT = 3000, 900
 IN_FLIGHT = 16
 _STORE_BYTES = 80 << 20
+T = TypeVar("T")
 
 
 def write_rows(path: Path, num: int) -> Path:
@@ -64,6 +66,17 @@ def environment(home: Path, url: str, address: str = "") -> dict[str, str]:
     }
 
 
+def started(start: Callable[[], T]) -> T:
+    """Start a node, again if Ray gives up: it waits for 30 s, which a busy machine may need."""
+    for _ in range(5):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
+
+
 async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
     """Map on two nodes and kill one of them. Returns what was seen."""
     asked: Counter[str] = Counter()
@@ -84,9 +97,9 @@ async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
 
         node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         # In the main thread, since Ray installs handlers of signals.
-        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster = started(lambda: Cluster(initialize_head=True, head_node_args=node))
         try:
-            second = cluster.add_node(**node)
+            second = started(lambda: cluster.add_node(**node))
             process = await asyncio.create_subprocess_exec(
                 *command(rows, out, "--placement", "ray", "--workers", "2", "--json"),
                 "--max-calls",
