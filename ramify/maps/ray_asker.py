@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ramify
+from ramify import __version__
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type as as_answer_type
@@ -66,7 +66,7 @@ class Asker:
             columns=tuple(columns),
             prefix=prefix,
             is_priced=is_priced,
-            version=ramify.__version__,
+            version=__version__,
         )
         # Kept alive by this object and its copies.
         self._budget = (

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-import ramify
+from ramify import __version__
 from ramify.actors.ray_cluster import RayCluster, imported
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
@@ -133,7 +133,7 @@ class RayMapRun:
             prefix=request.prefix,
             strict=request.strict,
             is_priced=is_priced,
-            version=ramify.__version__,
+            version=__version__,
         )
         record = make_folder(self._store.root / "ray_maps") / f"{key[:32]}.json"
         # Two processes with one output would ask everything twice.

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-import ramify
+from ramify import __version__
 from ramify.engine import threads
 from ramify.engine.limits import Ledger, Limits
 from ramify.engine.rlm import RLM
@@ -58,11 +58,11 @@ class MapTask(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_version(version: str) -> None:
     """Raise ConfigError if this process has another version of Ramify."""
-    if version != ramify.__version__:
+    if version != __version__:
         import socket
 
         raise ConfigError(
-            f"the node {socket.gethostname()} has ramify {ramify.__version__}, and this map was "
+            f"the node {socket.gethostname()} has ramify {__version__}, and this map was "
             f"begun with ramify {version}: install the same version on all nodes"
         )
 
