@@ -290,7 +290,12 @@ class RayMapRun:
                 fn_constructor_kwargs={"retries": self.request.retry_failed},
                 num_cpus=_WORKER_CPUS,
             )
-            answered.write_datasink(PartSink(output, budget), ray_remote_args={"num_cpus": 0.1})
+            answered.write_datasink(
+                PartSink(output, budget),
+                ray_remote_args={"num_cpus": 0.1},
+                # Each writing process takes seconds to start, and a part milliseconds to write.
+                concurrency=max(2, most // 4),
+            )
 
     async def _watched(self, budget: Any, run: Callable[[], None]) -> SharedState:
         """Run the pipeline in a thread, show its progress, and pass a request to stop on."""

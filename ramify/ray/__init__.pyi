@@ -1,1 +1,2 @@
+# The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.maps.ray_asker import Asker as Asker
