@@ -52,8 +52,9 @@ PUBLIC = {
     """,
     "ramify.ray": "Asker",
     "ramify.testing": """
-        ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult ForgetfulDisk
-        HubServer ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient ScriptedFailure
+        BatchServer ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult
+        ForgetfulDisk HubServer ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient
+        ScriptedFailure
         ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
         no_usage rate_limited refused server_error stalled unreachable
     """,

@@ -80,6 +80,13 @@ OPTIONS = (
         "estimate dollars, hours and workers from --try N rows (default: 100)",
         has_no=False,
     ),
+    OptionSpec(
+        "batch",
+        bool,
+        "use the batch API of OpenAI or Anthropic: half the price, within a day",
+        has_no=False,
+    ),
+    OptionSpec("batch_rows", int, "maximum number of rows of one batch (default: the provider's)"),
     OptionSpec("retry_failed", bool, "ask the rows again that have an error", has_no=False),
     OptionSpec("strict", bool, "stop at the first row with an error", has_no=False),
     OptionSpec(
@@ -113,6 +120,8 @@ def run(
     estimate: bool | None = None,
     placement: str | None = None,
     workers: int | None = None,
+    batch: bool | None = None,
+    batch_rows: int | None = None,
     **given: Any,
 ) -> int:
     """``ramify map``."""
@@ -149,9 +158,13 @@ def run(
         retry_failed=bool(retry_failed),
         strict=bool(strict),
         sample=sample,
+        batch=bool(batch),
+        batch_rows=batch_rows,
     )
     row_settings = {**settings, **of_row, "branches": 1}
     if placement == "ray":
+        if batch:
+            raise UsageError("--batch needs no other machines: remove --placement ray")
         if table is not None or settings.get("mcp"):
             name = "--mcp" if settings.get("mcp") else "--table"
             raise UsageError(f"{name} has no effect on other machines: remove --placement ray")
@@ -266,9 +279,14 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
         "cost unknown"
         if cost is None
         else f"{_dollars(cost.value)} ({_dollars(cost.low)} to {_dollars(cost.high)})",
-        f"{_time(hours.value)} ({_time(hours.low)} to {_time(hours.high)}) with one worker",
-        f"{many(whole.workers_for_an_hour, 'worker')} for an hour",
     ]
+    if whole.is_batch:
+        parts.append("in batches, each within a day")
+    else:
+        parts += [
+            f"{_time(hours.value)} ({_time(hours.low)} to {_time(hours.high)}) with one worker",
+            f"{many(whole.workers_for_an_hour, 'worker')} for an hour",
+        ]
     print(f"all: {' · '.join(parts)}; from {many(whole.num_sampled, 'question')}, 95 %")
 
 
@@ -302,7 +320,8 @@ def _report(
             return ExitCode.NO_ANSWER
         return ExitCode.ANSWERED
     higher = " with a higher limit" if result.stop == "limit" else ""
-    error_line(f"{result.reason}; the same command{higher} continues the map")
+    collects = "collects them and " if result.num_waiting else ""
+    error_line(f"{result.reason}; the same command{higher} {collects}continues the map")
     return stopped_by if result.stop == "stopped" else _CODES[result.stop]
 
 
@@ -312,6 +331,7 @@ def summary(result: MapResult) -> str:
     counts = [f"{result.num_answered:,} answered"]
     counts += [f"{result.num_failed:,} failed"] if result.num_failed else []
     counts += [f"{result.num_missing:,} not asked"] if result.num_missing else []
+    counts += [f"{result.num_waiting:,} in batches"] if result.num_waiting else []
     bound = "at most " if usage.unknown_calls else ""
     again = result.num_paid_again
     parts = [

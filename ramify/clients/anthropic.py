@@ -19,6 +19,7 @@ from typing import Any
 
 from ramify.clients import messages_json
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
+from ramify.clients.batches import AnthropicBatches
 from ramify.clients.chat_json import is_strict
 from ramify.clients.json_api import JsonApi
 from ramify.clients.messages_json import Blocks, arguments_of
@@ -44,8 +45,6 @@ _CACHE = {"type": "ephemeral"}
 
 class AnthropicClient:
     """A ``Client`` for one Claude model."""
-
-    package = "anthropic"
 
     def __init__(
         self,
@@ -88,14 +87,24 @@ class AnthropicClient:
         try:
             reply, body = await self._api.ask(fields, request.reply_bound(), on_piece)
         except Refused as error:
-            if self._enforces_schema and "output_config" in str(error):
-                # An older model cannot enforce the schema, which is checked when the reply is read.
-                self._enforces_schema = False
-                error.transient = True
+            self.adapt(error)
             raise
         if reply.message.tool_calls and reply.message.reasoning is not None:
             self._remember(reply.message, messages_json.thoughts_in(body))
         return reply
+
+    def adapt(self, error: Refused) -> None:
+        """Send the next request in the form that the server asks for. ``error`` is then worth a
+        retry."""
+        if self._enforces_schema and "output_config" in str(error):
+            # An older model cannot enforce the schema, which is checked when the reply is read.
+            self._enforces_schema = False
+            error.transient = True
+
+    def batches(self) -> AnthropicBatches:
+        """Return the batch API of the model."""
+        base = self._endpoint.url.removesuffix(_PATH)
+        return AnthropicBatches(self._api, self._wire, base, self._endpoint.headers, self._fields)
 
     async def close(self) -> None:
         await self._wire.close()

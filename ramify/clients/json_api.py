@@ -58,10 +58,23 @@ _STATUS_OF_ERROR = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "permission_error": 403,
+    "billing_error": 402,
+    "not_found_error": 404,
+    "request_too_large": 413,
     "rate_limit_error": 429,
+    "timeout_error": 504,
     "overloaded_error": 529,
 }
-"""Name of an error within a stream -> the status that the error has outside a stream."""
+"""Name of an error within a stream or a batch -> the status that the error has elsewhere."""
+
+
+def status_of_error(body: bytes) -> int:
+    """Return the status that an error of a batch has outside of it; 500 if its name is unknown."""
+    try:
+        name = msgspec.json.decode(body)["error"]["type"]
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
+        name = ""
+    return _STATUS_OF_ERROR.get(str(name), 500)
 
 
 class ReplyStream(Protocol):
@@ -142,7 +155,7 @@ class JsonApi:
                 answer = await exchange.read()
         seconds = time.perf_counter() - started
         if not is_good:
-            error = self._refusal(answer)
+            error = self.refusal(answer)
             about_streams = answer.status in _REFUSALS and _ABOUT_STREAMS.search(str(error))
             if is_streamed and about_streams and not error.transient:
                 self._stop_streaming(str(error))
@@ -153,12 +166,20 @@ class JsonApi:
             self._stop_streaming("its streams do not count tokens")
         return reply, answer.body
 
+    async def read(self, answer: HttpResponse, bound: ReplyBound) -> Reply:
+        """Return the reply in a response that arrived in another way, such as in a batch. Raises
+        ModelError."""
+        if answer.status // 100 != 2:
+            raise self.refusal(answer)
+        return await self._read(answer, bound, 0.0)
+
     def _bad(self, what: str, *, paid: bool = True) -> BadReply:
         error = BadReply(f"{self.where} {what}")
         error.may_be_paid = paid
         return error
 
-    def _refusal(self, answer: HttpResponse) -> ModelError:
+    def refusal(self, answer: HttpResponse) -> ModelError:
+        """Return the error for a response that is not a success."""
         if 300 <= answer.status < 400:
             moved = self._bad(
                 f"moved to {answer.headers.get('location', '?')}; use that as the base URL",

@@ -8,12 +8,15 @@ defines addresses and differences between providers. Not here: rate limiting, re
 
 from __future__ import annotations
 
+from typing import Any
+
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import OnPiece, Price, Request
+from ramify.clients.batches import OpenAIBatches
 from ramify.clients.json_api import JsonApi
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.clients.vision import known_vision
-from ramify.errors import Refused
+from ramify.errors import ConfigError, Refused
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
 
@@ -41,22 +44,51 @@ class OpenAIClient:
         self._endpoint = endpoint
         self._format = responses_json if endpoint.url.endswith(RESPONSES_PATH) else chat_json
         self._limit_field = endpoint.limit_field
+        self._wire = wire
         self._api = JsonApi(name, endpoint, wire, self._format, streams=streams)
         self.where = self._api.where
         """Model and address, for errors."""
 
     async def complete(self, request: Request, on_piece: OnPiece | None = None) -> Reply:
-        fields = self._format.body_fields(request, self._endpoint, self._limit_field)
+        fields = self._body(request)
         # Not every server streams the log-probabilities and ids that it has.
         whole = request.sampling.logprobs or request.whole
         try:
             reply, _ = await self._api.ask(fields, request.reply_bound(), on_piece, whole=whole)
             return reply
         except Refused as error:
-            if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
-                self._limit_field = "max_completion_tokens"
-                error.transient = True
+            self.adapt(error)
             raise
+
+    def adapt(self, error: Refused) -> None:
+        """Send the next request in the form that the server asks for. ``error`` is then worth a
+        retry."""
+        if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
+            self._limit_field = "max_completion_tokens"
+            error.transient = True
+
+    def batches(self) -> OpenAIBatches:
+        """Return the batch API of the model. Raises ConfigError if its provider has none that is
+        known here."""
+        if not self.name.startswith("openai:"):
+            provider = self._endpoint.provider.title
+            raise ConfigError(
+                f"{self.name}: no batch API of {provider} is known here: give a model of openai or "
+                "anthropic, or ask without a batch"
+            )
+        base, slash, path = self._endpoint.url.rpartition(
+            RESPONSES_PATH if self._format is responses_json else "/chat/completions"
+        )
+        headers = self._endpoint.headers
+        return OpenAIBatches(
+            self._api, self._wire, base, headers, self._body, endpoint=f"/v1{slash}{path}"
+        )
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        fields: dict[str, Any] = self._format.body_fields(
+            request, self._endpoint, self._limit_field
+        )
+        return fields
 
     async def close(self) -> None:
         """Do nothing: the connections belong to the pool."""

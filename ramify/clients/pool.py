@@ -33,6 +33,7 @@ from ramify.clients.base import (
     ASSUMED_WINDOW,
     Client,
     OnPiece,
+    Price,
     ReplyPiece,
     Request,
     RequestBudget,
@@ -229,7 +230,7 @@ class ClientPool:
                     reply = await complete(request, arrival.add)
                 else:
                     reply = await client.complete(request)
-                reply = _priced(reply, client, request)
+                reply = priced(reply, request, client.window, client.price)
         except TimeoutError:
             lost = arrival.lost(client)
             account.forfeit(str(lost))
@@ -611,9 +612,10 @@ def _asked_s(error: ModelError) -> float:
     return (error.retry_after_s or 0.0) if isinstance(error, RateLimited) else 0.0
 
 
-def _priced(reply: Reply, client: Client, request: Request) -> Reply:
-    usage = believed(reply, request, client.window)
-    cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
+def priced(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
+    """Return ``reply`` with a usage that can be believed, and its cost at ``price``."""
+    usage = believed(reply, request, window)
+    cost = price.of(usage) if price is not None else dollars(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
     finish = "length" if is_full else reply.finish
     if usage is reply.usage and cost == reply.cost and not is_full:

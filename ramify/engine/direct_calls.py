@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Request
-from ramify.clients.pool import ClientPool
+from ramify.clients.base import Price, Request
+from ramify.clients.pool import ClientPool, priced
 from ramify.engine.answering import way_to_answer
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.limits import Ledger, Reservation, ResourceAmount
+from ramify.engine.limits import Ledger, Reservation, ResourceAmount, bound
 from ramify.engine.model_requests import check_prices, filtered, recordable, reply_cut
 from ramify.engine.plain_call import answer_plainly, asked_for, direct_prompt
 from ramify.engine.question import Question
@@ -103,6 +103,11 @@ class DirectCalls:
         return way_to_answer(self.setup, question, self._models, None) == "plain call"
 
     @property
+    def max_tokens(self) -> int:
+        """Most tokens of one reply, with the reasoning before it."""
+        return self._max_tokens
+
+    @property
     def max_chars(self) -> int:
         """Characters of a context that one plain call may read."""
         return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
@@ -154,12 +159,38 @@ class DirectCalls:
         )
         return recordable(reply, self.setup.scaffold.stop, account.most())
 
+    def first_request(self, question: Question) -> Request:
+        """Return the first request for ``question``, for work that sends it in another way."""
+        return self.request(tuple(self.messages(question)), _enforced(question))
+
+    def is_allowed(self, request: Request, price: Price | None) -> bool:
+        """Whether the limits of one question allow ``request``, at most."""
+        most, limit = bound_of(request, price), self.limit
+        fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
+        return fits and limit.calls >= 1
+
+    def received(self, reply: Reply, request: Request, price: Price | None) -> Reply:
+        """Return a reply that arrived in another way as it is recorded, with its cost at
+        ``price``."""
+        reply = priced(reply, request, self.client.window, price)
+        cost = None if price is None else bound_of(request, price).cost
+        return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
+
     def request(self, messages: tuple[Message, ...], schema: dict[str, Any] | None) -> Request:
         return Request(messages, self._sampling, schema, whole=self._whole)
 
     def _cut(self, text: str) -> ReplyCut:
         setting = self._setting if text.strip() else "max_reasoning_tokens"
         return reply_cut(self.client.name, self._max_tokens, setting, text)
+
+
+def bound_of(request: Request, price: Price | None) -> ResourceAmount:
+    """Return the most that one attempt at ``request`` can use."""
+    return bound(request.max_input_tokens(), request.sampling.max_tokens, price)
+
+
+def _enforced(question: Question) -> dict[str, Any] | None:
+    return question.kind.enforced if question.kind else None
 
 
 class _DirectCall:
@@ -177,7 +208,7 @@ class _DirectCall:
         self.emit = emit
         self.spent = spent
         self.turn = -1
-        self._schema = question.kind.enforced if question.kind else None
+        self._schema = _enforced(question)
         self._recorded = recorded
         self._messages: tuple[Message, ...] = ()
 

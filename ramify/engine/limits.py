@@ -264,6 +264,12 @@ class Ledger:
                 error.is_shared = True
             raise
 
+    def reserve_sent(self, amount: ResourceAmount) -> None:
+        """Reserve what an earlier process has sent, whether or not it fits."""
+        if self.shared is not None:
+            self.shared.reserve_sent(amount)
+        self.outstanding = self.outstanding.plus(amount)
+
     async def _reserve(self, amount: ResourceAmount) -> None:
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining

@@ -9,6 +9,7 @@
 | `rows.py` | what a row is: JSONL, CSV, Parquet, a folder, SQLite, a list, a DataFrame |
 | `row_question.py` | what is asked of a row: a question and the row, or a template |
 | `means.py` | by which means a row is answered: the smallest that fits |
+| `batch_run.py` | which rows go through a provider's batch API, and how batches are found again |
 | `map_journal.py` | what is recorded of a row, and in which bytes |
 | `recorded_map.py` | what a journal says: which rows are answered, and what was spent |
 | `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |

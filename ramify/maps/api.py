@@ -75,6 +75,8 @@ async def amap(
     sample: int | None = None,
     placement: Literal["local", "ray"] = "local",
     workers: int | None = None,
+    batch: bool = False,
+    batch_rows: int | None = None,
     store: RunStore | None = None,
     **options: Any,
 ) -> MapResult:
@@ -98,6 +100,9 @@ async def amap(
     placement     ``ray``: on a Ray cluster (``RAY_ADDRESS``, else one on this machine); ``rows``
                   are then files or URLs, ``out`` is a folder of parts, and ``model`` is a name
     workers       workers on the cluster; up to one for each CPU by default
+    batch         send the rows that one request answers through the batch API of OpenAI or
+                  Anthropic: half the price, within a day; needs a store
+    batch_rows    most rows of one batch; as many as the provider accepts by default
     store         where the map is kept, so that the same call continues it; nowhere by default
     options       those of ``RLM``, if ``model`` is none: ``sub_model``, ``limits`` of each row, …
 
@@ -129,12 +134,16 @@ async def amap(
         retry_failed=retry_failed,
         strict=strict,
         sample=sample,
+        batch=batch,
+        batch_rows=batch_rows,
     )
     if placement == "ray":
         from ramify.maps.ray_map import RayMapRun
 
         if out is None or not _are_paths([rows] if isinstance(rows, str | Path) else rows):
             raise ConfigError("placement='ray' reads files or URLs, and writes to a folder out=")
+        if batch:
+            raise ConfigError("batch=True needs no other machines: remove placement='ray'")
         if table is not None:
             raise ConfigError(f"table={table!r}: SQLite is read on one machine")
         paths = [rows] if isinstance(rows, str | Path) else rows

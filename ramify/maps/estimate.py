@@ -61,6 +61,9 @@ class MapEstimate(msgspec.Struct, frozen=True):
     """Hours with one worker: this machine and this concurrency."""
     workers_for_an_hour: int
     """Workers like this one that end within an hour, if the provider lets them all through."""
+    is_batch: bool = False
+    """Whether the cost is at the price of a batch. The time is then the provider's: at most a day
+    for each batch."""
 
 
 def estimate(

@@ -8,6 +8,9 @@
     {"s":[6,8,0.32,"DIGEST","RUN_ID"]}                          a row that a run answers
     {"e":[6,"final",…]}                    how a row ended, if no reply says it
     {"d":[5,9]}                            row 9 is asked the same as question 5
+    {"b":[5,7,0.31,"DIGEST",…]}            a first request that a batch will have
+    {"w":[0,"KEY",2000,…]}                 the requests since the last such line are now uploaded
+    {"u":[0,"batch_123"]} {"v":[0,…]}      the provider has the batch; all its results are here
 
 A question (5 above) is asked once, for all rows that ask the same. A line is written before it is
 acted on: a request before it is sent, with what is reserved for it, so that the journal of a killed
@@ -177,6 +180,36 @@ class EqualRow(msgspec.Struct, frozen=True, array_like=True):
     row: int
 
 
+class BatchSent(msgspec.Struct, frozen=True, array_like=True):
+    """A batch is about to be uploaded."""
+
+    part: int
+    """Number of the batch in this map, from 0."""
+    key: str
+    """By which the provider's list shows whose batch it is."""
+    num: int
+    """Requests."""
+    at: float
+    """Unix time."""
+    provider: str
+
+
+class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
+    """A provider has a batch."""
+
+    part: int
+    id: str
+    """Id at the provider."""
+
+
+class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
+    """Every request of a batch has its reply, its error or its end on record."""
+
+    part: int
+    status: str
+    """The provider's word, or why the batch was not uploaded."""
+
+
 class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line: one of these, and its checksum."""
 
@@ -189,7 +222,16 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
     s: SessionStarted | None = None
     e: QuestionEnded | None = None
     d: EqualRow | None = None
+    b: FirstRequest | None = None
+    w: BatchSent | None = None
+    u: BatchAccepted | None = None
+    v: BatchEnded | None = None
     crc: str = ""
+
+    @property
+    def first(self) -> FirstRequest | None:
+        """The first request of a question, whether it is sent at once or in a batch."""
+        return self.q or self.b
 
 
 def counts_of(usage: Usage) -> tuple[int, ...]:
@@ -253,7 +295,7 @@ class MapJournal:
 
     def append(self, line: MapLine) -> int:
         """Write ``line`` and return its offset. Raises StoreError."""
-        is_paid = line.r is not None or line.e is not None
+        is_paid = any(each is not None for each in (line.r, line.e, line.w, line.u))
         return self._file.append(encode_line(line, self._secrets), flushes=is_paid)
 
     def line_at(self, offset: int) -> MapLine:

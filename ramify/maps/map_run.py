@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.clients.batches import BATCH_SHARE
 from ramify.engine.direct_calls import DirectCalls
 from ramify.engine.limits import Ledger, Limits
 from ramify.engine.observe import chars_of, plain_prompt
@@ -35,6 +36,7 @@ from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError, LimitReached, StoreError, UnknownRun, can_be_fixed
+from ramify.maps.batch_run import RowBatches, batch_client
 from ramify.maps.estimate import MapEstimate, MeasuredRow, estimate
 from ramify.maps.map_journal import (
     EqualRow,
@@ -47,7 +49,7 @@ from ramify.maps.map_journal import (
     temporary_journal,
 )
 from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output_row
-from ramify.maps.means import AskedRow, RowMeans, RowOutcome, means_of
+from ramify.maps.means import MAX_SESSIONS, AskedRow, RowMeans, RowOutcome, means_of
 from ramify.maps.recorded_map import RecordedMap, recorded_reply
 from ramify.maps.row_question import RowProblem, RowQuestion
 from ramify.maps.rows import Row, RowTable
@@ -90,6 +92,10 @@ class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory. None: all."""
     is_part: bool = False
     """Whether it is a part of a larger map, whose rows are all returned whatever stopped it."""
+    batch: bool = False
+    """Send the rows that one request answers through the provider's batch API."""
+    batch_rows: int | None = None
+    """Most rows of one batch; None means as many as the provider accepts."""
 
 
 class MapResult(msgspec.Struct, frozen=True):
@@ -120,6 +126,8 @@ class MapResult(msgspec.Struct, frozen=True):
     """Dollars, with those of earlier starts; None if no model has a price."""
     seconds: float
     """Duration of this start."""
+    num_waiting: int = 0
+    """Questions that are in batches at a provider, which the same call collects."""
     out: str = ""
     """File of the output; empty if there is none."""
     table: Any = None
@@ -160,6 +168,8 @@ class MapRun:
             None if request.answer_type is None else answer_type(request.answer_type)
         )
         self.added = AnswerColumns(self.kind, request.prefix, source.kept_columns)
+        if request.batch_rows is not None and request.batch_rows < 1:
+            raise ConfigError(f"a batch of {request.batch_rows} rows: give 1 or more")
         if request.out is not None and not request.out.parent.is_dir():
             raise ConfigError(f"the folder {request.out.parent} of the output does not exist")
         self.asking: RowQuestion
@@ -169,6 +179,10 @@ class MapRun:
         self._slots: deque[tuple[Row, _Pending]] = deque()
         self._pending: dict[int, _Pending] = {}
         self._room = asyncio.Event()
+        self._batches: RowBatches | None = None
+        self._given: set[int] = set()
+        """Numbers of the questions that were answered before the pass over the rows, and whose
+        first row is not written."""
         self._sample = None if request.sample is None else _Sample(source, request.sample)
         self._measured: list[MeasuredRow] = []
         """The questions of the sample, in the order in which they ended."""
@@ -187,6 +201,8 @@ class MapRun:
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()
+        if self._batches is not None:
+            self._batches.halt()
 
     @property
     def paused_s(self) -> float:
@@ -210,7 +226,10 @@ class MapRun:
                 out = request.out if request.sample is None else None
                 output = open_output(out, self.source, self.added)
                 try:
-                    await self._work(output, calls)
+                    if request.batch or recorded.batches:
+                        await self._run_batches(calls)
+                    if self._stop == "done":
+                        await self._work(output, calls)
                 finally:
                     output.close()
             finally:
@@ -230,6 +249,7 @@ class MapRun:
                 ledger.usage,
                 ledger.cost,
                 time.perf_counter() - began,
+                sum(num for _, num in self._batches.waiting) if self._batches else 0,
                 str(request.out) if out is not None and has_file else "",
                 output.table,
                 self._estimate,
@@ -342,6 +362,78 @@ class MapRun:
             )
         )
 
+    # --- rows in batches --------------------------------------------------------------------------
+
+    async def _run_batches(self, calls: DirectCalls) -> None:
+        """Have a provider's batch API answer the rows that one request answers, and answer those
+        that need a session meanwhile. A map that has batches collects them, whatever it is asked
+        now."""
+        request, recorded = self.request, self._recorded
+        if request.sample is not None:
+            if recorded.batches:
+                raise ConfigError(
+                    f"rows of this map are in {len(recorded.batches)} batches: collect them with "
+                    "the same command without a sample"
+                )
+            batch_client(calls).batches()
+            return
+        if self.rlm.store is None:
+            raise ConfigError(
+                "a batch is collected up to a day later, so its map must be kept: give a store"
+            )
+        batches = self._batches = RowBatches(
+            calls,
+            self._journal,
+            recorded,
+            self.asking,
+            self.source,
+            self.id,
+            uploads=request.batch,
+            retry_failed=request.retry_failed,
+            max_rows=request.batch_rows,
+        )
+        self._calls = calls
+        await batches.run(self.stop, self._answer_sessions)
+        self._counts["asked"] += len(batches.ended)
+        self._given |= batches.ended
+        self._failed_now |= batches.failed
+        if waiting := batches.waiting:
+            num = sum(num for _, num in waiting)
+            ids = ", ".join(id or "an upload whose id is not known" for id, _ in waiting[:3])
+            more = ", …" if len(waiting) > 3 else ""
+            self._reason += (
+                f"; {num:,} rows remain in batches at {batches.provider} ({ids}{more}), which "
+                "answers them and charges for them"
+            )
+
+    async def _answer_sessions(self) -> None:
+        """Answer the rows that need a session."""
+        rows = self.source.read()
+        await asyncio.gather(*(self._session_worker(rows) for _ in range(MAX_SESSIONS)))
+
+    async def _session_worker(self, rows: Iterator[Row]) -> None:
+        for num, row in enumerate(rows):
+            if self._stop != "done":
+                return
+            if self._needs_session(row):
+                pending = self._pending_of(row)
+                if not pending.is_taken and pending.asked is not None:
+                    pending.is_taken = True
+                    await self._answer(self._means[-1], pending, pending.asked)
+                    if pending.outcome is not None and pending.outcome.is_finished:
+                        self._given.add(pending.outcome.number)
+            elif num % _BREATH == 0:
+                await asyncio.sleep(0)
+
+    def _needs_session(self, row: Row) -> bool:
+        if row.error:
+            return False
+        try:
+            question, _ = self.asking.of(row.values, self._calls.max_chars)
+        except RowProblem:
+            return False
+        return not self._calls.can_answer(question)
+
     # --- the rows ---------------------------------------------------------------------------------
 
     async def _work(self, output: MapOutput, calls: DirectCalls) -> None:
@@ -361,9 +453,10 @@ class MapRun:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
             if self._sample is not None and self._measured:
-                self._estimate = self._sample.estimate(
+                whole = self._sample.estimate(
                     self._measured, num_workers, time.process_time() - cpu_s, calls
                 )
+                self._estimate = msgspec.structs.replace(whole, is_batch=self.request.batch)
             if self._stop in ("done", "limit") or self.request.is_part:
                 await self._finish(rows)
                 output.finish()
@@ -400,8 +493,10 @@ class MapRun:
         self._flush()
 
     def _measure(self, question: Question, outcome: RowOutcome, ended_s: float) -> None:
-        chars = len(question.text) + chars_of(question.context)
-        self._measured.append(MeasuredRow(chars, outcome.cost, outcome.seconds, ended_s))
+        chars, cost = len(question.text) + chars_of(question.context), outcome.cost
+        if self.request.batch and self._calls.can_answer(question):
+            cost *= BATCH_SHARE
+        self._measured.append(MeasuredRow(chars, cost, outcome.seconds, ended_s))
 
     def _interrupted(self, outcome: RowOutcome) -> None:
         """Stop the map for what kept a row from being answered."""
@@ -538,6 +633,9 @@ class MapRun:
         self._output.write(values)
         counts["failed" if outcome.error else "answered"] += 1
         is_answered_now = not pending.has_row and pending.is_new
+        if outcome.number in self._given:
+            self._given.discard(outcome.number)
+            is_answered_now = True
         pending.has_row = True
         if not is_answered_now and outcome.number >= 0:
             if row.number > self._recorded.last_row and self.request.sample is None:

@@ -120,9 +120,9 @@ class MapTable:
         return [read_line(self.path, offset) for offset in self._lines[number]]
 
     def _add(self, offset: int, line: MapLine) -> None:
-        if line.q is not None:
-            row = self._begin(offset, line.q.number, line.q.row)
-            parts = [line.q.question or "", rendered(line.q.context) if line.q.context else ""]
+        if (first := line.first) is not None:
+            row = self._begin(offset, first.number, first.row)
+            parts = [first.question or "", rendered(first.context) if first.context else ""]
             row.text = cut(" ".join(" ".join(filter(None, parts)).split()), MAX_CHARS)
         elif line.s is not None:
             self._begin(offset, line.s.number, line.s.row).run = line.s.run
@@ -248,7 +248,7 @@ def row_events(table: MapTable, number: int) -> list[AnyEvent]:
     if header is None:
         raise StoreError(f"map {table.id} has no header")
     lines = table.lines_of(number)
-    first = next((line.q for line in lines if line.q is not None), None)
+    first = next((line.first for line in lines if line.first is not None), None)
     question = (first.question if first else None) or header.question
     began = first.at_s if first else 0.0
     started_at = header.started_at + began
@@ -268,8 +268,8 @@ def row_events(table: MapTable, number: int) -> list[AnyEvent]:
     has_kind = header.answer_schema is not None
     num_messages = 0
     for line in lines:
-        if line.q is not None:
-            prompt = _first_prompt(header, line.q, question)
+        if line.first is not None:
+            prompt = _first_prompt(header, line.first, question)
             events.append(_request(now, 0, 0, prompt))
         elif line.t is not None:
             if line.t.text is not None and has_kind:

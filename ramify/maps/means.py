@@ -4,8 +4,8 @@
               one request      an ordinary run, stored under its own id
 
 A further means is a class here, in its place in ``means_of``: a fixed plan would stand between the
-two, and a batch of direct calls before both. Not here: which rows are asked, and in which order
-(``map_run.py``).
+two. Not here: which rows are asked, and in which order (``map_run.py``), and rows that a
+provider's batch API answers before (``batch_run.py``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.engine.limits import ResourceAmount
 from ramify.maps.map_journal import (
+    BatchSent,
     FirstRequest,
     MapContinued,
     MapHeader,
@@ -34,6 +36,23 @@ class OpenQuestion(msgspec.Struct):
     """Offsets of its replies so far."""
     run: str = ""
     """Id of the run that answers it; empty for a direct call."""
+
+
+class OpenBatch(msgspec.Struct):
+    """A batch that was uploaded, or may have been, and that is not collected."""
+
+    sent: BatchSent
+    waiting: dict[int, tuple[int, ResourceAmount]]
+    """Number of a question without a result -> (offset of its request, the most that it can
+    use)."""
+    id: str = ""
+    """Id at the provider; empty if it is not on record whether the upload succeeded."""
+
+
+def amount_of(first: FirstRequest) -> ResourceAmount:
+    """Return what is reserved for a request."""
+    tokens = first.max_input_tokens + first.max_output_tokens
+    return ResourceAmount(1, tokens, first.cost or 0.0)
 
 
 class RecordedMap:
@@ -57,6 +76,17 @@ class RecordedMap:
         self.cost = 0.0
         """Dollars."""
         self.is_priced = False
+        self.batches: dict[int, OpenBatch] = {}
+        """Number of a batch -> batch that is not collected."""
+        self.batch_ids: set[str] = set()
+        """Ids of all batches that a provider has accepted."""
+        self.num_batches = 0
+        self.tries: dict[int, int] = {}
+        """Number of a question -> batches in which it was without an answer or an error."""
+        self._prepared: dict[int, tuple[int, ResourceAmount]] = {}
+        """Each request for the next batch, as in ``OpenBatch.waiting``."""
+        self._batch_of: dict[int, int] = {}
+        """Number -> its batch."""
         self._in_flight: dict[int, tuple[Usage, float | None]] = {}
         """Number -> (upper bound, dollars) of the request that is on its way."""
 
@@ -74,6 +104,7 @@ class RecordedMap:
         """Apply one line."""
         if line.r is not None:
             self._in_flight.pop(line.r.number, None)
+            self._collected(line.r.number)
             self._spend(usage_of(line.r.counts), line.r.cost)
             question = self._opened(line.r.number)
             question.replies.append(offset)
@@ -89,6 +120,8 @@ class RecordedMap:
             self._sent(line.t.number, line.t)
         elif line.x is not None:
             self._in_flight.pop(line.x.number, None)
+            if self._collected(line.x.number):
+                self.tries[line.x.number] = self.tries.get(line.x.number, 0) + 1
             self._spend(usage_of(line.x.counts), line.x.cost)
         elif line.d is not None:
             self._saw(line.d.row)
@@ -96,6 +129,8 @@ class RecordedMap:
             self._begin(line.s.number, line.s.row, line.s.digest).run = line.s.run
         elif line.e is not None:
             self._opened(line.e.number)
+            self._collected(line.e.number)
+            self.tries.pop(line.e.number, None)
             self._spend(usage_of(line.e.counts, line.e.calls), line.e.cost)
             digest = self.digests[line.e.number]
             del self.open[digest]
@@ -104,6 +139,31 @@ class RecordedMap:
             self.header = line.map
         elif line.c is not None:
             self.last_start = line.c
+            self._prepared = {}  # they were never uploaded
+        elif line.b is not None:
+            self._begin(line.b.number, line.b.row, line.b.digest)
+            self._prepared[line.b.number] = offset, amount_of(line.b)
+        elif line.w is not None:
+            self._send(line.w)
+        elif line.u is not None:
+            self.batches[line.u.part].id = line.u.id
+            self.batch_ids.add(line.u.id)
+        elif line.v is not None:
+            del self.batches[line.v.part]
+
+    def _send(self, sent: BatchSent) -> None:
+        """Note that the prepared requests are a batch."""
+        batch = self.batches[sent.part] = OpenBatch(sent, self._prepared)
+        self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
+        self.num_batches = sent.part + 1
+        self._prepared = {}
+
+    def _collected(self, number: int) -> bool:
+        """Note that a question has a result. Return whether it was in a batch."""
+        part = self._batch_of.pop(number, None)
+        if part is not None:
+            del self.batches[part].waiting[number]
+        return part is not None
 
     def _begin(self, number: int, row: int, digest_text: str) -> OpenQuestion:
         digest = digest_number(digest_text)

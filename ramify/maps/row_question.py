@@ -72,10 +72,14 @@ class RowQuestion:
             text, context = self._filled(values, max_chars)
         else:
             text, context = self._question.text, self._context(values)
-        question = msgspec.structs.replace(self._question, text=text, context=context)
+        question = self.question_of(text, context)
         key = blake2b(self._settings, digest_size=_DIGEST_BYTES)
         key.update(_encode((text, context)))
         return question, key.digest()
+
+    def question_of(self, text: str, context: Any) -> Question:
+        """Return the question with this text about this context."""
+        return msgspec.structs.replace(self._question, text=text, context=context)
 
     def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
         texts = {name: _text(values.get(name)) for name in self.fields}

@@ -1,4 +1,5 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.testing.batch_server import BatchServer as BatchServer
 from ramify.testing.conformance import CHECKS as CHECKS
 from ramify.testing.conformance import ConformanceResult as ConformanceResult
 from ramify.testing.conformance import check_one as check_one

@@ -1,0 +1,568 @@
+"""The rows of a map that go through a provider's batch API: at half the price, within a day.
+
+    rows that one request answers ── reserve all ── split ──┐
+                                                            ▼
+    {"b"} each request ── {"w"} key ── upload ── {"u"} id ── wait ── {"r"} {"x"} {"e"} ── {"v"}
+                             └── killed here: the provider's list is searched for the key
+
+Each line is written before it is acted on, so the same command finds every batch again after a
+kill at any moment, and uploads nothing twice. A row without a result, since its batch expired or
+the provider failed, is put into a further batch, at most three times. When all batches are
+collected, the rows have their replies in the journal, and the map continues as after any
+interruption: it reads the answers, repairs those that do not fit a schema by direct calls, and
+writes its output. Not here: the providers' interfaces (``ramify/clients/batches.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from ramify.clients.base import Request
+from ramify.clients.batches import (
+    BatchApi,
+    BatchClient,
+    BatchResult,
+    BatchState,
+    batch_price,
+    split,
+)
+from ramify.engine.direct_calls import DirectCalls, bound_of
+from ramify.engine.limits import ResourceAmount
+from ramify.engine.question import Question
+from ramify.errors import (
+    ConfigError,
+    ModelError,
+    RateLimited,
+    Refused,
+    ServerFailed,
+    Unreachable,
+    can_be_fixed,
+)
+from ramify.logging import RoomLogger
+from ramify.maps.map_journal import (
+    BatchAccepted,
+    BatchEnded,
+    BatchSent,
+    DirectReplyLine,
+    FailedAttempt,
+    FirstRequest,
+    MapJournal,
+    MapLine,
+    QuestionEnded,
+    counts_of,
+    digest_number,
+    digest_text,
+)
+from ramify.maps.recorded_map import OpenBatch, OpenQuestion, RecordedMap, amount_of
+from ramify.maps.row_question import RowProblem, RowQuestion
+from ramify.maps.rows import Row, RowTable
+from ramify.progress import report_progress
+from ramify.types.trajectory import Stop
+
+_MAX_TRIES = 3
+"""Batches in which a row may be without a result."""
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 60.0
+"""Seconds between two looks at a batch."""
+_MAX_ATTEMPTS = 5
+"""Attempts at an upload or a download."""
+_BREATH = 200
+"""Results after which other work of the event loop gets its turn."""
+_log = RoomLogger("maps")
+_Value = TypeVar("_Value")
+OnStop = Callable[[str, Any], None]
+"""Called with (reason, how the map stops)."""
+
+
+class BatchRow(msgspec.Struct, frozen=True):
+    """A question that a batch will have."""
+
+    row: int
+    """The first row that asks it."""
+    number: int
+    """Number of the question in the journal; -1 if it has none."""
+    digest: bytes
+    question: Question
+    request: Request
+
+
+class RowBatches:
+    """All batches of one map: those of earlier starts, and those that are uploaded now."""
+
+    def __init__(
+        self,
+        calls: DirectCalls,
+        journal: MapJournal,
+        recorded: RecordedMap,
+        asking: RowQuestion,
+        source: RowTable,
+        map_id: str,
+        *,
+        uploads: bool,
+        retry_failed: bool,
+        max_rows: int | None,
+    ) -> None:
+        """Without ``uploads``, only earlier batches are collected. Raises ConfigError if the model
+        has no batch API."""
+        self._calls = calls
+        self._journal = journal
+        self._recorded = recorded
+        self._asking = asking
+        self._source = source
+        self._map_id = map_id
+        self._uploads = uploads
+        self._retry_failed = retry_failed
+        self._client = batch_client(calls)
+        self._api: BatchApi = self._client.batches()
+        self._max_rows = min(self._api.max_rows, max_rows or self._api.max_rows)
+        self._price = batch_price(calls.client.price)
+        self._batches = dict(recorded.batches)
+        self._num_batches = recorded.num_batches
+        self._tries = recorded.tries
+        self._began = time.perf_counter()
+        self._halted = asyncio.Event()
+        self._on_stop: OnStop = lambda reason, stop: None
+        self.ended: set[int] = set()
+        """Numbers of the questions that have got their reply or their error now."""
+        self.failed: dict[int, int] = {}
+        """Digest of each question that has failed now -> offset of the line with its error."""
+
+    @property
+    def waiting(self) -> list[tuple[str, int]]:
+        """(id, requests without a result) of each batch that is not collected."""
+        return [(each.id, len(each.waiting)) for each in self._batches.values()]
+
+    @property
+    def provider(self) -> str:
+        return self._api.provider
+
+    def halt(self) -> None:
+        """Stop waiting. The batches remain at the provider."""
+        self._halted.set()
+
+    async def run(
+        self, on_stop: OnStop, meanwhile: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Upload what is missing, and collect all batches, while ``meanwhile`` runs. What ends it
+        early is given to ``on_stop``. Raises ConfigError before anything is uploaded if the budget
+        does not cover all rows."""
+        self._on_stop = on_stop
+        for batch in self._batches.values():
+            for _, amount in batch.waiting.values():
+                self._calls.budget.reserve_sent(amount)
+        with report_progress("batch", unit="rows") as self._progress:
+            await self._prepare()
+            await _together(meanwhile(), self._collect_all())
+
+    async def _collect_all(self) -> None:
+        while self._batches and not self._halted.is_set():
+            await _together(*map(self._collect, list(self._batches)))
+            if not self._halted.is_set():
+                await self._prepare()
+
+    async def _prepare(self) -> None:
+        """Upload the rows that are not in a batch, if the budget covers them now."""
+        if not self._uploads:
+            return
+        num, most = await self._needed()
+        budget = self._calls.budget
+        if num and budget.would_pass(budget.outstanding.plus(most)) is None:
+            await budget.reserve(most)
+            await self._upload()
+        elif num and not self._batches:
+            raise self._too_dear(num, most)
+
+    # --- what is uploaded -------------------------------------------------------------------------
+
+    async def _needed(self) -> tuple[int, ResourceAmount]:
+        """Return the number of requests to upload, and the most that they can use."""
+        num, most = 0, ResourceAmount()
+        for each in self._rows():
+            num, most = num + 1, most.plus(bound_of(each.request, self._price))
+            if num % _BREATH == 0:
+                await asyncio.sleep(0)
+        return num, most
+
+    def _rows(self) -> Iterator[BatchRow]:
+        """Yield each question that one request answers and that is neither known nor in a batch."""
+        taken = {
+            digest_number(self._first(offset).digest)
+            for batch in self._batches.values()
+            for offset, _ in batch.waiting.values()
+        }
+        for row in self._source.read():
+            found = self._row(row, taken)
+            if found is not None:
+                taken.add(int.from_bytes(found.digest, "big"))
+                yield found
+
+    def _row(self, row: Row, taken: set[int]) -> BatchRow | None:
+        recorded, calls, number = self._recorded, self._calls, -1
+        if row.error:
+            return None
+        try:
+            question, digest = self._asking.of(row.values, calls.max_chars)
+        except RowProblem:
+            return None
+        key = int.from_bytes(digest, "big")
+        known = key in taken or key in recorded.answered or key in self.failed
+        if known or not calls.can_answer(question):
+            return None
+        if (offset := recorded.failed.get(key)) is not None:
+            if not self._retry_failed:
+                return None
+            end = self._journal.line_at(offset).e
+            number = -1 if end is None else end.number
+        if (begun := recorded.open.get(key)) is not None:
+            if begun.replies or begun.run:  # it continues as it began
+                return None
+            number = begun.number
+        request = calls.first_request(question)
+        if not calls.is_allowed(request, self._price):
+            return None  # the map says why it cannot be asked
+        return BatchRow(row.number, number, digest, question, request)
+
+    def _too_dear(self, num: int, most: ResourceAmount) -> ConfigError:
+        limit, spent = self._calls.budget.limit, self._calls.budget.spent
+        tokens = self._calls.max_tokens
+        amounts = [f"{most.calls:,} calls of {limit.calls - spent.calls:,}"]
+        amounts = amounts if most.calls > limit.calls - spent.calls else []
+        if most.tokens > limit.tokens - spent.tokens:
+            amounts.append(f"{most.tokens:,} tokens of {limit.tokens - spent.tokens:,}")
+        if most.cost > limit.cost - spent.cost:
+            amounts.append(f"${most.cost:.3g} of ${limit.cost - spent.cost:.3g}")
+        return ConfigError(
+            f"a batch reserves the most that all its rows can use before it is uploaded: "
+            f"{num:,} rows may take {' and '.join(amounts)} that are left: raise the limit, or "
+            f"lower max_reply_tokens ({tokens:,}); nothing was uploaded"
+        )
+
+    async def _upload(self) -> None:
+        api = self._api
+        rows = ((api.body(each.request), each) for each in self._rows())
+        for part in split(rows, self._max_rows):
+            if self._halted.is_set():
+                return
+            batch = self._prepared([row for _, row in part])
+            key, numbers = batch.sent.key, batch.waiting
+            lines = [
+                api.line(f"{key}-{number}", body)
+                for number, (body, _) in zip(numbers, part, strict=True)
+            ]
+            await self._create(batch, lines)
+
+    def _prepared(self, rows: list[BatchRow]) -> OpenBatch:
+        """Record a batch that is about to be uploaded."""
+        waiting, part = dict[int, tuple[int, ResourceAmount]](), self._num_batches
+        for row in rows:
+            first = self._first_request(row)
+            waiting[first.number] = self._journal.append(MapLine(b=first)), amount_of(first)
+            self._recorded.failed.pop(int.from_bytes(row.digest, "big"), None)
+        sent = BatchSent(part, f"{self._map_id}-{part}", len(rows), time.time(), self._api.provider)
+        self._journal.append(MapLine(w=sent))
+        self._num_batches += 1
+        batch = self._batches[part] = OpenBatch(sent, waiting)
+        return batch
+
+    def _first_request(self, row: BatchRow) -> FirstRequest:
+        text, most = row.question.text, bound_of(row.request, self._price)
+        return FirstRequest(
+            self._journal.number_of(row.number),
+            row.row,
+            round(time.perf_counter() - self._began, 3),
+            digest_text(row.digest),
+            None if text == self._asking.text else text,
+            row.question.context,
+            most.tokens - row.request.sampling.max_tokens,
+            row.request.sampling.max_tokens,
+            None if self._price is None else round(most.cost, 12),
+        )
+
+    async def _create(self, batch: OpenBatch, lines: list[bytes]) -> None:
+        """Upload a batch, and record its id. If the answer is lost, the provider may have it."""
+        sent, failed = batch.sent, 0
+        while not batch.id and not self._halted.is_set():
+            try:
+                batch.id = await self._api.create(sent.key, lines)
+            except ModelError as error:
+                if isinstance(error, Refused) and not error.needs_key and not error.transient:
+                    self._give_up(batch, str(error))
+                    return
+                failed += 1
+                if not error.transient or failed >= _MAX_ATTEMPTS:
+                    self._stop(f"a batch could not be uploaded: {error}", error)
+                    return
+                await self._pause(2.0**failed)
+                if not isinstance(error, Unreachable | RateLimited):
+                    await self._find(batch)
+        self._accepted(batch)
+
+    async def _find(self, batch: OpenBatch) -> None:
+        """Look for a batch whose upload has no answer on record in the provider's list."""
+        sent = batch.sent
+        found = await self._steadily(
+            lambda: self._api.candidates(sent.key, sent.num, sent.at), "the list of batches"
+        )
+        for id in found or ():
+            if id in self._recorded.batch_ids:
+                continue
+            if await self._is_ours(id, sent.key):
+                batch.id = id
+                return
+
+    async def _is_ours(self, id: str, key: str) -> bool:
+        """Whether a batch of the provider's list is the upload ``key``, as soon as that can be
+        known."""
+        waited = 0
+        while not self._halted.is_set():
+            is_ours = await self._steadily(lambda: self._api.is_ours(id, key), f"batch {id}")
+            if is_ours is not None:
+                return is_ours
+            await self._pause(_wait_s(waited))
+            waited += 1
+        return False
+
+    def _accepted(self, batch: OpenBatch) -> None:
+        if batch.id:
+            self._recorded.batch_ids.add(batch.id)
+            self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
+
+    def _give_up(self, batch: OpenBatch, why: str) -> None:
+        """End a batch that the provider has refused as a whole. Its rows were not asked."""
+        self._end(batch, why, why)
+        self._on_stop(why, "failed")
+        self.halt()
+
+    # --- what is collected ------------------------------------------------------------------------
+
+    async def _collect(self, part: int) -> None:
+        batch = self._batches[part]
+        if not batch.id:
+            await self._find_or_create(batch)
+        waited = 0
+        while batch.id and not self._halted.is_set():
+            state = await self._steadily(
+                lambda: self._api.state(batch.id), f"batch {batch.id}", is_patient=True
+            )
+            if state is None:
+                return
+            self._show(batch, state)
+            if state.is_ended:
+                await self._take_all(batch, state)
+                return
+            await self._pause(_wait_s(waited))
+            waited += 1
+
+    async def _find_or_create(self, batch: OpenBatch) -> None:
+        """Find a batch again that an earlier process was uploading, or upload it."""
+        await self._find(batch)
+        if batch.id:
+            self._accepted(batch)
+            return
+        if self._halted.is_set():
+            return
+        lines = list[bytes]()
+        for number, (offset, _) in batch.waiting.items():
+            body = self._api.body(self._request(self._first(offset)))
+            lines.append(self._api.line(f"{batch.sent.key}-{number}", body))
+        await self._create(batch, lines)
+
+    async def _take_all(self, batch: OpenBatch, state: BatchState) -> None:
+        if state.problem:
+            why = f"{self.provider} refused batch {batch.id}: {state.problem}"
+            self._give_up(batch, why)
+            return
+        found = _Collected()
+        what = f"the results of batch {batch.id}"
+        if await self._steadily(lambda: self._download(batch, state, found), what) is None:
+            return
+        num = len(batch.waiting) + found.num_cancelled
+        self._end(batch, state.status, f"batch {batch.id} has no result for it")
+        if found.cause is not None:
+            self._stop(str(found.cause), found.cause)
+        elif found.num_cancelled or (num and state.status == "cancelled"):
+            self._on_stop(
+                f"batch {batch.id} was cancelled at {self.provider} before {num:,} of its rows "
+                "were answered, which are now in no batch",
+                "suspended",
+            )
+            self.halt()
+
+    async def _download(self, batch: OpenBatch, state: BatchState, found: _Collected) -> bool:
+        num = 0
+        async with contextlib.aclosing(self._api.results(state)) as results:
+            async for result in results:
+                await self._take(batch, result, found)
+                num += 1
+                if num % _BREATH == 0:
+                    await asyncio.sleep(0)
+        return True
+
+    async def _take(self, batch: OpenBatch, result: BatchResult, found: _Collected) -> None:
+        """Record one result. A download that is repeated brings it again."""
+        key, _, digits = result.custom_id.rpartition("-")
+        number = int(digits) if digits.isascii() and digits.isdigit() else -1
+        if key != batch.sent.key or number not in batch.waiting:
+            return
+        first = self._first(batch.waiting[number][0])
+        request = self._request(first)
+        try:
+            reply = await self._api.read(result, request)
+        except ModelError as error:
+            self._failed(batch, first, result, error, found)
+            return
+        reply = self._calls.received(reply, request, self._price)
+        offset = self._journal.append(
+            MapLine(
+                r=DirectReplyLine(
+                    number,
+                    0,
+                    reply.message.content,
+                    reply.finish,
+                    counts_of(reply.usage),
+                    None if reply.cost is None else round(reply.cost, 12),
+                    0.0,
+                    reply.message.reasoning,
+                )
+            )
+        )
+        self._calls.budget.settle(batch.waiting.pop(number)[1], reply.usage, reply.cost)
+        digest = digest_number(first.digest)
+        self._recorded.open.pop(digest, None)
+        self._recorded.answered[digest] = offset
+        self.ended.add(number)
+
+    def _failed(
+        self,
+        batch: OpenBatch,
+        first: FirstRequest,
+        result: BatchResult,
+        error: ModelError,
+        found: _Collected,
+    ) -> None:
+        """Record a row without a reply: it is asked again in a further batch, or has failed."""
+        if isinstance(error, Refused):
+            self._client.adapt(error)
+            if error.needs_key:
+                found.cause = error
+        if result.kind == "cancelled":
+            found.num_cancelled += 1
+        may_return = error.transient or error is found.cause
+        self._missed(batch, first, error, may_return=may_return)
+
+    def _missed(
+        self, batch: OpenBatch, first: FirstRequest, error: ModelError, *, may_return: bool
+    ) -> None:
+        number, digest = first.number, digest_number(first.digest)
+        amount = batch.waiting.pop(number)[1]
+        cost, counts = None, tuple[int, ...]()
+        if error.may_be_paid:
+            usage = self._request(first).max_usage()
+            cost, counts = first.cost, counts_of(usage)
+            self._calls.budget.settle(amount, usage, cost)
+        else:
+            self._calls.budget.free(amount)
+        self._journal.append(MapLine(x=FailedAttempt(number, 0, str(error), counts, cost)))
+        self._tries[number] = self._tries.get(number, 0) + 1
+        if may_return and self._tries[number] < _MAX_TRIES:
+            self._recorded.open[digest] = OpenQuestion(number)
+            return
+        del self._tries[number]
+        end = QuestionEnded(number, Stop.ERROR, None, str(error), (), 0, None, 0.0)
+        self.failed[digest] = self._journal.append(MapLine(e=end))
+        self._recorded.open.pop(digest, None)
+        self.ended.add(number)
+
+    def _end(self, batch: OpenBatch, status: str, why: str) -> None:
+        """Record the end of a batch. The rows that have no result have missed it."""
+        error = ServerFailed(why)
+        for offset, _ in list(batch.waiting.values()):
+            self._missed(batch, self._first(offset), error, may_return=True)
+        self._journal.append(MapLine(v=BatchEnded(batch.sent.part, status)))
+        del self._batches[batch.sent.part]
+
+    # --- requests to the provider -----------------------------------------------------------------
+
+    async def _steadily(
+        self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
+    ) -> _Value | None:
+        """Return what ``ask`` returns, after transient failures too; None if the map stops instead.
+        ``is_patient`` waits for as long as a network is away."""
+        failed = 0
+        while not self._halted.is_set():
+            try:
+                return await ask()
+            except ModelError as error:
+                failed += 1
+                if not error.transient or (failed >= _MAX_ATTEMPTS and not is_patient):
+                    self._stop(f"{what} cannot be read: {error}", error)
+                    return None
+                _log.info("batch_retry", f"{what}: {error}; trying again")
+                await self._pause(min(2.0**failed, _LONGEST_WAIT_S))
+        return None
+
+    def _stop(self, reason: str, error: ModelError) -> None:
+        self._on_stop(reason, "suspended" if can_be_fixed(error) else "failed")
+        self.halt()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._halted.wait()
+
+    def _show(self, batch: OpenBatch, state: BatchState) -> None:
+        num_left = sum(len(each.waiting) for each in self._batches.values())
+        num = len(self.ended) + state.num_done
+        self._progress.at(num, f"{batch.id} {state.status}, {num_left:,} rows at {self.provider}")
+
+    # --- what the journal has ---------------------------------------------------------------------
+
+    def _first(self, offset: int) -> FirstRequest:
+        first = self._journal.line_at(offset).b
+        assert first is not None
+        return first
+
+    def _request(self, first: FirstRequest) -> Request:
+        text = self._asking.text if first.question is None else first.question
+        return self._calls.first_request(self._asking.question_of(text, first.context))
+
+
+class _Collected(msgspec.Struct):
+    """What the results of one batch say beside the replies."""
+
+    num_cancelled: int = 0
+    cause: Refused | None = None
+    """Why rows were refused that a person can remove, such as a quota."""
+
+
+def batch_client(calls: DirectCalls) -> BatchClient:
+    """Return the client of the model. Raises ConfigError if it has no batch API."""
+    client = calls.client
+    if not isinstance(client, BatchClient):
+        raise ConfigError(
+            f"{client.name} has no batch API that is known here: give a model of openai or "
+            "anthropic, or ask without a batch"
+        )
+    return client
+
+
+async def _together(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all; if one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _wait_s(waited: int) -> float:
+    """Seconds before the next look at a batch, after so many."""
+    return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 1.5 ** min(waited, 20))
