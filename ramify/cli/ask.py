@@ -133,6 +133,8 @@ SETTINGS = (
     ),
     OPTION,
 )
+OF_SOURCES = ("max_bytes", "allow_private", "strict")
+"""Settings of how sources are read."""
 LIMITS = (
     "max_cost",
     "max_seconds",
@@ -505,6 +507,8 @@ def load_sources(
     paths: list[str], notes: StderrNotes, settings: dict[str, Any]
 ) -> LoadedContext | None:
     """Load ``paths``, or standard input if there are none; None without any input."""
+    size = settings.get("max_bytes")
+    max_bytes = None if size is None else parse_size(size, "--max-bytes")
     if not paths and not _is_piped(notes):
         return None
     from ramify.sources.load_sources import load
@@ -512,11 +516,10 @@ def load_sources(
     for path in paths:
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
             notes.say(f"reading the pipe {path} until it closes")
-    max_bytes = settings.get("max_bytes")
     loaded = load(
         paths or ["-"],
         stdin=sys.stdin.buffer,
-        max_bytes=None if max_bytes is None else parse_size(max_bytes, "--max-bytes"),
+        max_bytes=max_bytes,
         strict=bool(settings.get("strict")),
         allow_private=bool(settings.get("allow_private")),
     )

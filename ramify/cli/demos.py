@@ -16,7 +16,14 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import SETTINGS, check_prices, make_rlm, mcp_tools, sandbox_spec
+from ramify.cli.ask import (
+    OF_SOURCES,
+    SETTINGS,
+    check_prices,
+    make_rlm,
+    mcp_tools,
+    sandbox_spec,
+)
 from ramify.cli.eval import (
     OUTPUT_SETTINGS,
     EvaluationProgress,
@@ -62,7 +69,7 @@ _OPTIONS = (
 _SETTINGS = tuple(
     option
     for option in SETTINGS
-    if option.name not in ("max_cost", "cite", "cache", "store", "direct", "branches")
+    if option.name not in ("max_cost", "cite", "cache", "store", "direct", "branches", *OF_SOURCES)
 )
 _KINDS = {option.name: list[str] if option.kind is list else option.kind for option in _SETTINGS}
 _SHARES = 8

@@ -22,6 +22,7 @@ import msgspec
 from ramify.cli.ask import (
     KINDS,
     NO_MODEL,
+    OF_SOURCES,
     SETTINGS,
     check_prices,
     make_rlm,
@@ -82,7 +83,7 @@ OF_AN_EVALUATION = (
         "also send results to tensorboard, wandb, mlflow, trackio or module:Class; repeat for more",
     ),
 )
-_NOT_HERE = ("cite", "cache")
+_NOT_HERE = ("cite", "cache", *OF_SOURCES)
 _DIRECT = OptionSpec(
     "direct",
     bool,

@@ -24,6 +24,7 @@ from ramify.cli import terminal_text
 from ramify.cli.ask import (
     KINDS,
     NO_MODEL,
+    OF_SOURCES,
     SETTINGS,
     make_rlm,
     mcp_tools,
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 _OF_ROWS = ("max_cost", "max_calls", "max_tokens", "max_seconds")
 """Limits that a map has for all rows or for each row, and ``ask`` for its question."""
 _NOT_HERE = (
-    *("branches", "cite", "cache", "max_bytes", "allow_private", "strict"),
+    *("branches", "cite", "cache"),
+    *OF_SOURCES,
     *_OF_ROWS,
 )
 """Settings of ``ask`` that a map does not have, or has in another sense."""

@@ -16,7 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_folder, sandbox_spec
+from ramify.cli.ask import (
+    KINDS,
+    NO_MODEL,
+    OF_SOURCES,
+    SETTINGS,
+    make_rlm,
+    mcp_tools,
+    open_folder,
+    sandbox_spec,
+)
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
 from ramify.cli.progress_screen import ProgressScreen, form_of
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from ramify.store.store import Store
 
 
-_OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
+_OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress", *OF_SOURCES)
 LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)
 """Options of ``ask`` that a server takes: its models, limits and sandbox."""
 

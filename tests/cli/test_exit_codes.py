@@ -20,6 +20,7 @@ FILES = {
     "raises.py": "1/0",
     "task.py": "def task(size=1):\n    return [][size]",
     "runless.py": "x = 1",
+    "rows.csv": "text\nlate\nearly\n",
 }
 WRONG = {
     "ask": (
@@ -45,6 +46,10 @@ WRONG = {
         (["--from", "2", "q"], "--from needs a run: give --resume RUN too"),
         (["--resume", "last", "--code", "x.py"], "give --from TURN too"),
         (["--resume", "last", "--max-depth", "2"], "remove --max-depth"),
+    ),
+    "map": (
+        ([], "give QUESTION"),
+        ([*M, "q", "nowhere.csv", "--out", "out.csv"], "nowhere.csv"),
     ),
     "prompt": (
         ([], "give QUESTION"),
@@ -215,6 +220,7 @@ def test_wrong_command_line_exits_with_usage_error(
 VALID_ARGUMENTS = {
     "ask": [*M, "q"],
     "eval": [*M, "needle"],
+    "map": [*M, "q", "rows.csv", "--out", "out.csv"],
     "prompt": [*M, "q"],
     "demos": ["-m", "tiny", "needle", "--out", "demos", "--max-cost", "1"],
     "train": [R],
@@ -246,7 +252,11 @@ WRONG_VALUES = {
     **dict.fromkeys(("ranks", "group", "last", "steps", "max_runs"), "0"),
     **dict.fromkeys(("staleness", "grace_steps", "straggler_factor", "scaling", "mfu"), "-1"),
     **dict.fromkeys(("grace", "limit", "keep"), "-1"),
-    **dict.fromkeys(("memory", "max_body", "max_size", "older_than", "split", "track"), "lots"),
+    **dict.fromkeys(("memory", "max_body", "max_bytes", "max_size", "older_than"), "lots"),
+    **dict.fromkeys(("split", "track"), "lots"),
+    **dict.fromkeys(("column", "table"), "nowhere"),
+    **dict.fromkeys(("try", "row_max_calls", "row_max_tokens", "row_max_seconds"), "0"),
+    "row_max_cost": "-1",
     **dict.fromkeys(("measured", "calibrate", "keys", "weights_root", "against"), "nowhere"),
     **dict.fromkeys(("key_file", "token_file"), "nowhere"),
     "log": "nowhere/serve.log",
@@ -279,8 +289,9 @@ ANY_VALUE = {("eval", "seed"), ("demos", "seed"), ("cluster simulate", "seed"), 
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
 ANY_VALUE |= {("runs review", "label"), ("runs review", "note")}
 ANY_VALUE |= {  # any text is an instruction
-    (each, "instructions") for each in ("ask", "prompt", "eval", "demos", "serve", "mcp")
+    (each, "instructions") for each in ("ask", "map", "prompt", "eval", "demos", "serve", "mcp")
 }
+ANY_VALUE |= {("map", "prefix")}
 ANY_VALUE |= {("prompt", "progress"), ("prompt", "concurrency")}  # nothing is run
 ANY_VALUE |= {("publish", "license"), ("publish", "base")}
 ANY_VALUE |= {("launch", "restarts"), ("launch", "workdir")}  # 0 of them; a folder elsewhere
