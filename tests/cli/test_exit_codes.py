@@ -48,7 +48,7 @@ WRONG = {
         (["--resume", "last", "--max-depth", "2"], "remove --max-depth"),
     ),
     "map": (
-        ([], "give QUESTION"),
+        ([], "no rows"),
         ([*M, "q", "nowhere.csv", "--out", "out.csv"], "nowhere.csv"),
     ),
     "prompt": (
@@ -254,7 +254,8 @@ WRONG_VALUES = {
     **dict.fromkeys(("grace", "limit", "keep"), "-1"),
     **dict.fromkeys(("memory", "max_body", "max_bytes", "max_size", "older_than"), "lots"),
     **dict.fromkeys(("split", "track"), "lots"),
-    **dict.fromkeys(("column", "table"), "nowhere"),
+    **dict.fromkeys(("column", "table", "placement"), "nowhere"),
+    **dict.fromkeys(("workers", "batch_rows"), "0"),
     **dict.fromkeys(("try", "row_max_calls", "row_max_tokens", "row_max_seconds"), "0"),
     "row_max_cost": "-1",
     **dict.fromkeys(("measured", "calibrate", "keys", "weights_root", "against"), "nowhere"),
