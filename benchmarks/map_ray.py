@@ -4,8 +4,8 @@ Data against the local form.
     python benchmarks/map_ray.py [--quick] [--only lost|overhead] --json
 
 Nodes are raylets of ``ray.cluster_utils``; the model is a scripted HTTP server on loopback. Ray's
-own start takes seconds to minutes on a busy machine, so the overhead is the ratio of two sizes'
-difference: what a further row costs.
+own start takes seconds to minutes on a busy machine, so the overhead is the ratio of the times from
+the first request to the last.
 """
 
 from __future__ import annotations
@@ -130,33 +130,31 @@ async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
     }
 
 
-async def seconds_of(folder: Path, url: str, rows: Path, *options: str) -> float:
-    """Return the seconds of one map, as the map itself counts them."""
-    out = folder / f"out-{time.monotonic_ns()}{'' if '--placement' in options else '.jsonl'}"
-    process = await asyncio.create_subprocess_exec(
-        *command(rows, out, *options, "--json"),
-        env=environment(folder / "home", url),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    stdout, stderr = await process.communicate()
-    assert process.returncode == 0, stderr.decode()[-2000:]
-    return float(json.loads(stdout.decode().strip().splitlines()[-1])["seconds"])
+async def overhead(folder: Path, num: int) -> dict[str, float]:
+    """Return form -> seconds of a row, between the first request that the server sees and the
+    last."""
+    times: list[float] = []
 
+    def reply(messages: Any) -> str:
+        times.append(time.monotonic())
+        return word_of(messages)
 
-async def overhead(folder: Path, sizes: tuple[int, int]) -> dict[str, float]:
-    """Return form -> seconds of a further row."""
     found = {}
-    async with testing.ScriptedServer(word_of, keep=False, latency_s=0.02) as server:
-        small, large = (write_rows(folder / f"rows{num}.jsonl", num) for num in sizes)
+    rows = write_rows(folder / "rows.jsonl", num)
+    async with testing.ScriptedServer(reply, keep=False, latency_s=0.02) as server:
         for name, options in (
             ("local", ()),
             ("1 worker", ("--placement", "ray", "--workers", "1")),
             ("2 workers", ("--placement", "ray", "--workers", "2")),
         ):
-            few = await seconds_of(folder, server.url, small, *options)
-            many = await seconds_of(folder, server.url, large, *options)
-            found[name] = (many - few) / (sizes[1] - sizes[0])
+            times.clear()
+            out = folder / (name.replace(" ", "-") + ("" if options else ".jsonl"))
+            process = await asyncio.create_subprocess_exec(
+                *command(rows, out, *options), env=environment(folder / "home", server.url)
+            )
+            assert await process.wait() == 0
+            assert len(times) == num
+            found[name] = (times[-1] - times[0]) / (num - 1)
     return found
 
 
@@ -191,7 +189,7 @@ def main() -> None:
                        again <= most),
             ]  # fmt: skip
         if given.only != "lost":
-            found = asyncio.run(overhead(folder, (500, 2500) if given.quick else (1000, 11000)))
+            found = asyncio.run(overhead(folder, 3000 if given.quick else 20_000))
             print(found, file=sys.stderr)
             for form in ("1 worker", "2 workers"):
                 ratio = found[form] / found["local"]
