@@ -32,6 +32,7 @@ NAMESPACES = [
     "ramify.train",
     "ramify.inference",
     "ramify.testing",
+    "ramify.ray",
 ]
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 _SOURCES: dict[str, str] = {}

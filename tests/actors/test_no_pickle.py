@@ -33,8 +33,12 @@ EXCEPTIONS = {
     ("train/backends/torchrun.py", "TCPStore"): "torchrun's own store, as a client: an address in "
     "it is believed only with the run's signature",
 }
-RAY = "actors/ray_launcher.py"
-"""Ray pickles the calls of its actors, the node agents, on its own authenticated connections."""
+RAY = {
+    *("actors/launcher.py", "actors/ray_cluster.py", "actors/ray_launcher.py"),
+    *("maps/ray_asker.py", "maps/ray_map.py", "maps/ray_source.py"),
+}
+"""Ray pickles the calls of its actors, which are node agents and the workers of maps, and the stages
+of Ray Data, on its own authenticated connections."""
 CHECKPOINTS = "train/backends/shards.py"
 """torch.distributed.checkpoint pickles its plan between ranks, over the group that proved its key
 (``group_proof.py``), and into ``.metadata`` beside the shards, which only the run's user writes."""
@@ -86,4 +90,4 @@ def test_only_the_named_files_use_libraries_that_pickle_by_themselves() -> None:
                 if any(name == library or name.startswith(f"{library}.") for name in names):
                     users[library].add(path.relative_to(PACKAGE).as_posix())
     assert users["torch.distributed.checkpoint"] == {CHECKPOINTS}
-    assert users["ray"] == {RAY, "actors/launcher.py"}
+    assert users["ray"] == RAY

@@ -24,6 +24,7 @@ NAMESPACES = [
     "ramify.train",
     "ramify.inference",
     "ramify.testing",
+    "ramify.ray",
 ]
 pytestmark = pytest.mark.slow
 
