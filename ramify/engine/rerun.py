@@ -10,7 +10,7 @@ takes from its origin (see ``fork.py``), and the lookup of recorded replies (see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -172,11 +172,11 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
     return SharedContext.decode(blob, started.context.files).value
 
 
-def tools_of_sources(started: RunStarted) -> dict[str, Any]:
-    """Load the tools that a recorded run had from its sources again: ``sql``, ``tables``. Raises
-    SourceError if a source is gone."""
+def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
+    """Load the tools that a recorded run had from its sources again: ``sql``, ``tables``; none if
+    tools with these names are ``given``. Raises SourceError if a source is gone."""
     sources = started.config.get("sources")
-    if not isinstance(sources, Mapping) or not sources.get("tools"):
+    if not isinstance(sources, Mapping) or all(n in given for n in sources.get("tools", ())):
         return {}
     from ramify.sources.load_sources import load_tools  # it imports the readers of all files
 

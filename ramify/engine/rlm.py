@@ -497,7 +497,8 @@ class RLM:
     ) -> RunHandle:
         """Repeat the recorded questions; the handle is that of the last one."""
         *before, started = recording.questions
-        tools = rerun.tools_of_sources(started) if prompt is None else {}
+        given = {*setup.tools.functions, *setup.tools.values}
+        tools = rerun.tools_of_sources(started, given) if prompt is None else {}
         last = rerun.question_of(self.store, started, options.answer_type, prompt, tools)
         state = ConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(

@@ -176,7 +176,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
         """Return ``RecordedSources`` as plain values."""
         plain: dict[str, Any] = msgspec.to_builtins(
             RecordedSources(
-                [msgspec.structs.replace(each, places=()) for each in self.items[:MAX_RECORDED]],
+                self.items[:MAX_RECORDED],
                 len(self.items),
                 self.problems[:MAX_RECORDED],
                 len(self.problems),
@@ -184,6 +184,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 {reason: len(names) for reason, names in self.left_out.items()},
             )
         )
+        for item in plain["items"]:
+            del item["places"]
         return plain
 
     def describe(self) -> list[str]:
