@@ -115,15 +115,12 @@ async def amap(
     """
     if not isinstance(question, str):
         raise ConfigError(f"the question is a {type(question).__name__}: give a text")
-    if isinstance(model, RLM):
-        if options or store is not None:
-            given = next(iter(options), "store")
-            raise ConfigError(f"'{given}' belongs to the RLM that was given: set it there")
-        rlm = model
-    else:
+    if not isinstance(model, RLM):
         known = (amap.__kwdefaults__, RLM.__init__.__kwdefaults__, RlmKeywords.__annotations__)
         check_keywords("map", options, sorted({name for names in known for name in names or ()}))
-        rlm = RLM(model, store=store, **options)
+    elif options or store is not None:
+        given = next(iter(options), "store")
+        raise ConfigError(f"'{given}' belongs to the RLM that was given: set it there")
     request = MapRequest(
         question=question,
         answer_type=answer_type,
@@ -138,26 +135,40 @@ async def amap(
         batch_rows=batch_rows,
     )
     if placement == "ray":
-        from ramify.maps.ray_map import RayMapRun
-
-        if out is None or not _are_paths([rows] if isinstance(rows, str | Path) else rows):
-            raise ConfigError("placement='ray' reads files or URLs, and writes to a folder out=")
         if batch:
             raise ConfigError("batch=True needs no other machines: remove placement='ray'")
         if table is not None:
             raise ConfigError(f"table={table!r}: SQLite is read on one machine")
-        paths = [rows] if isinstance(rows, str | Path) else rows
-        return await RayMapRun(
-            make_worker(model, options),
-            [str(path) for path in paths],
-            request,
-            str(out),
-            store if isinstance(store, Store) else Store(),
-            workers,
-        ).run()
+        return await _map_on_ray(rows, model, request, out, workers, store, options)
+    rlm = model if isinstance(model, RLM) else RLM(model, store=store, **options)
     is_paths = isinstance(rows, list) and rows and all(isinstance(each, Path) for each in rows)
     source = open_paths(rows, table) if is_paths else open_rows(rows, table)
     return await MapRun(rlm, source, request).run()
+
+
+async def _map_on_ray(
+    rows: Any,
+    model: Any,
+    request: MapRequest,
+    out: str | Path | None,
+    workers: int | None,
+    store: RunStore | None,
+    options: dict[str, Any],
+) -> MapResult:
+    """``amap`` on a Ray cluster."""
+    from ramify.maps.ray_map import RayMapRun
+
+    paths = [rows] if isinstance(rows, str | Path) else rows
+    if out is None or not _are_paths(paths):
+        raise ConfigError("placement='ray' reads files or URLs, and writes to a folder out=")
+    return await RayMapRun(
+        make_worker(model, options),
+        [str(path) for path in paths],
+        request,
+        str(out),
+        store if isinstance(store, Store) else Store(),
+        workers,
+    ).run()
 
 
 def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
