@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import warnings as warnings_of_python
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import msgspec
 
@@ -275,16 +275,54 @@ async def read_prompt(prompt: Any) -> Any:
     return await asyncio.to_thread(source_or_value, prompt) if is_opened(prompt) else prompt
 
 
+class _SourceFacts(NamedTuple):
+    """What a source says of its context."""
+
+    about: str = ""
+    tools: Mapping[str, Any] = {}
+    warnings: tuple[str, ...] = ()
+    pictures: Mapping[str, PictureSource] = {}
+    needs_session: bool = False
+    places: Mapping[str, Sequence[SourcePlace]] = {}
+    read: Mapping[str, Any] = {}
+    sources: Mapping[str, Any] = {}
+
+    def around(self, inner: _SourceFacts) -> _SourceFacts:
+        """Return what this source and the one in it say together."""
+        return _SourceFacts(
+            f"{self.about}\n{inner.about}".strip(),
+            {**inner.tools, **self.tools},
+            (*self.warnings, *inner.warnings),
+            {**self.pictures, **inner.pictures},
+            self.needs_session or inner.needs_session,
+            {**self.places, **inner.places},
+            {**self.read, **inner.read},
+            {**self.sources, **inner.sources},
+        )
+
+
+_NO_SOURCE = _SourceFacts()
+
+
+def _facts_of(source: SourceContext) -> _SourceFacts:
+    return _SourceFacts(
+        source.manifest(),
+        dict(source.tools),
+        tuple(getattr(source, "warnings", tuple)()),
+        getattr(source, "pictures", {}),
+        getattr(source, "needs_session", False),
+        getattr(source, "places", {}),
+        getattr(source, "record", dict)(),
+        getattr(source, "recorded_sources", dict)(),
+    )
+
+
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
-    about, tools, on_session, warnings, conduct = "", dict[str, Any](), None, (), None
+    on_session = conduct = None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
-    needs_session = False
-    places: Mapping[str, Sequence[SourcePlace]] = {}
-    read: dict[str, Any] = {}
-    sources: dict[str, Any] = {}
-    pictures: Mapping[str, PictureSource] = {}
+    source = _NO_SOURCE
     prompt = source_or_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
     is_source = not isinstance(prompt, str) and isinstance(prompt, SourceContext)
@@ -294,24 +332,12 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)
-        pictures = getattr(prompt, "pictures", {})
-        needs_session = getattr(prompt, "needs_session", False)
-        warnings = tuple(getattr(prompt, "warnings", tuple)())
-        places = getattr(prompt, "places", {})
-        read = getattr(prompt, "record", dict)()
-        sources = getattr(prompt, "recorded_sources", dict)()
-        about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
-        inner = source_or_value(prompt)
-        if inner is not prompt and isinstance(inner, SourceContext):  # a task's path
-            about, tools = f"{about}\n{inner.manifest()}".strip(), {**inner.tools, **tools}
-            warnings = (*warnings, *getattr(inner, "warnings", tuple)())
-            pictures = {**pictures, **getattr(inner, "pictures", {})}
-            needs_session = needs_session or getattr(inner, "needs_session", False)
-            places = {**places, **getattr(inner, "places", {})}
-            read = {**read, **getattr(inner, "record", dict)()}
-            sources = {**sources, **getattr(inner, "recorded_sources", dict)()}
-            inner = inner.context
+        source = _facts_of(prompt)
+        inner = source_or_value(prompt.context)
+        if inner is not prompt.context and isinstance(inner, SourceContext):  # a task's path
+            source, inner = source.around(_facts_of(inner)), inner.context
         prompt = inner
+    about, tools = source.about, dict(source.tools)
     tables = None
     if isinstance(prompt, Table) or (
         type(prompt) is dict and any(isinstance(each, Table) for each in prompt.values())
@@ -355,7 +381,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
 
         tools = {**tools, **search_tools(context)}
     if cite:
-        kind = cited_type(kind, context, places)
+        kind = cited_type(kind, context, source.places)
     elif kind is not None:
         kind = answer_type(kind)
     if cite and context is None:
@@ -373,11 +399,11 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         instructions=instructions,
         examples=examples,
         before=before,
-        warnings=warnings,
-        pictures=pictures,
-        needs_session=needs_session,
-        read=read,
-        sources=sources,
+        warnings=source.warnings,
+        pictures=source.pictures,
+        needs_session=source.needs_session,
+        read=source.read,
+        sources=source.sources,
     )
 
 
