@@ -1,4 +1,4 @@
-"""What a listing shows of one run. It is read from the events, the same way for every store."""
+"""The fields of one run in a listing, read from its events. All stores share this code."""
 
 from __future__ import annotations
 
