@@ -75,6 +75,19 @@ def test_a_map_is_a_table_whose_rows_open_as_runs(
         assert page.evaluate(HACKED) == [None, 0]
 
 
+def test_a_filter_may_be_typed_before_the_rows_have_arrived(browser: Any, store: Path) -> None:
+    with served(store) as server, tab(browser) as shown:
+        page, held = shown.page, []
+        page.route("**/api/map?*", held.append)
+        shown.open(f"{server.url}#/map")
+        with page.expect_request("**/api/map?*"):
+            page.get_by_role("link", name="Is it urgent?").click()
+        page.locator("#filter").fill("state:failed")
+        held[0].continue_()
+        page.locator(".wide-head .quiet", has_text="1 of 302").wait_for()
+        assert "refuse" in text(page, ".map-row .item")
+
+
 def test_the_table_has_no_serious_violations(browser: Any, store: Path) -> None:
     if not AXE.exists():
         pytest.skip("axe-core is not installed: scripts/setup")

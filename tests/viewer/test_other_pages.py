@@ -139,6 +139,18 @@ def test_evaluation_page_and_scored_run(
         page.locator(".hit .where", has_text="score by hindsight").wait_for()
 
 
+def test_attempts_may_be_filtered_before_they_have_arrived(browser: Any, world: World) -> None:
+    with served(world.evaluated) as server, tab(browser) as shown:
+        page, held = shown.page, []
+        page.route("**/api/evaluation?*", held.append)
+        shown.open(f"{server.url}#/evaluation")
+        with page.expect_request("**/api/evaluation?*"):
+            page.locator("table.records a").click()
+        page.locator("#filter").fill("no such attempt")
+        held[0].continue_()
+        page.locator(".wide-head .quiet", has_text="0 of 8").wait_for()
+
+
 def test_score_added_after_end_reaches_open_page(browser: Any, tmp_path: Path) -> None:
     """A run is scored while its page is open, long after its writer has gone."""
     store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()

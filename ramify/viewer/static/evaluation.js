@@ -7,6 +7,7 @@ import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
 import { count, dollars, many, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
+import { listRecords, showNothing } from "./records.js";
 import { table } from "./table.js";
 
 const EVERY_MS = 2000; // between requests while attempts are still being made
@@ -64,39 +65,15 @@ const RECORD_COLUMNS = [
 ];
 
 function listed(page, evaluations) {
-  if (!evaluations.length) {
-    fill(
-      page,
-      h(
-        "div.empty",
-        null,
-        h("h1", null, "Evaluations"),
-        h("p", null, "The given paths contain no evaluation."),
-        h("p", null, "Create one with ", h("code", null, "ramify eval TASK --model MODEL")),
-      ),
-    );
-    return null;
+  if (evaluations.length) {
+    listRecords(page, "Evaluations", "record", RECORD_COLUMNS, evaluations, {
+      problem: (each) => each.problem,
+    });
+  } else {
+    const command = "ramify eval TASK --model MODEL";
+    const missing = "The given paths contain no evaluation.";
+    showNothing(page, "Evaluations", missing, "Create one with", command);
   }
-  fill(
-    page,
-    h(
-      "div.wide",
-      null,
-      h(
-        "div.wide-head",
-        null,
-        h("h1", null, "Evaluations"),
-        h("span.quiet", null, many(evaluations.length, "record")),
-      ),
-      h(
-        "div.scroll-x",
-        null,
-        table("table.figures.records", RECORD_COLUMNS, evaluations, {
-          problem: (each) => each.problem,
-        }),
-      ),
-    ),
-  );
   return null;
 }
 
@@ -105,6 +82,7 @@ class EvaluationView {
     this.evaluations = evaluations;
     this.key = key;
     this.other = other; // of the evaluation that it is compared with, or ""
+    this.data = null; // until the report has arrived: a filter may be typed before
     this.shown = [];
     this.list = new VirtualList({
       rowHeight: 34,
@@ -124,7 +102,7 @@ class EvaluationView {
     this.filter = new FilterInput(ATTEMPT_FIELDS, {
       label: "filter attempts",
       placeholder: "filter attempts: item, kind, answer, stop, right, wrong",
-      changed: () => this.arrange(),
+      changed: () => this.data && this.arrange(),
       id: "filter",
     });
     this.tally = h("span.quiet", { "aria-live": "polite" });

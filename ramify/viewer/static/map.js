@@ -6,7 +6,7 @@ import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
 import { dollars, many, moment, number, oneLine, runAddress, seconds } from "./format.js";
 import { VirtualList } from "./list.js";
-import { table } from "./table.js";
+import { listRecords, showNothing } from "./records.js";
 
 const REFRESH_MS = 2000; // between requests while the map is in progress
 
@@ -69,39 +69,19 @@ function rowsWords({ rows, total }) {
 
 function listMaps(page, maps) {
   document.title = "Maps · Ramify";
-  if (!maps.length) {
-    fill(
-      page,
-      h(
-        "div.empty",
-        null,
-        h("h1", null, "Maps"),
-        h("p", null, "The given paths contain no map."),
-        h("p", null, "Create one with ", h("code", null, "ramify map QUESTION ROWS… --out FILE")),
-      ),
-    );
-    return null;
+  if (maps.length) {
+    listRecords(page, "Maps", "map", MAP_COLUMNS, maps);
+  } else {
+    const command = "ramify map QUESTION ROWS… --out FILE";
+    showNothing(page, "Maps", "The given paths contain no map.", "Create one with", command);
   }
-  fill(
-    page,
-    h(
-      "div.wide",
-      null,
-      h(
-        "div.wide-head",
-        null,
-        h("h1", null, "Maps"),
-        h("span.quiet", null, many(maps.length, "map")),
-      ),
-      h("div.scroll-x", null, table("table.figures.records", MAP_COLUMNS, maps)),
-    ),
-  );
   return null;
 }
 
 class MapView {
   constructor(key, filter) {
     this.key = key;
+    this.data = null; // until the map has arrived: a filter may be typed before
     this.shown = [];
     this.filter = new FilterInput(ROW_FIELDS, {
       label: "filter rows",
@@ -165,7 +145,7 @@ class MapView {
   // The filter is part of the address, so that it can be shared and reloaded.
   filtered() {
     history.replaceState(null, "", mapAddress(this.key, this.filter.text));
-    this.arrange();
+    if (this.data) this.arrange();
   }
 
   draw() {

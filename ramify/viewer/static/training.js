@@ -6,6 +6,7 @@ import { aligned, chartsOf, inGroups } from "./curves.js";
 import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
 import { count, number, seconds } from "./format.js";
+import { showNothing } from "./records.js";
 import { Samples } from "./samples.js";
 import uPlot from "./vendor/uplot.js";
 
@@ -21,16 +22,8 @@ export async function trainingPage(page, keys) {
   const { trainings } = await get("/api/runs");
   document.title = "Training · Ramify";
   if (!trainings.length) {
-    fill(
-      page,
-      h(
-        "div.empty",
-        null,
-        h("h1", null, "Training"),
-        h("p", null, "The given paths contain no folder of ramify train."),
-        h("p", null, "Show one with ", h("code", null, "ramify view runs/mine")),
-      ),
-    );
+    const missing = "The given paths contain no folder of ramify train.";
+    showNothing(page, "Training", missing, "Show one with", "ramify view runs/mine");
     return null;
   }
   const view = new TrainingView(trainings, keys[0] || trainings[0].key, keys[1] || "");
