@@ -78,7 +78,7 @@ def test_a_map_is_a_table_whose_rows_open_as_runs(
 def test_a_filter_may_be_typed_before_the_rows_have_arrived(browser: Any, store: Path) -> None:
     with served(store) as server, tab(browser) as shown:
         page, held = shown.page, []
-        page.route("**/api/map?*", held.append)
+        page.route("**/api/map?*", lambda route: held.append(route))
         shown.open(f"{server.url}#/map")
         with page.expect_request("**/api/map?*"):
             page.get_by_role("link", name="Is it urgent?").click()

@@ -142,7 +142,7 @@ def test_evaluation_page_and_scored_run(
 def test_attempts_may_be_filtered_before_they_have_arrived(browser: Any, world: World) -> None:
     with served(world.evaluated) as server, tab(browser) as shown:
         page, held = shown.page, []
-        page.route("**/api/evaluation?*", held.append)
+        page.route("**/api/evaluation?*", lambda route: held.append(route))
         shown.open(f"{server.url}#/evaluation")
         with page.expect_request("**/api/evaluation?*"):
             page.locator("table.records a").click()
