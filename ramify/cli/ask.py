@@ -189,11 +189,8 @@ def ask(
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
-    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.take_warnings()
     collect_warnings()
-    for line in unknown_variables(KINDS):
-        notes.warning(line)
+    notes = open_notes(settings, KINDS)
     form = form_of(settings.get("progress"), notes)
     if resume is not None:
         from ramify.cli.ask_runner import run_again
@@ -221,6 +218,16 @@ def ask(
         return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
     with exporting(notes), ProgressScreen(notes, form) as screen:
         return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen)
+
+
+def open_notes(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrNotes:
+    """Return the notes of a command with these settings. They take the warnings of this process,
+    and begin with one for each variable that looks like a setting of ``kinds`` and is none."""
+    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes.take_warnings()
+    for line in unknown_variables(kinds):
+        notes.warning(line)
+    return notes
 
 
 def prompt(

@@ -22,6 +22,7 @@ from ramify.cli.ask import (
     check_prices,
     make_rlm,
     mcp_tools,
+    open_notes,
     sandbox_spec,
 )
 from ramify.cli.eval import (
@@ -33,9 +34,9 @@ from ramify.cli.eval import (
 )
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.settings import fill
 from ramify.cli.stop_signals import ends_if_blocked
-from ramify.cli.terminal_text import StderrNotes, dollars, error_line, json_line, many
+from ramify.cli.terminal_text import dollars, error_line, json_line, many
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -90,10 +91,7 @@ def demos(
     **given: Any,
 ) -> int:
     settings = fill(given, _KINDS)
-    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.take_warnings()
-    for line in unknown_variables(_KINDS):
-        notes.warning(line)
+    notes = open_notes(settings, _KINDS)
     if not words or not out or not settings.get("model"):
         missing = "a task" if not words else "--out" if not out else "--model"
         raise UsageError(

@@ -28,13 +28,14 @@ from ramify.cli.ask import (
     make_rlm,
     mcp_tools,
     open_folder,
+    open_notes,
     read_instructions,
     read_scaffold,
     sandbox_spec,
 )
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.settings import fill
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, dollars, error_line, json_line, many, write
@@ -113,10 +114,7 @@ def evaluate(
     if resume is not None:
         _refuse_settings(words, {**plan_options, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
-    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.take_warnings()
-    for line in unknown_variables(KINDS):
-        notes.warning(line)
+    notes = open_notes(settings, KINDS)
     if resume is None and not words:
         raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not settings.get("model"):

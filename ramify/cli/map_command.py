@@ -29,13 +29,14 @@ from ramify.cli.ask import (
     make_rlm,
     mcp_tools,
     open_folder,
+    open_notes,
     open_store,
     read_schema,
     sandbox_spec,
 )
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.settings import fill
 from ramify.cli.stop_signals import on_signal
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, error_line, many, write
@@ -136,11 +137,8 @@ def run(
     sample = 100 if estimate and sample is None else sample
     of_row = {name: given.pop(f"row_{name}") for name in _OF_ROWS}
     settings = fill(given, KINDS)
-    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.take_warnings()
     collect_warnings()
-    for line in unknown_variables(KINDS):
-        notes.warning(line)
+    notes = open_notes(settings, KINDS)
     form = form_of(settings.get("progress"), notes)
     if len(words) < 2:
         raise UsageError("no rows: ramify map QUESTION ROWS… --out FILE")
