@@ -6,8 +6,9 @@
 
 Small contexts have neither, as a model can read them or look through them at once. An index is
 built in a separate process (``search_process.py``) in a private temporary folder, once for equal
-contexts of this process, and is deleted when no context needs it any more. Not here: the units of a
-search (``search_units.py``), and how a text is cut into chunks (``text_chunks.py``).
+contexts of this process, and is deleted when no context needs it any more. A build stops when
+nothing uses its context any more, as when a run ends early. Not here: the units of a search
+(``search_units.py``), and how a text is cut into chunks (``text_chunks.py``).
 """
 
 from __future__ import annotations
@@ -131,6 +132,11 @@ class TextSearch:
         self._lock = threading.Lock()
         self._built: Future[SearchIndex] | None = None
 
+    @property
+    def num_chars(self) -> int:
+        """Characters of all texts."""
+        return self._starts[-1]
+
     def prepare(self) -> None:
         """Start building the index in the background."""
         self._future()
@@ -196,36 +202,67 @@ class TextSearch:
             # If the index's process has ended, it is built again.
             built = self._built
             if built is None or (built.done() and _has_ended(built)):
-                built = self._built = _in_thread(self._index)
+                built = self._built = _in_thread(_UsedSearch(self).index)
             return built
 
-    def _index(self) -> SearchIndex:
+    def places(self) -> list[tuple[int, int]]:
+        """Where the blocks of the texts begin: number of the text, and character of it."""
+        return [
+            (number, at)
+            for number, text in enumerate(self._texts.values())
+            for at in range(0, len(text), _BLOCK_CHARS)
+        ]
+
+    def fingerprint(self, number: int, at: int) -> bytes:
+        """What a block adds to the digest by which equal contexts share an index."""
+        text, name = self._texts[self._names[number]], self._names[number]
+        head = b"" if at else f"{len(text)},{self._layout(name).shape};".encode()
+        if isinstance(text, MappedText) and text.file.digest:
+            return head + (b"" if at else text.file.digest.encode())
+        return head + text[at : at + _BLOCK_CHARS].encode("utf-8", "replace")
+
+    def block(self, number: int, at: int) -> TextBlock:
+        """The block of a text that begins at ``at``."""
+        name = self._names[number]
+        text, shape = self._texts[name], self._layout(name).shape
+        block = _sendable(text[at : at + _BLOCK_CHARS])
+        return TextBlock(block, self._starts[number] + at, shape, at + len(block) == len(text))
+
+
+class _UsedSearch:
+    """The texts of a ``TextSearch`` as long as something else uses it: an index takes a minute for
+    a gigabyte, and must not keep the context of a run that has ended."""
+
+    def __init__(self, search: TextSearch) -> None:
+        self._search = weakref.ref(search)
+        self._places = search.places()
+        self._num_chars = search.num_chars
+
+    def index(self) -> SearchIndex:
+        """Return the index, built if there is none. Raises ValueError, also if nothing uses the
+        context any more."""
         digest = hashlib.sha256()
-        for name, text in self._texts.items():
-            digest.update(f"{len(text)},{self._layout(name).shape};".encode())
-            if isinstance(text, MappedText) and text.file.digest:
-                digest.update(text.file.digest.encode())
-                continue
-            for block in _blocks(text):
-                digest.update(block.encode("utf-8", "replace"))
-        return index_of(digest.hexdigest(), self._starts[-1], self._requests)
+        for number, at in self._places:
+            digest.update(self._used().fingerprint(number, at))
+        return index_of(digest.hexdigest(), self._num_chars, self._requests)
 
     def _requests(self) -> Iterator[IndexRequest]:
         """Return the texts in requests of at least ``_BLOCK_CHARS``, except the last one."""
         blocks: list[TextBlock] = []
         num_chars = 0
-        for name, begin in zip(self._names, self._starts, strict=False):
-            text = self._texts[name]
-            shape, at = self._layout(name).shape, 0
-            for block in _blocks(text):
-                is_last = at + len(block) == len(text)
-                blocks.append(TextBlock(_sendable(block), begin + at, shape, is_last))
-                at += len(block)
-                num_chars += len(block)
-                if num_chars >= _BLOCK_CHARS:
-                    yield IndexRequest("add", tuple(blocks))
-                    blocks, num_chars = [], 0
+        for number, at in self._places:
+            blocks.append(self._used().block(number, at))
+            num_chars += len(blocks[-1].text)
+            if num_chars >= _BLOCK_CHARS:
+                yield IndexRequest("add", tuple(blocks))
+                blocks, num_chars = [], 0
         yield IndexRequest("add", tuple(blocks))
+
+    def _used(self) -> TextSearch:
+        search = self._search()
+        if search is None:
+            raise ValueError("nothing uses its context any more")
+        return search
 
 
 class SearchIndex:
@@ -247,10 +284,14 @@ class SearchIndex:
         self._close = weakref.finalize(self, _remove, self._process, folder)
         self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
         # Small enough for the pipe: the process knows its folder even if this one is killed now.
-        self._answer(IndexRequest("open"), BLOCK_S)
-        for request in requests():
-            self._answer(request, BLOCK_S)
-        self._answer(IndexRequest("commit"), BLOCK_S * 5)
+        try:
+            self._answer(IndexRequest("open"), BLOCK_S)
+            for request in requests():
+                self._answer(request, BLOCK_S)
+            self._answer(IndexRequest("commit"), BLOCK_S * 5)
+        except BaseException:
+            self._close()
+            raise
 
     @property
     def has_ended(self) -> bool:
@@ -305,19 +346,19 @@ def _has_ended(built: Future[SearchIndex]) -> bool:
 
 def _in_thread(call: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 -- raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="ramify search index").start()
+    threading.Thread(
+        target=_settle, args=(future, call), daemon=True, name="ramify search index"
+    ).start()
     return future
 
 
-def _blocks(text: Text) -> Iterator[str]:
-    return (text[at : at + _BLOCK_CHARS] for at in range(0, len(text), _BLOCK_CHARS))
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 -- raised where the result is asked for
+        future.set_exception(error)
+    finally:
+        del future, call  # the error refers to this frame, which must not refer to the error
 
 
 def _sendable(text: str) -> str:

@@ -124,6 +124,19 @@ def test_equal_contexts_share_one_index():
     assert _folders() == before
 
 
+def test_a_build_stops_when_nothing_uses_its_context_any_more():
+    before = _folders()
+    search = TextSearch("a word in a long text\n" * 4_000_000)
+    search.prepare()
+    while not _folders() - before:
+        time.sleep(0.001)
+    (folder,) = _folders() - before
+    del search  # long before the index is complete; a complete one would be kept
+    while folder.exists():
+        time.sleep(0.001)
+    assert TextSearch(LOG + "the next context\n")("next")
+
+
 def test_an_index_is_private_and_deleted_with_its_process():
     before = _folders()
     search = TextSearch(LOG + "another needle\n")
