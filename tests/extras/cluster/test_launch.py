@@ -345,7 +345,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "TaskPlugin=task/none",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core",
-        "SchedulerParameters=bf_interval=1",
+        "SchedulerParameters=bf_interval=1,sched_interval=1",
         "GresTypes=gpu",
         "MpiDefault=none",
         "ReturnToService=2",
@@ -458,8 +458,13 @@ def test_job_goes_back_to_the_queue_after_sigterm_and_after_a_lost_node(
     called = tmp_path / "called"
 
     def starts(num: int) -> bool:
-        said("scontrol", "update", "JobId=1", "StartTime=now")  # a requeued job waits two minutes
         return called.exists() and called.read_text().count("run") == num
+
+    def do_not_wait() -> None:
+        """Let a requeued job start soon, instead of after two minutes. A node refuses a job that
+        starts in the second in which it ended the job's last run."""
+        wait_until(lambda: said("squeue", "-h", "-o", "%t") == "PD", "its end", slurm / "log")
+        said("scontrol", "update", "JobId=1", "StartTime=now+2")
 
     def restarts() -> str:
         return re.findall(r"Restarts=(\d+)", said("scontrol", "show", "job", "1"))[0]
@@ -468,10 +473,12 @@ def test_job_goes_back_to_the_queue_after_sigterm_and_after_a_lost_node(
     said("scancel", "--batch", "--signal=TERM", "1")
     wait_until(lambda: restarts() == "1", "the requeue", slurm / "log")
     assert called.read_text().split() == ["run", "saved"]
+    do_not_wait()
     wait_until(lambda: starts(2), "the second run", slurm / "log")
     node = said("squeue", "-h", "-o", "%N")
     said("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
     wait_until(lambda: restarts() == "2", "the requeue after a lost node", slurm / "log")
+    do_not_wait()
     wait_until(lambda: starts(3), "the third run", slurm / "log")
     # A job that its owner cancels gets SIGTERM too, but does not go back to the queue.
     said("scancel", "1")
