@@ -28,6 +28,7 @@ from ramify.errors import StoreError
 from ramify.viewer.picture import picture
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_locations import LocatedRun
+from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.transcript import tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 
@@ -150,7 +151,26 @@ def data(run: WatchedRun) -> dict[str, Any]:
                 )
     shown = picture(run)
     shown["head"]["alive"] = False
-    return {"picture": shown, "calls": calls, "tokens": token_views, "provenance": links}
+    return {
+        "picture": shown,
+        "calls": calls,
+        "tokens": token_views,
+        "provenance": links,
+        "sources": sources(run),
+        "cited": _cited(run, shown["head"]["citations"]),
+    }
+
+
+def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
+    """The lines around each citation, by name of the text and number of its first line."""
+    found = {}
+    for each in citations:
+        name, line = each["source"], each["first_line"]
+        try:
+            found[f"{name}/{line}"] = source_text(run, name, line)
+        except StoreError:  # deleted, or too large: the page shows the citation alone
+            continue
+    return found
 
 
 def _harmless(value: Any) -> str:

@@ -11,6 +11,8 @@ import pytest
 
 import ramify
 from ramify import Store
+from ramify.viewer.page_script import page as exported
+from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import served, tab
 from tests.viewer.golden import rlm
@@ -86,6 +88,24 @@ def test_citation_opens_its_place(browser: Any, run: tuple[Path, str]) -> None:
         )
         page.locator(".source-text button", has_text="close").click()
         assert not page.locator(".source-text").is_visible()
+
+
+def test_exported_file_has_the_table_and_the_cited_lines(
+    browser: Any, run: tuple[Path, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.html"
+    file.write_bytes(exported(RunLibrary([run[0]]).find(run[1])))
+    with tab(browser) as shown:
+        page = shown.page
+        page.goto(file.as_uri())
+        page.locator(".citations button", has_text="plan.ipynb, cell 2, line 403").click()
+        line = page.locator(".source-line.cited")
+        line.wait_for()
+        assert line.inner_text().split("\n")[-1] == "Launch in May <b id=evil>"
+        page.locator(".sources summary", has_text="read: 2 sources, 1 not loaded").click()
+        page.locator(".not-read", has_text="broken.bin is binary").wait_for()
+        page.locator(".source-list th", has_text="notes.txt").wait_for()
+        assert page.locator(".source-list button").count() == 0  # its text is not in the file
 
 
 def test_table_of_sources_shows_beginnings_and_reasons(browser: Any, run: tuple[Path, str]) -> None:

@@ -171,6 +171,12 @@ function fromFile(path, parameters) {
     if (!found) throw new Error("this file holds no tokens");
     return found;
   }
+  if (path === "/api/sources") return offline.sources;
+  if (path === "/api/source") {
+    const found = offline.cited[`${parameters.name}/${parameters.line}`];
+    if (!found) throw new Error("this file holds only the cited lines of the sources");
+    return found;
+  }
   if (path === "/api/search") return searched(parameters.q.toLowerCase());
   throw new Error("this file holds one run alone; ramify view shows the rest");
 }

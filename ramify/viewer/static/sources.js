@@ -1,7 +1,7 @@
 // Sources of a run: the table of what was read and what was left out, the beginning of a source,
 // and the citations of the answer, each of which opens its place.
 
-import { get } from "./api.js";
+import { get, offline } from "./api.js";
 import { fill, h } from "./dom.js";
 import { grouped, many, oneLine } from "./format.js";
 import { table } from "./table.js";
@@ -63,7 +63,7 @@ export class Sources {
         name: "source",
         isHead: true,
         cell: (item) =>
-          item.chars
+          item.chars && !offline
             ? h(
                 "button.link",
                 {
