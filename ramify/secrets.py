@@ -82,7 +82,10 @@ class SecretRedactor:
         """True if an encoded line contains a secret. Makes one fast search per secret."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
-        return any(secret in line for secret in self._encoded)
+        for secret in self._encoded:  # noqa: SIM110 -- a generator takes twice as long
+            if secret in line:
+                return True
+        return False
 
     def redact(self, text: str) -> str:
         """``"key sk-123…"`` -> ``"key «redacted OPENAI_API_KEY»"``"""

@@ -21,6 +21,7 @@ most that the request can cost. No report can therefore lower the recorded spend
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -140,6 +141,8 @@ class Request(msgspec.Struct, frozen=True):
     def reply_bound(self) -> ReplyBound:
         """Largest plausible reply to this request, given its ``max_tokens`` and other settings."""
         sampling = self.sampling
+        if not sampling.extra and not sampling.logprobs:
+            return _plain_bound(sampling.max_tokens)
         choices, top_logprobs = 1, 0
         if sampling.extra:
             choices = _positive(sampling.extra.get("n"), 1)
@@ -148,15 +151,7 @@ class Request(msgspec.Struct, frozen=True):
         if sampling.logprobs or top_logprobs:
             token_bytes += _LOGPROB_BYTES * (1 + top_logprobs)
             prompt_ids = self.max_input_tokens()
-        num_bytes = _CONSTANT_BYTES + tokens * token_bytes + prompt_ids * _ID_BYTES
-        # Some servers do not count reasoning, so there may be twice as many tokens. A tool call
-        # takes at least four: its name, its arguments, and the marks around them.
-        return ReplyBound(
-            min(num_bytes, _MOST_REPLY_BYTES),
-            1024 + 2 * tokens + prompt_ids,
-            max(64, tokens // 4),
-            min(_CONSTANT_BYTES + tokens * _TOKEN_BYTES, _MOST_CHARS),
-        )
+        return _reply_bound(tokens, token_bytes, prompt_ids)
 
     def max_usage(self) -> Usage:
         """Upper bound on the usage of one attempt: reserved before it, and booked if no usage is
@@ -165,6 +160,24 @@ class Request(msgspec.Struct, frozen=True):
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
         )
+
+
+def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplyBound:
+    num_bytes = _CONSTANT_BYTES + tokens * token_bytes + prompt_ids * _ID_BYTES
+    # Some servers do not count reasoning, so there may be twice as many tokens. A tool call takes
+    # at least four: its name, its arguments, and the marks around them.
+    return ReplyBound(
+        min(num_bytes, _MOST_REPLY_BYTES),
+        1024 + 2 * tokens + prompt_ids,
+        max(64, tokens // 4),
+        min(_CONSTANT_BYTES + tokens * _TOKEN_BYTES, _MOST_CHARS),
+    )
+
+
+@functools.lru_cache(64)
+def _plain_bound(tokens: int) -> ReplyBound:
+    """Bound on a reply of one choice without log-probabilities."""
+    return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
 def max_tokens_of(message: Message, model: str = "") -> int:

@@ -41,6 +41,7 @@ from ramify.clients.base import (
     dollars,
 )
 from ramify.clients.chat_json import redacted
+from ramify.clients.deadlines import Deadline, Deadlines
 from ramify.clients.model import Model
 from ramify.clients.providers import CLIENTS, PriceTable, ProviderSpec, resolve
 from ramify.errors import (
@@ -120,6 +121,8 @@ class ClientPool:
         self._random = rng or random.Random()
         self._sleep = sleep
         self._wire = HttpConnectionPool()
+        self.deadlines = Deadlines()
+        """Time-outs of the requests."""
         self._clients: dict[str, Client] = {}
         self._bound: list[tuple[Model, Client]] = []
         self._own: list[Client] = []
@@ -204,6 +207,7 @@ class ClientPool:
             for client in own:
                 await client.close()
         finally:
+            self.deadlines.close()
             await self._wire.close()
 
     async def _attempt(
@@ -219,12 +223,12 @@ class ClientPool:
         entered = await self._reserve(client, account, gate)
         while not self._is_enough(account, gate):
             entered = await self._reserve(client, account, gate)
-        arrival = _Arrival(self.timeout_s, on_piece)
+        arrival = _Arrival(self.deadlines, self.timeout_s, on_piece)
         try:
             if on_send is not None:
                 on_send()
             retries.sent_s = _now_s()
-            async with arrival.timeout(retries.sent_s):
+            with arrival.timeout(retries.sent_s):
                 if self._takes_pieces(client):
                     complete: Any = client.complete
                     reply = await complete(request, arrival.add)
@@ -294,17 +298,20 @@ class ClientPool:
         return takes_pieces
 
     async def _enter(self, client: Client, gate: Limiter) -> int:
-        began_s, was_slowed = _now_s(), gate.is_slowed
-        try:
-            entered = await gate.acquire()
-        finally:
-            if was_slowed or gate.is_slowed:
-                _record_wait(client, "rate_limit", _now_s() - began_s)
-        try:
-            await self._gate.acquire()
-        except BaseException:
-            gate.release()
-            raise
+        if not gate.enter():
+            began_s, was_slowed = _now_s(), gate.is_slowed
+            try:
+                await gate.acquire()
+            finally:
+                if was_slowed or gate.is_slowed:
+                    _record_wait(client, "rate_limit", _now_s() - began_s)
+        entered = gate.round
+        if not self._gate.enter():
+            try:
+                await self._gate.acquire()
+            except BaseException:
+                gate.release()
+                raise
         return entered
 
     def backoff_s(self, error: ModelError, failed: int) -> float:
@@ -353,18 +360,19 @@ class _Arrival:
     """Idle time-out of one reply. Every piece restarts it, but pieces without text do so only for
     a limited time."""
 
-    def __init__(self, timeout_s: float, on_piece: OnPiece | None) -> None:
+    def __init__(self, deadlines: Deadlines, timeout_s: float, on_piece: OnPiece | None) -> None:
+        self._deadlines = deadlines
         self._timeout_s = timeout_s
         self._on_piece = on_piece
-        self._timeout: asyncio.Timeout | None = None
+        self._timeout: Deadline | None = None
         self._text_at_s = 0.0
         """Event-loop time of the last text."""
         self._num_chars = 0
 
-    def timeout(self, now_s: float) -> asyncio.Timeout:
+    def timeout(self, now_s: float) -> Deadline:
         """Begin to wait at event-loop time ``now_s``."""
         self._text_at_s = now_s
-        self._timeout = asyncio.timeout_at(now_s + self._timeout_s)
+        self._timeout = self._deadlines.at(now_s + self._timeout_s)
         return self._timeout
 
     def add(self, piece: ReplyPiece) -> None:
@@ -499,7 +507,7 @@ class Limiter:
         self._most = max_in_flight
         self._allowed = float(max_in_flight)
         self._step = max(1.0, max_in_flight / 32)
-        self._round = 0
+        self.round = 0
         """Number of the current round. Requests of one round entered at the same width, and only
         the first rate limit of a round narrows it."""
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -525,13 +533,18 @@ class Limiter:
             else max(0.0, self._opens_at - asyncio.get_running_loop().time())
         )
 
+    def enter(self) -> bool:
+        """Take a slot if one is free. Returns False if ``acquire`` must wait for it."""
+        if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
+            return False
+        self.in_flight += 1
+        return True
+
     async def acquire(self) -> int:
         """Wait for a slot. Returns the round, to be passed to ``slow_down``."""
-        if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
+        if not self.enter():
             await self._wait_for_slot()
-        else:
-            self.in_flight += 1
-        return self._round
+        return self.round
 
     def release(self) -> None:
         self.in_flight -= 1
@@ -546,8 +559,8 @@ class Limiter:
 
     def slow_down(self, round: int, pause_s: float) -> None:
         """Record a rate limit of a request from ``round`` and admit no request for ``pause_s``."""
-        if round == self._round:
-            self._round += 1
+        if round == self.round:
+            self.round += 1
             self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
         opens_at = asyncio.get_running_loop().time() + pause_s
         if self._opens_at is None or opens_at > self._opens_at:

@@ -144,7 +144,8 @@ class DirectCalls:
         call = _DirectCall(self, question, emit, recorded, spent or ResourceAmount())
         limits = self.setup.limits
         try:
-            async with asyncio.timeout(limits.max_seconds):
+            now_s = asyncio.get_running_loop().time()
+            with self._pool.deadlines.at(now_s + limits.max_seconds):
                 return await answer_plainly(
                     call.ask, self.client.name, self.messages(question), question.kind, self._cut
                 )
@@ -254,8 +255,10 @@ class _DirectAccount:
 
     def _check_question(self) -> None:
         """Raise LimitReached if the question's own limit does not allow the attempt."""
-        limit, call = self._call.calls.limit, self._call
-        total = call.spent.plus(self._reservation.amount)
+        limit, call, amount = self._call.calls.limit, self._call, self._reservation.amount
+        if not call.spent.calls and amount.within(limit):
+            return
+        total = call.spent.plus(amount)
         for stop, used, most, unit in (
             (Stop.MAX_CALLS, total.calls, limit.calls, "{:,} calls"),
             (Stop.MAX_TOKENS, total.tokens, limit.tokens, "{:,} tokens"),

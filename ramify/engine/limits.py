@@ -129,10 +129,17 @@ class ResourceAmount(NamedTuple):
             self.calls + other.calls, self.tokens + other.tokens, self.cost + other.cost
         )
 
+    def within(self, limit: ResourceAmount) -> bool:
+        """Whether no part of it is more than that of ``limit``."""
+        return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
+
     def minus(self, other: ResourceAmount) -> ResourceAmount:
         return ResourceAmount(
             self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost
         )
+
+
+_NOTHING = ResourceAmount()
 
 
 def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> ResourceAmount:
@@ -197,7 +204,7 @@ class Ledger:
         self.owner = owner
         self.spent = ResourceAmount()
         self.outstanding = ResourceAmount()
-        self.held = ResourceAmount()
+        self.held = _NOTHING
         self.usage = Usage()
         self.cost: float | None = 0.0 if priced else None
         self.refusals: dict[Stop, str] = {}
@@ -273,7 +280,8 @@ class Ledger:
     async def _reserve(self, amount: ResourceAmount) -> None:
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining
-        if is_next and self._first_exceeded(self._committed().plus(total)) is None:
+        committed = self.spent if self.held is _NOTHING else self._committed()
+        if is_next and self._first_exceeded(committed.plus(total)) is None:
             self.outstanding = total
             return
         exceeded = self.would_pass(amount)

@@ -22,6 +22,7 @@ map has one writer, as a run has. Not here: what the lines of a whole journal me
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import tempfile
 import time
@@ -43,7 +44,13 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.private_files import FsyncFlusher, keep_reserve, make_folder
+from ramify.store.private_files import (
+    Fsync,
+    FsyncFlusher,
+    keep_reserve,
+    make_folder,
+    sync_folder,
+)
 from ramify.types.message import Finish, Usage
 
 _VERSION = 1
@@ -272,10 +279,17 @@ _decode = msgspec.json.Decoder(MapLine).decode
 class MapJournal:
     """A map's journal that is open for writing."""
 
-    def __init__(self, path: Path, fd: int, chain: ChecksumChain, temporary: Any = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        chain: ChecksumChain,
+        temporary: Any = None,
+        fsync: Fsync = os.fsync,
+    ) -> None:
         """``temporary`` is the folder of a journal that is not kept."""
         self.path = path
-        self._file = LineWriter(path, fd, FsyncFlusher(), chain)
+        self._file = LineWriter(path, fd, FsyncFlusher(fsync), chain)
         self._secrets = SecretRedactor()
         self._temporary = temporary
         self.num_questions = 0
@@ -318,33 +332,42 @@ class MapJournal:
 class MapStore:
     """The journals of maps in the folder of a store."""
 
-    def __init__(self, root: Path) -> None:
-        """``root`` is the folder of the store."""
+    def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
+        """``root`` is the folder of the store, and ``fsync`` flushes an open file to its disk."""
         self.root = root
         self.folder = root / "maps"
+        self._fsync = fsync
 
     def create(self, header: MapHeader) -> MapJournal:
         """Create the journal of a new map."""
         keep_reserve(self.root)
-        path = make_folder(self.folder) / f"{header.id}.jsonl"
+        path = make_folder(self.folder, self._fsync) / f"{header.id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        journal = MapJournal(path, fd, ChecksumChain())
-        journal.append(MapLine(map=header))
+        journal = MapJournal(path, fd, ChecksumChain(), fsync=self._fsync)
+        try:
+            journal.append(MapLine(map=header))
+            sync_folder(self.folder, self._fsync)  # the file's name
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                journal.close()
+            path.unlink(missing_ok=True)
+            raise
         return journal
 
     def reopen(self, path: Path) -> MapJournal:
         """Open the journal of an earlier map to continue it. An incomplete last line is cut
         off. Raises RunInUse while another process writes it."""
+        keep_reserve(self.root)
         try:
             fd = open_locked(path, 0)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         try:
             cut_torn_line(fd)
-            return MapJournal(path, fd, chain_at_end(fd, path))
+            return MapJournal(path, fd, chain_at_end(fd, path), fsync=self._fsync)
         except BaseException:
             writer_file(path).unlink(missing_ok=True)
             os.close(fd)

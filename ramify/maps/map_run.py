@@ -299,7 +299,7 @@ class MapRun:
                 f"a map is kept in the folder of a store, and a {type(store).__name__} has none: "
                 "give ramify.Store(), or no store"
             )
-        maps = None if store is None else MapStore(store.root)
+        maps = None if store is None else MapStore(store.root, store.fsync)
         headers = [] if maps is None else list(maps.headers())
         found = next((path for path, header in headers if header.key == self._key), None)
         if out is not None and out.exists():
@@ -458,8 +458,11 @@ class MapRun:
                 )
                 self._estimate = msgspec.structs.replace(whole, is_batch=self.request.batch)
             if self._stop in ("done", "limit") or self.request.is_part:
-                await self._finish(rows)
-                output.finish()
+                try:
+                    await self._finish(rows)
+                    output.finish()
+                except StoreError as error:
+                    self._stop, self._reason = "suspended", str(error)
 
     async def _worker(self) -> None:
         try:

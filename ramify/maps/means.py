@@ -119,12 +119,13 @@ class PlainCallMeans(RowMeans):
 
     async def answer(self, asked: AskedRow) -> RowOutcome:
         row = _DirectRow(self._journal, asked, self._question, self._began)
-        replies = asked.replies
-        spent = ResourceAmount(
-            len(replies),
-            sum(reply.usage.total_tokens for reply in replies),
-            sum(reply.cost or 0.0 for reply in replies),
-        )
+        replies, spent = asked.replies, None
+        if replies:
+            spent = ResourceAmount(
+                len(replies),
+                sum(reply.usage.total_tokens for reply in replies),
+                sum(reply.cost or 0.0 for reply in replies),
+            )
         began = time.perf_counter()
         outcome = await self._calls.answer(asked.question, row.record, replies, spent)
         seconds = time.perf_counter() - began

@@ -181,6 +181,7 @@ class Store(RunStore):
         folder = Path(root).expanduser() if root is not None else default_root()
         self.root = make_folder(folder, fsync)
         self._runs = make_folder(self.root / "runs", fsync)
+        self.fsync = fsync
         self._flusher = FsyncFlusher(fsync)
         self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
         self._index = RunIndex(self.root / "index.sqlite")
