@@ -105,6 +105,6 @@ class Deadline:
             self._deadlines.remove(self)
             return
         assert task is not None
-        # Somebody else may have cancelled the task, too: that is then what ended it.
+        # If another task cancelled this one, too, that is what ended it.
         if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error

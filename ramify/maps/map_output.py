@@ -129,11 +129,11 @@ class _File(MapOutput):
         """Write what is buffered, and close the file."""
 
     def _failed(self, error: OSError) -> StoreError:
-        # An error of Arrow has a number, and a text of its own.
+        # The text of an error from Arrow is longer than that of its number.
         why = os.strerror(error.errno).lower() if error.errno else str(error)
         return StoreError(
-            f"cannot write {self.path}: {why}; the answers are in the map's journal: make room, and "
-            "give the same command again"
+            f"cannot write {self.path}: {why}; the answers are in the map's journal: make room, "
+            "and give the same command again"
         )
 
 
