@@ -53,6 +53,23 @@ class CallHistory(msgspec.Struct):
             replies=list(self.replies),
         )
 
+    def up_to(self, num_messages: int, num_turns: int) -> CallHistory:
+        """Return the history of a second continuation from an earlier reply, after which it had
+        ``num_messages`` messages and ``num_turns`` turns, and which only grew since."""
+        if num_messages == len(self.messages):
+            return self.copy()
+        replies = [each for each in self.replies if each[0] <= num_messages]
+        is_known = bool(replies) and replies[-1][0] == num_messages
+        return msgspec.structs.replace(
+            self,
+            messages=self.messages[:num_messages],
+            surprisals=self.surprisals[:num_turns],
+            max_tokens=self.max_tokens[: num_messages + 1],
+            counted=None,
+            ids=self.ids[: replies[-1][1]] if is_known else (),
+            replies=replies if is_known else [],
+        )
+
     def max_input_tokens(self, reused: int, new: Request) -> int:
         """Upper bound on the prompt of a request that has the first ``reused`` messages before
         those of ``new``: the server's own count for the messages it has seen, and bytes for the
@@ -180,19 +197,23 @@ class LiveCall:
         """Return what ``next_child`` would."""
         return f"{self.id}.{self.num_children}"
 
-    def forked(self) -> LiveCall:
-        """Return a new call that continues this one from here, as another branch of it."""
+    def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
+        """Return a new call that continues this one as another branch of it: from here, or after
+        its first ``num_turns`` turns, when it had ``num_messages`` messages."""
         self.num_forks += 1
+        num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(
             f"{self.id}:{self.num_forks}",
-            "rlm",
+            self.kind,
             self.client,
             self.depth,
             self.question,
             context=self.context,
-            history=self.history.copy(),
+            history=self.history.copy()
+            if num_turns is None
+            else self.history.up_to(num_messages, num_before),
         )
-        call.num_turns_before = self.num_turns_before + self.turn
+        call.num_turns_before = num_before
         return call
 
     def finish_turn(

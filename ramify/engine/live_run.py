@@ -34,7 +34,7 @@ from ramify.errors import ReplyCut
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
-from ramify.types.trajectory import Fork, Stop
+from ramify.types.trajectory import CallCause, Fork, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
@@ -163,7 +163,9 @@ class LiveRun:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def begin(self, call: LiveCall, fork: Fork | None = None) -> None:
+    def begin(
+        self, call: LiveCall, fork: Fork | None = None, cause: CallCause | None = None
+    ) -> None:
         self.recorder.emit(
             CallStarted(
                 at_s=self.recorder.now(),
@@ -175,6 +177,7 @@ class LiveRun:
                 parent=call.parent,
                 fork=fork,
                 context=context_ref(call.context),
+                cause=cause,
             )
         )
 

@@ -1,35 +1,37 @@
 """Conversations that code outside of the engine holds with the models of a run: an environment with
 its own loop, or an agent that was written elsewhere.
 
-    environment ── ask(messages, thread) ──> the call that these messages continue ── turn ──> reply
-                                             or a new call, if they continue none
+    agent ── replies(messages, thread) ──> the turn that these messages follow ── turn ──> replies
+                                           (agent_threads.py), or a new call
 
-Requests are recorded, budgeted and retried as those of the engine's own loop. A request whose
-messages begin with a whole earlier conversation of its thread is that call's next turn: the earlier
-token ids are extended and never tokenized again. Any other request begins a new call: the first one
-of a thread, one with other tools, one whose history was rewritten, and one that arrives while the
-conversation that it would continue still waits for a reply.
+Requests are recorded, budgeted and retried as those of the engine's own loop. A request that
+continues an earlier one is the next turn of its call: the earlier token ids are extended and never
+tokenized again. Any other request begins a new call, or a fork of the call whose first turns it
+shares. The call records the cause (``CallCause``). Several replies to one request are the next turn
+of the call and forks that share its prompt.
 
-Not here: who decides what is asked (``TaskStart.conduct``), and the reward.
+Not here: which turn a request follows (see ``agent_threads.py``), who decides what is asked
+(``TaskStart.conduct``), and the reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ramify.clients.base import Tool
+from ramify.clients.base import KnownPrefix, Sampling, Tool
+from ramify.engine.agent_threads import AgentCall, AgentThread, AgentTurn, RequestPlace
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import CallHistory, LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, sendable
-from ramify.types.trajectory import Stop
+from ramify.types.trajectory import CallCause, Fork, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.resources import LoopResources
@@ -37,16 +39,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ExternalCall(msgspec.Struct):
-    """A call whose requests come from code outside of the engine."""
+class _AgentRequest(msgspec.Struct, frozen=True):
+    """One request of an agent."""
 
-    call: LiveCall
+    messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
-    """Tools of its first request."""
-    is_waiting: bool = False
-    """True while it waits for a reply."""
-    stop: Stop = Stop.FINAL
-    """The limit that ended it, if one did."""
+    schema: dict[str, Any] | None
+    depth: int
+    learns: bool
+    num_replies: int
+    sampling: Sampling | None
 
 
 class ModelConversations:
@@ -56,8 +58,10 @@ class ModelConversations:
         self._run = run
         self._resources = resources
         self._question = question
-        self._threads: dict[str, list[ExternalCall]] = {}
+        self._threads: dict[str, AgentThread] = {}
         self._num_calls = 0
+        self._num_other_sampling = 0
+        """Requests whose temperature or top-p had no effect."""
         # Requests may arrive in tasks of a server that serves several runs. Clients and logs tell
         # runs apart by context variables.
         self._context = contextvars.copy_context()
@@ -73,7 +77,8 @@ class ModelConversations:
 
     def calls(self, thread: str) -> list[str]:
         """Ids of the calls of ``thread``, in order of creation."""
-        return [each.call.id for each in self._threads.get(thread, ())]
+        known = self._threads.get(thread)
+        return [] if known is None else [each.call.id for each in known.calls]
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
         """Enter ``open()`` if no run of this RLM has done so on this event loop, and return its
@@ -89,100 +94,179 @@ class ModelConversations:
         schema: dict[str, Any] | None = None,
         depth: int = 0,
         learns: bool = True,
+        sampling: Sampling | None = None,
     ) -> Reply:
-        """Return the reply to ``messages``.
+        """Return the only reply of ``replies``."""
+        replies = await self.replies(
+            messages,
+            thread=thread,
+            tools=tools,
+            schema=schema,
+            depth=depth,
+            learns=learns,
+            sampling=sampling,
+        )
+        return replies[0]
 
-        ``depth`` chooses the model: 0 is the root's. With ``learns=False``, the reply is recorded
-        without token ids, so no training learns from it. Raises ModelError if the model gave no
-        reply, and LimitReached if the run may not ask any more.
+    async def replies(
+        self,
+        messages: Sequence[Message],
+        *,
+        thread: str = "",
+        tools: tuple[Tool, ...] = (),
+        schema: dict[str, Any] | None = None,
+        depth: int = 0,
+        learns: bool = True,
+        num_replies: int = 1,
+        sampling: Sampling | None = None,
+    ) -> tuple[Reply, ...]:
+        """Return ``num_replies`` independent replies to ``messages``.
+
+        ``thread`` names the agent: only its own conversations are continued. ``depth`` chooses the
+        model: 0 is the root's. With ``learns=False``, replies are recorded without token ids, so no
+        training learns from them. Of ``sampling``, ``max_tokens`` and ``stop`` apply; the run's own
+        temperature and top-p stay, so that log-probabilities are those of the policy. The
+        ``prompt_ids`` of a reply are those of its whole prompt.
+
+        Raises ModelError if the model did not give every reply, LimitReached if the run may not ask
+        any more, and ConfigError if the model's template cannot write the messages.
         """
         given = tuple(map(sendable, messages))
+        request = _AgentRequest(given, tools, schema, depth, learns, num_replies, sampling)
         # The task inherits the run's context, and is cancelled with its caller.
         asking = asyncio.get_running_loop().create_task(
-            self._ask(given, thread, tools, schema, depth, learns), context=self._context.copy()
+            self._replies(request, self._threads.setdefault(thread, AgentThread())),
+            context=self._context.copy(),
         )
         return await asking
 
-    async def _ask(
-        self,
-        messages: tuple[Message, ...],
-        thread: str,
-        tools: tuple[Tool, ...],
-        schema: dict[str, Any] | None,
-        depth: int,
-        learns: bool,
-    ) -> Reply:
-        run = self._run
-        async with self._turn_of(messages, thread, tools, depth, learns) as external:
-            call = external.call
-            stop = run.must_stop(call)
-            if stop is not None:
-                reason = run.reason(CallOutcome(stop), call.turn, depth)
-                raise LimitReached(reason or f"the run is closing ({stop})", stop)
-            new = messages[len(call.messages) :]
-            return await run.requests.ask(call, new, schema=schema, tools=tools)
+    async def _replies(self, request: _AgentRequest, thread: AgentThread) -> tuple[Reply, ...]:
+        client = self._run.models.rlm(request.depth)
+        self._note_sampling(request)
+        place = thread.place(request.messages, request.tools, client, request.depth, request.learns)
+        first, start = self._opened(thread, request, place)
+        new = request.messages[start:]
+        num_turns = len(first.turns)
+        more = [
+            self._forked(thread, first, num_turns, CallCause.SAMPLE)
+            for _ in range(1, request.num_replies)
+        ]
+        known = _moved(place.known, len(first.call.messages) - start)
+        calls = [first, *more]
+        for each in calls:
+            each.asked = new
+            each.first = each.first or new
+        results = await asyncio.gather(
+            *(self._turn(each, new, request, known) for each in calls), return_exceptions=True
+        )
+        replies = [each for each in results if isinstance(each, Reply)]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return tuple(replies)
 
-    @asynccontextmanager
-    async def _turn_of(
-        self,
-        messages: tuple[Message, ...],
-        thread: str,
-        tools: tuple[Tool, ...],
-        depth: int,
-        learns: bool,
-    ) -> AsyncIterator[ExternalCall]:
-        """Yield the call that this request continues, or a new one. No other request can continue
-        it until the block ends."""
-        external = self._continued(messages, thread, tools)
-        if external is None:
-            external = self._begun(thread, tools, depth, learns)
-        external.is_waiting = True
-        try:
-            yield external
-        except LimitReached as error:
-            external.stop = Stop(error.stop)
-            raise
-        finally:
-            external.is_waiting = False
-
-    def _continued(
-        self, messages: tuple[Message, ...], thread: str, tools: tuple[Tool, ...]
-    ) -> ExternalCall | None:
-        """Return the call with the longest conversation that is a prefix of ``messages``."""
-        found: ExternalCall | None = None
-        for each in self._threads.get(thread, ()):
-            before = each.call.messages
-            if each.is_waiting or each.tools != tools or len(before) >= len(messages):
-                continue
-            is_longer = found is None or len(before) > len(found.call.messages)
-            if before and is_longer and all(map(_is_same, before, messages)):
-                found = each
-        return found
+    def _opened(
+        self, thread: AgentThread, request: _AgentRequest, place: RequestPlace
+    ) -> tuple[AgentCall, int]:
+        """Return (the call whose next turn the request is, number of the request's messages that
+        the call has). The call is new unless the request continues one."""
+        if place.call is None:
+            return self._begun(thread, request, place.cause), 0
+        if place.cause is None:
+            return place.call, place.start
+        return self._forked(thread, place.call, place.num_turns, place.cause), place.start
 
     def _begun(
-        self, thread: str, tools: tuple[Tool, ...], depth: int, learns: bool
-    ) -> ExternalCall:
+        self, thread: AgentThread, request: _AgentRequest, cause: CallCause | None
+    ) -> AgentCall:
+        depth, learns = request.depth, request.learns
         client = self._run.models.rlm(depth)
         history = CallHistory(keeps_ids=learns)
         call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, history=history)
         self._num_calls += 1
-        external = ExternalCall(call, tools)
-        self._threads.setdefault(thread, []).append(external)
-        self._run.begin(call)
-        return external
+        begun = AgentCall(call, request.tools, learns)
+        thread.calls.append(begun)
+        self._run.begin(call, cause=cause)
+        return begun
+
+    def _forked(
+        self, thread: AgentThread, origin: AgentCall, num_turns: int, cause: CallCause
+    ) -> AgentCall:
+        """Return a new call that continues ``origin`` after its first ``num_turns`` turns."""
+        num_messages = origin.end_of(num_turns)
+        call = origin.call.forked(num_turns, num_messages)
+        fork = AgentCall(call, origin.tools, origin.learns, num_messages)
+        thread.calls.append(fork)
+        self._run.begin(call, Fork(origin.call.id, num_turns - 1), cause)
+        return fork
+
+    async def _turn(
+        self,
+        each: AgentCall,
+        new: tuple[Message, ...],
+        request: _AgentRequest,
+        known: KnownPrefix | None,
+    ) -> Reply:
+        """Ask for the next turn of a call, which no other request can continue meanwhile."""
+        run, call = self._run, each.call
+        try:
+            stop = run.must_stop(call)
+            if stop is not None:
+                num_turns = call.num_turns_before + call.turn
+                reason = run.reason(CallOutcome(stop), num_turns, request.depth)
+                raise LimitReached(reason or f"the run is closing ({stop})", stop)
+            reply = await run.requests.ask(
+                call,
+                new,
+                schema=request.schema,
+                tools=request.tools,
+                known=known,
+                asked=request.sampling,
+            )
+        except LimitReached as error:
+            each.stop = Stop(error.stop)
+            raise
+        finally:
+            each.asked = None
+        ids = call.history.ids
+        num_prompt_ids = len(ids) - len(reply.token_ids or ()) if ids else 0
+        each.turns.append(
+            AgentTurn(len(call.messages), num_prompt_ids, len(ids), call.messages[-1])
+        )
+        prompt_ids = ids[:num_prompt_ids] if ids else None
+        return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
+
+    def _note_sampling(self, request: _AgentRequest) -> None:
+        """Count a request that asks for another temperature or top-p than the run's."""
+        if request.sampling is None:
+            return
+        own = self._run.requests.lengths.sampling_of(self._run.models.rlm(request.depth))
+        asked = request.sampling
+        self._num_other_sampling += any(
+            wanted is not None and wanted != have
+            for wanted, have in (
+                (asked.temperature, own.temperature),
+                (asked.top_p, own.top_p),
+                (asked.top_k, own.top_k),
+            )
+        )
 
     def end(self, outcome: CallOutcome) -> None:
         """Record the end of every call. ``outcome`` is that of the run."""
-        for each in (each for thread in self._threads.values() for each in thread):
+        calls = [each for thread in self._threads.values() for each in thread.calls]
+        if self._num_other_sampling and calls:
+            self._run.note(
+                calls[0].call,
+                f"{self._num_other_sampling} requests asked for another temperature, top-p or "
+                "top-k than the run's, which had no effect",
+            )
+        for each in calls:
             replies = [message for message in each.call.messages if message.role == "assistant"]
             answer = replies[-1].content if replies else None
             own = CallOutcome(each.stop, answer) if outcome.stop is Stop.FINAL else outcome
             self._run.end(each.call, own)
 
 
-def _is_same(ours: Message, theirs: Message) -> bool:
-    """Return True if ``theirs`` is the same message as ``ours``, sent back by another program.
-    Programs may drop the reasoning of earlier replies."""
-    if theirs.reasoning is None and ours.reasoning is not None:
-        ours = msgspec.structs.replace(ours, reasoning=None)
-    return ours == theirs
+def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
+    """Return ``known`` with ``by`` more messages before the request's own."""
+    return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, ReplyPiece, Request, Tool
+from ramify.clients.base import Client, KnownPrefix, ReplyPiece, Request, Sampling, Tool
 from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
 from ramify.engine.arriving_replies import arriving_reply
@@ -106,9 +106,15 @@ class ModelRequests:
         tools: tuple[Tool, ...] = (),
         last_word: Stop | None = None,
         longer: int = 1,
+        known: KnownPrefix | None = None,
+        asked: Sampling | None = None,
     ) -> Reply:
         """Take the next turn of ``call``, whose prompt is its first ``reused`` messages (default:
         all) followed by ``new``.
+
+        ``known`` has the ids of the prompt's first messages, if they are more than those of the
+        call so far. ``asked`` is the sampling that an outside agent asks for, of which
+        ``max_tokens`` and ``stop`` count.
 
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
         ``longer`` multiplies the reply's maximum length. Raises ModelError if the model gave no
@@ -122,13 +128,18 @@ class ModelRequests:
             limit = min(limit, self._last_word_tokens(call))
             if call.parent is None and self._last_word_limit is not None:
                 limit = min(limit, self._last_word_limit)
+        if asked is not None:
+            limit = min(limit, asked.max_tokens)
         messages = tuple(map(sendable, new))
         if recording is not None and last_word is None:
             messages = recording.edited(call.id, call.turn, messages)
         is_direct = call.kind == "lm" and call.parent is None
         if is_direct and recording is None:
             limit = self._affordable(call, messages, limit)
-        turn = TurnRequest(self, call, messages, reused, schema, tools, last_word, limit)
+        stop = asked.stop if asked is not None else ()
+        turn = TurnRequest(
+            self, call, messages, reused, schema, tools, last_word, limit, known=known, stop=stop
+        )
         found = self._found(turn)
         if found is not None:
             turn.announce()  # as in the recorded run
@@ -347,12 +358,19 @@ class TurnRequest:
         tools: tuple[Tool, ...],
         last_word: Stop | None,
         max_tokens: int,
+        *,
+        known: KnownPrefix | None = None,
+        stop: tuple[str, ...] = (),
     ) -> None:
+        """``stop`` has texts that end the reply, in addition to those of the run."""
         sampling = requests.lengths.sampling_of(call.client)
+        if stop:
+            every = tuple(dict.fromkeys([*sampling.stop, *stop]))
+            sampling = msgspec.structs.replace(sampling, stop=every)
         if max_tokens != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)
-        known = call.history.known_ids(reused)
+        known = known or call.history.known_ids(reused)
         self.call = call
         self.last_word = last_word
         model = call.client.name

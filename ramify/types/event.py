@@ -23,6 +23,7 @@ from ramify.types.trajectory import (
     SCHEMA_VERSION,
     Annotation,
     Call,
+    CallCause,
     CallKind,
     Cell,
     ContextRef,
@@ -76,6 +77,8 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     parent: Parent | None = None
     fork: Fork | None = None
     context: ContextRef | None = None
+    cause: CallCause | None = None
+    """Why an outside agent's request began it; None for calls of the engine's own loop."""
 
 
 class RequestStarted(Event, frozen=True, tag="Requested"):
@@ -297,7 +300,10 @@ class TrajectoryFold:
                     fork=event.fork,
                     context=event.context,
                     started_s=event.at_s,
+                    cause=event.cause,
                 )
+                if event.cause is not None:
+                    self._count(f"calls.{event.cause}")
                 self._calls[event.id] = call
                 self.trajectory.calls.append(call)
             case RequestStarted():
@@ -314,6 +320,8 @@ class TrajectoryFold:
                     request.reused, request.prompt, event.reply, reused_ids=event.reused_ids
                 )
                 self._compare_ids(call, turn)
+                if call.cause is not None and call.turns:
+                    self._count("turns.continued")
                 call.turns.append(turn)
                 self._charge(call, event.reply.usage, event.reply.cost)
             case CellRan():
@@ -387,12 +395,10 @@ class TrajectoryFold:
             )
 
     def _turn_before(self, call: Call) -> Turn | None:
-        while not call.turns and call.fork is not None:
-            origin = self._calls[call.fork.call]
-            if call.fork.turn >= 0:
-                return origin.turns[call.fork.turn]
-            call = origin
-        return call.turns[-1] if call.turns else None
+        num = len(call.turns)
+        while not num and call.fork is not None:
+            num, call = call.fork.turn + 1, self._calls[call.fork.call]
+        return call.turns[num - 1] if num else None
 
     def _count(self, name: str) -> None:
         self.trajectory.metrics[name] = self.trajectory.metrics.get(name, 0) + 1

@@ -65,6 +65,45 @@ _TRUNCATED = {
 }
 
 
+class CallCause(enum.StrEnum):
+    """Why a request of an outside agent began a call instead of continuing an earlier one
+    (``docs/agent-trees.md``)."""
+
+    NEW = "new"
+    """It has no reply of an earlier call: a first request, a sub-agent, a summary."""
+    SAMPLE = "sample"
+    """A further reply to one request that asked for several (``n``)."""
+    REPEATED = "repeated"
+    """Its prompt was sent before, and is answered again."""
+    BRANCH = "branch"
+    """It continues an earlier reply with other messages than those that were sent after it."""
+    TOOLS = "tools"
+    """It offers other tools than the conversation that it repeats."""
+    THINKING = "thinking"
+    """The client dropped or changed the reasoning of a reply."""
+    WHITESPACE = "whitespace"
+    """The client changed only the whitespace of a message."""
+    ARGUMENTS = "arguments"
+    """The client wrote the JSON of a tool call's arguments differently."""
+    MERGED = "merged"
+    """The client joined several messages to one, or split one into several."""
+    TRUNCATED = "truncated"
+    """The client left out messages."""
+    COMPACTED = "compacted"
+    """The client replaced messages by one that was not sent before, such as a summary."""
+    EDITED = "edited"
+    """The client changed the text of a message in another way."""
+    TEMPLATE = "template"
+    """The client changed nothing, but the chat template writes an earlier message differently."""
+
+    def is_rewritten(self) -> bool:
+        """True if the client sent its history back differently from how it was sent before."""
+        return self not in _NOT_REWRITTEN
+
+
+_NOT_REWRITTEN = {CallCause.NEW, CallCause.SAMPLE, CallCause.REPEATED, CallCause.BRANCH}
+
+
 class FileReference(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file on this machine, as it was when it was read."""
 
@@ -196,6 +235,8 @@ class Call(msgspec.Struct, omit_defaults=True):
     ended_s: float | None = None
     reason: str = ""
     """One sentence on why the call ended; empty for ``FINAL`` and in older journals."""
+    cause: CallCause | None = None
+    """Why it began, if an outside agent asked for it; None for calls of the engine's own loop."""
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient, Store
-from ramify.clients.base import Tool
+from ramify.clients.base import Sampling, Tool
 from ramify.engine.model_conversations import ModelConversations
 from ramify.errors import LimitReached
 from ramify.tasks.base import TaskStart
+from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, VersionSpan
-from ramify.types.trajectory import Stop
+from ramify.types.trajectory import Fork, Stop
 
 Conduct = Callable[[ModelConversations], Awaitable[Any]]
 
@@ -49,11 +50,11 @@ def test_request_continues_the_call_whose_conversation_it_begins_with() -> None:
         await model.ask([*talk, second.message, user("c")])
         await model.ask([user("a"), Message("assistant", "another reply"), user("b")])  # rewritten
         await model.ask([user("a")])  # again from the start
-        await model.ask([*talk, second.message, user("d")])  # it begins with the last call, too
+        await model.ask([*talk, second.message, user("d")])  # from the middle
         await model.ask([user("a")], thread="other")
         look = Tool("look", "Look.", {"type": "object", "properties": {}})
         await model.ask([user("a"), first.message, user("b")], tools=(look,))
-        assert model.calls("other") == ["3"]
+        assert model.calls("other") == ["2"]
         return "done"
 
     result = conducted(conduct)
@@ -61,11 +62,29 @@ def test_request_continues_the_call_whose_conversation_it_begins_with() -> None:
     assert shape(result) == [
         ("0", 3, Stop.FINAL),
         ("1", 1, Stop.FINAL),
-        ("2", 2, Stop.FINAL),
+        ("0:1", 1, Stop.FINAL),
+        ("0:2", 1, Stop.FINAL),
+        ("2", 1, Stop.FINAL),
         ("3", 1, Stop.FINAL),
-        ("4", 1, Stop.FINAL),
     ]
-    turns = result.trajectory.calls[0].turns
+    calls = result.trajectory.calls
+    assert [(call.cause, call.fork) for call in calls] == [
+        ("new", None),
+        ("edited", None),
+        ("repeated", Fork("0", -1)),
+        ("branch", Fork("0", 1)),
+        ("new", None),
+        ("tools", None),
+    ]
+    assert result.trajectory.metrics == {
+        "calls.new": 2,
+        "calls.edited": 1,
+        "calls.repeated": 1,
+        "calls.branch": 1,
+        "calls.tools": 1,
+        "turns.continued": 2,
+    }
+    turns = calls[0].turns
     assert [(turn.reused, [m.content for m in turn.prompt]) for turn in turns] == [
         (0, ["a"]),
         (2, ["b"]),
@@ -92,7 +111,61 @@ def test_a_conversation_that_waits_for_a_reply_is_not_continued() -> None:
         await asyncio.gather(*(model.ask(talk) for _ in range(3)))
 
     result = conducted(conduct, ScriptedClient(reply))
-    assert sorted(len(call.turns) for call in result.trajectory.calls) == [1, 2, 2]
+    assert shape(result) == [
+        (id, num, Stop.FINAL) for id, num in {"0": 2, "0:1": 2, "0:2": 1}.items()
+    ]
+    third = result.trajectory.calls[2]
+    assert (third.cause, third.fork) == ("repeated", Fork("0", 0))
+
+
+def test_several_replies_to_one_request_are_forks_that_share_its_prompt() -> None:
+    numbers = iter(range(10))
+
+    async def conduct(model: ModelConversations) -> None:
+        first = await model.ask([user("a")])
+        talk = [user("a"), first.message, user("b")]
+        for reply in await model.replies(talk, num_replies=3):
+            await model.ask([*talk, reply.message, user("c")])
+
+    result = conducted(conduct, ScriptedClient(lambda messages: str(next(numbers))))
+    trajectory = result.trajectory
+    assert [(call.id, call.fork, len(call.turns)) for call in trajectory.calls] == [
+        ("0", None, 3),
+        ("0:1", Fork("0", 0), 2),
+        ("0:2", Fork("0", 0), 2),
+    ]
+    assert [
+        [message.content for message in trajectory.conversation(call)] for call in trajectory.calls
+    ] == [["a", "0", "b", number, "c", last] for number, last in ("14", "25", "36")]
+    assert trajectory.metrics == {"calls.new": 1, "calls.sample": 2, "turns.continued": 4}
+
+
+def test_a_request_decides_its_length_and_stop_texts_and_not_its_temperature() -> None:
+    client = ScriptedClient(lambda messages: "yes")
+
+    async def conduct(model: ModelConversations) -> None:
+        wanted = Sampling(max_tokens=7, temperature=0.2, stop=("END",))
+        await model.ask([user("a")], sampling=wanted)
+        await model.ask([user("b")], sampling=Sampling(max_tokens=10**6))
+
+    notes: list[str] = []
+
+    def listen(event: Any) -> None:
+        if isinstance(event, NoteAdded):
+            notes.append(event.text)
+
+    async def run() -> None:
+        async with RLM(client, sampling=Sampling(temperature=1.0, max_tokens=100)) as rlm:
+            await rlm.start(TaskStart(conduct=conduct), "play", on_event=listen)
+
+    asyncio.run(run())
+    first, second = (request.sampling for request in client.requests)
+    assert (first.max_tokens, first.stop, first.temperature) == (7, ("END",), 1.0)
+    assert (second.max_tokens, second.stop, second.temperature) == (100, (), 1.0)
+    assert notes == [
+        "1 requests asked for another temperature, top-p or top-k than the run's, which had no "
+        "effect"
+    ]
 
 
 def test_replies_that_must_not_be_learnt_from_have_no_ids() -> None:
