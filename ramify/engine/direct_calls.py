@@ -1,7 +1,7 @@
 """Plain calls outside of any run, for work that asks many small questions: one budget, one
 client, and a few events for each question instead of a journal and a trajectory.
 
-    calls = DirectCalls(setup, models, pool, budget)         RLM.direct_calls opens them
+    calls = DirectCalls(setup, models, budget)         RLM.direct_calls opens them
     await calls.answer(question, emit) ──> CallOutcome
          │                        └── DirectRequest, DirectReply, DirectFailure, before each is
          │                            acted on; who records them can resume the question
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.clients.pool import ClientPool, priced
+from ramify.clients.pool import priced
 from ramify.engine.answering import way_to_answer
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.limits import Ledger, Reservation, ResourceAmount, bound
@@ -74,9 +74,7 @@ DirectEvent = DirectRequest | DirectReply | DirectFailure
 class DirectCalls:
     """Answers small questions with one plain call each. Lives on one event loop."""
 
-    def __init__(
-        self, setup: RlmSetup, models: RunModels, pool: ClientPool, budget: Ledger
-    ) -> None:
+    def __init__(self, setup: RlmSetup, models: RunModels, budget: Ledger) -> None:
         """``budget`` is that of all calls; the limits of ``setup`` hold for each question."""
         self.setup = setup
         self.client = models.rlm(0)
@@ -85,7 +83,7 @@ class DirectCalls:
         """What one question may use."""
         check_prices(setup.limits, models.all)
         self._models = models
-        self._pool = pool
+        self._pool = models.pool
         lengths = ReplyLengths(setup, models, self.limit)
         text_tokens, self._setting = lengths.text_limit(self.client, 0, False)
         reasoning_tokens = lengths.reasoning_tokens(self.client)

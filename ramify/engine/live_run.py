@@ -74,7 +74,6 @@ class LiveRun:
         self.requests = ModelRequests(
             setup,
             models,
-            resources.pool,
             recorder,
             self.ending,
             under_way,

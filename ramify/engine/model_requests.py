@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, ReplyPiece, Request, Sampling, Tool
-from ramify.clients.pool import ClientPool
 from ramify.engine import observe, retool
 from ramify.engine.arriving_replies import arriving_reply
 from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
@@ -58,7 +57,6 @@ class ModelRequests:
         self,
         setup: RlmSetup,
         models: RunModels,
-        pool: ClientPool,
         recorder: EventRecorder,
         ending: RunEnding,
         under_way: set[TurnRequest],
@@ -73,7 +71,6 @@ class ModelRequests:
         clients = models.all
         self.setup = setup
         self.models = models
-        self.pool = pool
         self.recorder = recorder
         self.ending = ending
         self.under_way = under_way
@@ -148,7 +145,7 @@ class ModelRequests:
             self._check_open(turn)
             try:
                 async with ending.until_deadline() if last_word else ending.until_closing():
-                    reply = await self.pool.ask(
+                    reply = await self.models.pool.ask(
                         call.client,
                         turn.request,
                         turn,

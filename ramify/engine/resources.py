@@ -56,6 +56,8 @@ class RunModels:
         sub_model: Sequence[Model | Client],
         pool: ClientPool,
     ) -> None:
+        self.pool = pool
+        """What connected the clients, and what their requests are sent through."""
         self._bound: dict[int, Model] = {}
         """Id of a client -> the model that it was connected for."""
 

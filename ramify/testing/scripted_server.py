@@ -102,7 +102,7 @@ class ScriptedServer:
         piece_s: float = 0.0,
     ) -> None:
         """``port`` 0 uses a free port. Without ``keep``, ``requests`` stays empty. A streamed reply
-        has ``pieces`` parts, with ``piece_s`` between two of them."""
+        has ``pieces`` parts, with ``piece_s`` seconds between two of them."""
         self.served = Usage()
         self.requests: list[ReceivedRequest] = []
         self.answered = 0
@@ -116,7 +116,8 @@ class ScriptedServer:
         self._window = window
         self._keep = keep
         self._pieces = pieces
-        self._piece_s = piece_s
+        self.piece_s = piece_s
+        """Seconds between two parts of a streamed reply. It may change while a reply is sent."""
         self.num_cut_off = 0
         """Streams whose client left before their end."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -246,7 +247,7 @@ class ScriptedServer:
         with_usage = (parsed.stream_options or {}).get("include_usage") is True
         events = [_event(chunk) for chunk in chunks_of(sent, self._pieces, with_usage)]
         events.append(b"data: [DONE]\n\n")
-        if not self._piece_s:
+        if not self.piece_s:
             return exchange.send(200, b"".join(events), content_type="text/event-stream")
         task = asyncio.ensure_future(self._send_slowly(exchange, events))
         self._tasks.add(task)
@@ -256,7 +257,7 @@ class ScriptedServer:
         exchange.begin("text/event-stream")
         for event in events:
             exchange.piece(event)
-            await asyncio.sleep(self._piece_s)
+            await asyncio.sleep(self.piece_s)
             if not exchange.is_open:
                 self.num_cut_off += 1
                 return

@@ -108,14 +108,23 @@ class Tab:
 
     def __init__(self, page: Any) -> None:
         self.page = page
-        self.complaints: list[str] = []
+        self._said: list[str] = []
+        self._expected: list[str] = []
         page.on(
             "console",
             lambda said: (
-                self.complaints.append(said.text) if said.type in ("error", "warning") else None
+                self._said.append(said.text) if said.type in ("error", "warning") else None
             ),
         )
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("pageerror", lambda error: self._said.append(str(error)))
+
+    def expects(self, text: str) -> None:
+        """Do not count as a complaint what contains ``text``, before or after this call."""
+        self._expected.append(text)
+
+    @property
+    def complaints(self) -> list[str]:
+        return [said for said in self._said if not any(each in said for each in self._expected)]
 
     def open(self, address: str) -> Any:
         self.page.goto(address)

@@ -36,10 +36,14 @@ def until(holds: Callable[[], T | None], seconds: float = 100) -> T:
 
 
 @contextlib.contextmanager
-def asked(store: Path, piece_s: float) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A ``ramify ask`` whose reply has begun to arrive, in 60 pieces, and its journal."""
+def asked(
+    store: Path,
+) -> Iterator[tuple[subprocess.Popen[bytes], Path, testing.ScriptedServer]]:
+    """A ``ramify ask`` whose reply has begun to arrive, its journal, and the server. The whole
+    reply takes two minutes, unless the test sets ``server.piece_s``: on a busy machine a page may
+    need many seconds until it follows."""
     loop = Loop()
-    server = testing.ScriptedServer(lambda _: REPLY, pieces=60, piece_s=piece_s)
+    server = testing.ScriptedServer(lambda _: REPLY, pieces=1_200, piece_s=0.1)
     loop.run(server.__aenter__())
     command = [sys.executable, "-m", "ramify", "ask", QUESTION, "-m", f"vllm:m@{server.url}"]
     process = subprocess.Popen(
@@ -51,7 +55,7 @@ def asked(store: Path, piece_s: float) -> Iterator[tuple[subprocess.Popen[bytes]
     )
     try:
         until(lambda: server.answered)
-        yield process, until(lambda: next((store / "runs").glob("*.jsonl"), None))
+        yield process, until(lambda: next((store / "runs").glob("*.jsonl"), None)), server
     finally:
         process.kill()
         process.wait(30)
@@ -70,7 +74,7 @@ def live_files(journal: Path) -> list[Path]:
 
 def test_page_shows_a_reply_while_it_arrives(browser: Any, tmp_path: Path) -> None:
     """The text grows, is never removed before the recorded reply is there, and stays text."""
-    with asked(tmp_path, 0.1) as (process, journal), served(tmp_path) as server:
+    with asked(tmp_path) as (process, journal, model), served(tmp_path) as server:
         with tab(browser) as shown:
             page = shown.open(f"{server.url}#/run/{journal.stem}")
             page.evaluate("""() => {
@@ -91,6 +95,7 @@ def test_page_shows_a_reply_while_it_arrives(browser: Any, tmp_path: Path) -> No
                 "(n) => document.querySelector('.said.arriving')?.textContent.length > n",
                 arg=len(first),
             )
+            model.piece_s = 0.001
             page.locator(".said.reply", has_text="END").wait_for()
             assert page.locator(".said.arriving").count() == 0
             lengths = page.evaluate("window.lengths")
@@ -103,7 +108,8 @@ def test_page_shows_a_reply_while_it_arrives(browser: Any, tmp_path: Path) -> No
 
 
 def test_run_without_a_page_leaves_no_file(tmp_path: Path) -> None:
-    with asked(tmp_path, 0.02) as (process, journal):
+    with asked(tmp_path) as (process, journal, model):
+        model.piece_s = 0.001
         while process.poll() is None:
             assert live_files(journal) == []
             time.sleep(0.02)
@@ -111,7 +117,7 @@ def test_run_without_a_page_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_file_is_private_and_outside_of_the_record(tmp_path: Path) -> None:
-    with asked(tmp_path, 0.1) as (process, journal):
+    with asked(tmp_path) as (process, journal, model):
         reader, store = LiveTextReader(journal), Store(tmp_path)
         assert followed(reader).call == "0"
         (file,) = live_files(journal)
@@ -120,6 +126,7 @@ def test_file_is_private_and_outside_of_the_record(tmp_path: Path) -> None:
         assert store.check(journal).num_damaged == 0
         store.prune()
         assert file.exists()  # a page follows
+        model.piece_s = 0.001
         assert process.wait(100) == 0
         assert not file.exists()
         assert b"ArrivingReply" not in journal.read_bytes()
@@ -134,7 +141,7 @@ def test_run_stops_writing_when_its_page_was_killed(tmp_path: Path) -> None:
         "while not reader.read(): time.sleep(0.02)\n"
         "print('read', flush=True); time.sleep(1000)"
     )
-    with asked(tmp_path, 0.2) as (process, journal):
+    with asked(tmp_path) as (process, journal, _):
         page = subprocess.Popen([sys.executable, "-c", follow, journal], stdout=subprocess.PIPE)
         with page:
             assert page.stdout is not None
@@ -146,7 +153,7 @@ def test_run_stops_writing_when_its_page_was_killed(tmp_path: Path) -> None:
 
 
 def test_page_removes_the_file_of_a_killed_run(tmp_path: Path) -> None:
-    with asked(tmp_path, 0.2) as (process, journal):
+    with asked(tmp_path) as (process, journal, _):
         reader = LiveTextReader(journal)
         assert followed(reader).text.startswith("BEGIN")
         process.send_signal(signal.SIGKILL)
