@@ -15,6 +15,7 @@ the time limit (``remote_files.py``).
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import email.message
 import ipaddress
@@ -29,7 +30,12 @@ from ramify.sources.remote_urls import RemoteHead, is_web, shown_url
 
 MAX_REDIRECTS = 10
 CONNECT_S = 20.0
+TRIES = 3
+"""How often a busy server is asked."""
+MAX_WAIT_S = 5.0
+"""Longest wait before a busy server is asked again; one that wants longer is an error at once."""
 _UNBOUNDED = 1 << 62
+_BUSY = (429, 502, 503, 504)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LATER = "try again later"
 _ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allow_private=True)"
@@ -105,7 +111,22 @@ async def open_download(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
 ) -> HttpDownload:
     """Request ``url``, follow its redirects, and return the response once its head has arrived.
-    ``version`` is the version of an earlier copy, or empty. Raises UnreadableSource."""
+    ``version`` is the version of an earlier copy, or empty. A server that is busy is asked again
+    after a moment. Raises UnreadableSource."""
+    for attempt in range(1, TRIES):
+        try:
+            return await _followed(pool, url, version, allow_private)
+        except _ServerBusy as busy:
+            wait_s = attempt if busy.wait_s is None else busy.wait_s
+            if wait_s > MAX_WAIT_S:
+                raise
+            await asyncio.sleep(wait_s)
+    return await _followed(pool, url, version, allow_private)
+
+
+async def _followed(
+    pool: HttpConnectionPool, url: str, version: str, allow_private: bool
+) -> HttpDownload:
     seen = {url}
     origin = _origin(url)
     parts = urlsplit(url)
@@ -242,6 +263,15 @@ def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
         return UnreadableSource(f"{answered}: no right to read it)", "give a login, or ask for it")
     if status in (404, 410):
         return UnreadableSource(f"does not exist (the server answered {status})", "check the URL")
-    if status == 429:
-        return UnreadableSource(f"{answered}: too many requests)", wait)
-    return UnreadableSource(f"{answered})", wait if status >= 500 else "check the URL")
+    reason = f"{answered}: too many requests)" if status == 429 else f"{answered})"
+    if status in _BUSY:
+        return _ServerBusy(reason, wait, float(after) if after.isdecimal() else None)
+    return UnreadableSource(reason, wait if status >= 500 else "check the URL")
+
+
+class _ServerBusy(UnreadableSource):
+    """A server cannot answer now. ``wait_s``: seconds that it asks for, if it says so."""
+
+    def __init__(self, reason: str, remedy: str, wait_s: float | None) -> None:
+        super().__init__(reason, remedy)
+        self.wait_s = wait_s

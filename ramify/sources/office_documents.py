@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import io
 import posixpath
+import re
 import sys
 import zipfile
 from typing import Any
@@ -28,8 +29,11 @@ from ramify.sources.base import UnreadableSource
 from ramify.sources.document_process import ConvertedDocument
 from ramify.sources.places import DocumentPart, assemble
 
-_STYLES = "p[style-name='Title'] => h1:fresh\np[style-name='Subtitle'] => h2:fresh"
-"""Rules for Word's styles that mammoth does not convert by default."""
+_STYLES = """p[style-name='Title'] => h1:fresh
+p[style-name='Subtitle'] => h2:fresh
+comment-reference => sup"""
+"""Rules for what mammoth does not convert by default. Comments stand at the end of the text."""
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _OF_OTHER_FORMATS = ("azure", "pandas", "pdfminer", "pydub", "speech_recognition")
 """Optional libraries of markitdown for formats that it does not convert here."""
 
@@ -61,7 +65,25 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
     # Equations become LaTeX before mammoth, which has no element for them.
     html = mammoth.convert_to_html(pre_process_docx(io.BytesIO(data)), style_map=_STYLES).value
-    return _document([DocumentPart("", _markdown(html.encode(), "utf-8")[0])], "Word document")
+    parts = [DocumentPart("", _markdown(html.encode(), "utf-8")[0])]
+    if margins := _margins_of_docx(data):
+        parts.append(DocumentPart("headers and footers of pages", margins))
+    return _document(parts, "Word document")
+
+
+def _margins_of_docx(data: bytes) -> str:
+    """Return the text above and below the pages, which mammoth does not convert. Equal texts of
+    several sections are there once."""
+    from defusedxml import ElementTree
+
+    lines: dict[str, None] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = filter(re.compile(r"word/(header|footer)\d*\.xml").fullmatch, archive.namelist())
+        for name in sorted(names, reverse=True):  # headers first
+            for paragraph in ElementTree.fromstring(archive.read(name)).iter(f"{_WORD}p"):
+                texts = (each.text or "" for each in paragraph.iter(f"{_WORD}t"))
+                lines.setdefault("".join(texts).strip())
+    return "\n".join(filter(None, lines))
 
 
 def convert_pptx(data: bytes) -> ConvertedDocument:

@@ -136,6 +136,26 @@ def test_word_document_is_markdown_with_headings(tmp_path: Path):
     assert loaded.describe() == ["a.docx: Word document, 132 characters"]
 
 
+def test_docx_comments_and_margins_of_pages_are_read_once(tmp_path: Path) -> None:
+    import docx
+    from docx.enum.section import WD_SECTION
+
+    document = docx.Document()
+    paragraph = document.add_paragraph("The price is 12 euros.")
+    document.add_comment(paragraph.runs, "Not agreed yet", author="Ann", initials="A")
+    for _ in range(2):
+        section = document.add_section(WD_SECTION.NEW_PAGE)
+        section.header.is_linked_to_previous = section.footer.is_linked_to_previous = False
+        section.header.paragraphs[0].text = "Draft of 3 May"
+        section.footer.paragraphs[0].text = "Page of a secret report"
+    document.save(str(tmp_path / "a.docx"))
+    assert load([tmp_path / "a.docx"]).context == (
+        "The price is 12 euros.[[A1]](#comment-0)\n\n"
+        "Comment [A1]\n:   Not agreed yet [↑](#comment-ref-0)\n"
+        "--- headers and footers of pages ---\nDraft of 3 May\nPage of a secret report"
+    )
+
+
 def test_presentation_keeps_slides_tables_charts_and_notes(tmp_path: Path):
     path = make_pptx(tmp_path / "a.pptx")
     loaded = load([path])

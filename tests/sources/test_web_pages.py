@@ -261,6 +261,13 @@ def test_a_body_that_breaks_off_is_not_a_shorter_file(site: SiteServer):
 # --- answers that are no files
 
 
+def test_busy_server_is_asked_again(site: SiteServer):
+    busy = iter([(503, {"Retry-After": "0"}, b""), (429, {"Retry-After": "0"}, b"")])
+    site.pages["/x.txt"] = lambda _: next(busy, (200, {}, b"at last"))
+    assert fetched(f"{site.url}/x.txt").context == "at last"
+    assert site.paths() == ["/x.txt"] * 3
+
+
 @pytest.mark.parametrize(
     ("status", "headers", "expected"),
     [
