@@ -55,6 +55,9 @@ class Sampling(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults
     "low"}``."""
     top_k: int | None = None
     """Sample from the k most likely tokens. Omitted if the provider's API has no such field."""
+    top_logprobs: int = 0
+    """Also report, for each sampled token, this many of the likeliest tokens with their
+    log-probabilities. Only the engine in this process does; others report none."""
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -109,6 +109,7 @@ class CallHistory(msgspec.Struct):
         reuses)."""
         if not self.keeps_ids:
             names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
+            names += ("top_logprobs",)
             return msgspec.structs.replace(reply, **dict.fromkeys(names)), 0
         if reply.prompt_ids is None:
             return reply, 0

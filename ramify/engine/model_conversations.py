@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ramify.clients.base import KnownPrefix, Sampling, Tool
+from ramify.clients.base import Client, KnownPrefix, Sampling, Tool
 from ramify.engine.agent_threads import AgentCall, AgentThread, AgentTurn, RequestPlace
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import CallHistory, LiveCall
@@ -75,6 +75,10 @@ class ModelConversations:
         """Context window, in tokens, of the model that answers at ``depth``."""
         return self._run.models.rlm(depth).window
 
+    def model(self, depth: int = 0) -> Client:
+        """The client of the model that answers at ``depth``."""
+        return self._run.models.rlm(depth)
+
     def calls(self, thread: str) -> list[str]:
         """Ids of the calls of ``thread``, in order of creation."""
         known = self._threads.get(thread)
@@ -124,7 +128,8 @@ class ModelConversations:
 
         ``thread`` names the agent: only its own conversations are continued. ``depth`` chooses the
         model: 0 is the root's. With ``learns=False``, replies are recorded without token ids, so no
-        training learns from them. Of ``sampling``, ``max_tokens`` and ``stop`` apply; the run's own
+        training learns from them. Of ``sampling``, ``max_tokens``, ``stop`` and
+        ``top_logprobs`` apply; the run's own
         temperature and top-p stay, so that log-probabilities are those of the policy. The
         ``prompt_ids`` of a reply are those of its whole prompt.
 

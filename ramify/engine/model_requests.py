@@ -111,7 +111,7 @@ class ModelRequests:
 
         ``known`` has the ids of the prompt's first messages, if they are more than those of the
         call so far. ``asked`` is the sampling that an outside agent asks for, of which
-        ``max_tokens`` and ``stop`` count.
+        ``max_tokens``, ``stop`` and ``top_logprobs`` count.
 
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
         ``longer`` multiplies the reply's maximum length. Raises ModelError if the model gave no
@@ -133,9 +133,8 @@ class ModelRequests:
         is_direct = call.kind == "lm" and call.parent is None
         if is_direct and recording is None:
             limit = self._affordable(call, messages, limit)
-        stop = asked.stop if asked is not None else ()
         turn = TurnRequest(
-            self, call, messages, reused, schema, tools, last_word, limit, known=known, stop=stop
+            self, call, messages, reused, schema, tools, last_word, limit, known=known, asked=asked
         )
         found = self._found(turn)
         if found is not None:
@@ -357,13 +356,14 @@ class TurnRequest:
         max_tokens: int,
         *,
         known: KnownPrefix | None = None,
-        stop: tuple[str, ...] = (),
+        asked: Sampling | None = None,
     ) -> None:
-        """``stop`` has texts that end the reply, in addition to those of the run."""
+        """The stop texts of ``asked`` are in addition to those of the run."""
         sampling = requests.lengths.sampling_of(call.client)
-        if stop:
-            every = tuple(dict.fromkeys([*sampling.stop, *stop]))
-            sampling = msgspec.structs.replace(sampling, stop=every)
+        if asked is not None:
+            stop = tuple(dict.fromkeys([*sampling.stop, *asked.stop]))
+            top_logprobs = asked.top_logprobs
+            sampling = msgspec.structs.replace(sampling, stop=stop, top_logprobs=top_logprobs)
         if max_tokens != sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         prompt = (*call.messages[:reused], *new)

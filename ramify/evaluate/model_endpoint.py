@@ -1,45 +1,57 @@
-"""An OpenAI-compatible endpoint on loopback, through which programs that hold their own
-conversations ask the models of runs.
+"""An endpoint on loopback, with the APIs of OpenAI and Anthropic, through which programs that hold
+their own conversations ask the models of runs.
 
-    program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``ModelConversations.ask``
-            ── POST /seats/NAME/v1/chat/completions     ──> seat ──┘
+    program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``ModelConversations.replies``
+            ── POST /seats/NAME/v1/chat/completions     ──> seat ──┤
+    agent   ── POST /v1/messages, its key               ──> seat ──┘
 
 One endpoint serves many runs. Each conversation partner has a *seat*: its run, its thread, the
 depth of its model, and whether training learns from its replies. A request names its seat in the
 path or in a header, and proves with the endpoint's key that it comes from a program that was given
-the address. Both forms of a reply are served, whole and streamed in one piece.
+the address. An agent that knows nothing but a base URL and an API key has a key of its own, which
+alone names its seat: as ``Authorization: Bearer``, or as ``x-api-key``. Both forms of a reply are
+served, whole and streamed in one piece.
 
-Not here: which request continues which call (see engine/model_conversations.py), and the format of
-requests and replies (see http_server/completions.py).
+Not here: which request continues which call (see engine/model_conversations.py), and the routes and
+formats of the APIs (see http_server/model_routes.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from ramify.clients.base import Request
 from ramify.engine.model_conversations import ModelConversations
-from ramify.errors import LimitReached, ModelError, Refused
-from ramify.http_server import completions
-from ramify.http_server.access import ListenAddress
+from ramify.errors import RamifyError, Refused
+from ramify.http_server.access import ListenAddress, new_key, presented_key
 from ramify.http_server.http_limits import HttpLimits
+from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.shell import HttpServer, received
-from ramify.types.message import Reply
+from ramify.http_server.responses_api import StoredResponses
+from ramify.http_server.shell import HttpServer
+from ramify.inference.base import token_reader
+from ramify.types.message import Message, Reply
 
 SEAT_HEADER = "X-Session-ID"
 KEY_HEADER = "x-ramify-key"
+MODEL = "policy"
+"""Name of the model in requests and replies."""
 _MAX_BODY_BYTES = 64 << 20
+_WRONG_KEY = (
+    "no running rollout has this key: send the rollout's own key as Authorization: Bearer KEY or "
+    "as x-api-key; it ends with its rollout"
+)
 
 
-class EndpointSeat(msgspec.Struct, frozen=True):
+class EndpointSeat(msgspec.Struct):
     """One agent of an episode that asks a model: its run, and how its requests are answered."""
 
     conversations: ModelConversations
@@ -49,6 +61,53 @@ class EndpointSeat(msgspec.Struct, frozen=True):
     """Depth of the model that replies. 0 is the root."""
     learns: bool = True
     """Whether training learns from the replies."""
+    num_requests: int = 0
+    """Number of requests that have arrived, including those that were refused."""
+    last_refusal: str = ""
+    """Message of the last request that was refused; empty if none was."""
+    stored: StoredResponses = msgspec.field(default_factory=StoredResponses)
+    """Responses that later requests may continue (``previous_response_id``)."""
+
+
+class SeatModel:
+    """The model of one seat: its requests become turns of calls of the run."""
+
+    name = MODEL
+
+    def __init__(self, seat: EndpointSeat) -> None:
+        self._seat = seat
+        self.window = seat.conversations.window(seat.depth)
+        self._reader = token_reader(seat.conversations.model(seat.depth))
+
+    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+        """Return replies with the run's own sampling: of the request's, ``max_tokens``, ``stop``
+        and ``top_logprobs`` count."""
+        seat = self._seat
+        return await seat.conversations.replies(
+            request.messages,
+            thread=seat.thread,
+            tools=request.tools,
+            schema=request.schema,
+            depth=seat.depth,
+            learns=seat.learns,
+            num_replies=num_replies,
+            sampling=request.sampling,
+        )
+
+    async def stream(
+        self, request: Request, num_replies: int
+    ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+        """Yield each reply in one piece, once all are there."""
+        for index, reply in enumerate(await self.replies(request, num_replies)):
+            yield index, reply
+
+    def num_tokens(self, request: Request) -> int:
+        if self._reader is None:
+            raise Refused("the tokens of this model's prompts cannot be counted here")
+        return self._reader.num_tokens(request)
+
+    def text_of(self, id: int) -> str:
+        return "" if self._reader is None else self._reader.text_of(id)
 
 
 class ModelEndpoint:
@@ -57,6 +116,9 @@ class ModelEndpoint:
 
     def __init__(self) -> None:
         self._seats: dict[str, EndpointSeat] = {}
+        self._keyed: dict[str, EndpointSeat] = {}
+        self._waiting: dict[str, set[asyncio.Task[Any]]] = {}
+        """Key of a seat -> the tasks of its unanswered requests."""
         self._key = secrets.token_urlsafe(24)
         # The key is checked here instead of in the shell: programs send another one, which
         # they read from a variable, as Authorization.
@@ -83,18 +145,59 @@ class ModelEndpoint:
             for name in mine:
                 self._seats.pop(name, None)
 
+    @contextmanager
+    def seat_key(self, seat: EndpointSeat) -> Iterator[str]:
+        """Yield a new key that names ``seat``. When the block ends, the key ends too, and requests
+        that are still unanswered are cut off."""
+        key = new_key()
+        self._keyed[key], self._waiting[key] = seat, set()
+        try:
+            yield key
+        finally:
+            del self._keyed[key]
+            for task in self._waiting.pop(key):
+                task.cancel()
+
+    @contextmanager
+    def _answering(self, key: str, seat: EndpointSeat) -> Iterator[None]:
+        """Count one request of ``seat``, and the reason if it is refused."""
+        task = asyncio.current_task()
+        tasks = self._waiting.get(key)
+        if task is not None and tasks is not None:
+            tasks.add(task)
+        seat.num_requests += 1
+        try:
+            yield
+        except (RamifyError, RequestRejected) as error:
+            seat.last_refusal = str(error)
+            raise
+        finally:
+            if task is not None and tasks is not None:
+                tasks.discard(task)
+
     async def __aenter__(self) -> ModelEndpoint:
         app = web.Application()
+        routes = ModelRoutes(self._admitted)
         for prefix in ("", "/seats/{seat}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
+            routes.add_to(app, prefix)
         await self._http.start(app)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
+    @asynccontextmanager
+    async def _admitted(self, http: web.Request) -> AsyncIterator[AdmittedCaller]:
+        seat = self._seat(http)
+        with self._answering(presented_key(http), seat):
+            yield AdmittedCaller(SeatModel(seat), seat.stored)
+
     def _seat(self, http: web.Request) -> EndpointSeat:
+        if (key := presented_key(http)) in self._keyed:
+            return self._keyed[key]
+        if KEY_HEADER not in http.headers:
+            raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")
         if not hmac.compare_digest(http.headers.get(KEY_HEADER, ""), self._key):
             raise RequestRejected(f"send the endpoint's key as {KEY_HEADER}", status=401)
         name = http.match_info.get("seat") or http.headers.get(SEAT_HEADER, "")
@@ -107,44 +210,14 @@ class ModelEndpoint:
         return seat
 
     async def _models(self, http: web.Request) -> web.Response:
-        if not hmac.compare_digest(http.headers.get(KEY_HEADER, ""), self._key):
-            raise RequestRejected(f"send the endpoint's key as {KEY_HEADER}", status=401)
-        windows = [seat.conversations.window(seat.depth) for seat in self._seats.values()]
-        model = {"id": MODEL, "object": "model", "owned_by": "ramify"}
-        if windows:
-            model["max_model_len"] = min(windows)  # type: ignore[assignment]
-        return web.json_response({"object": "list", "data": [model]})
-
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
-        seat = self._seat(http)
-        try:
-            async with received(http) as body:
-                api_request, schema = _read(body)
-            window = seat.conversations.window(seat.depth)
-            request = completions.request_of(api_request, window)
-            reply = await seat.conversations.ask(
-                request.messages,
-                thread=seat.thread,
-                tools=request.tools,
-                schema=schema,
-                depth=seat.depth,
-                learns=seat.learns,
-            )
-        except (ModelError, LimitReached) as error:
-            _reject(error)
-        id = f"chatcmpl-{uuid.uuid4().hex[:24]}"
-        if not api_request.stream:
-            answer = completions.completion(reply, api_request, id, MODEL, _no_text)
-            return web.Response(body=completions.encode(answer), content_type="application/json")
-        events = b"".join(
-            b"data: " + completions.encode(event) + b"\n\n"
-            for event in _events(reply, api_request, id)
-        )
-        return web.Response(body=events + b"data: [DONE]\n\n", content_type="text/event-stream")
-
-
-MODEL = "policy"
-"""Name of the model in requests and replies."""
+        if (key := presented_key(http)) in self._keyed:
+            seats = [self._keyed[key]]
+        elif hmac.compare_digest(http.headers.get(KEY_HEADER, ""), self._key):
+            seats = list(self._seats.values())
+        else:
+            raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")
+        windows = [seat.conversations.window(seat.depth) for seat in seats]
+        return listed_models(http, MODEL, min(windows, default=None))
 
 
 class _Seats(dict[str, EndpointSeat]):
@@ -157,39 +230,3 @@ class _Seats(dict[str, EndpointSeat]):
     def __setitem__(self, name: str, seat: EndpointSeat) -> None:
         super().__setitem__(name, seat)
         self._table[name] = seat
-
-
-def _read(body: bytes) -> tuple[completions.CompletionRequest, dict[str, Any] | None]:
-    """Return the request and the JSON schema of its reply. Raises Refused if the request is
-    invalid."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"not a request for a chat completion: {error}") from None
-    wanted = fields.pop("response_format", None) or {}
-    schema = (wanted.get("json_schema") or {}).get("schema") if isinstance(wanted, dict) else None
-    return completions.read(msgspec.json.encode(fields)), schema
-
-
-def _events(
-    reply: Reply, api_request: completions.CompletionRequest, id: str
-) -> Iterator[dict[str, Any]]:
-    yield completions.opening(id, MODEL)
-    delta = {"content": reply.message.content}
-    if reply.message.reasoning is not None:
-        delta["reasoning_content"] = reply.message.reasoning
-    yield completions.event(id, MODEL, delta)
-    yield from completions.ending(reply, api_request, id, MODEL, _no_text)
-
-
-def _no_text(ids: Any) -> str:
-    """Report that the texts of single tokens are unknown."""
-    return ""
-
-
-def _reject(error: ModelError | LimitReached) -> NoReturn:
-    if isinstance(error, Refused):
-        code = "context_length_exceeded" if error.too_long else None
-        raise RequestRejected(str(error), code=code) from None
-    status = 400 if isinstance(error, LimitReached) else 503
-    raise RequestRejected(str(error), status=status) from None

@@ -99,10 +99,12 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def bearer(http: web.Request) -> str:
-    """Bearer key of a request; empty if it has none."""
+def presented_key(http: web.Request) -> str:
+    """Key of a request: its bearer key or, as clients of Anthropic's API send it, ``x-api-key``.
+    Empty if it has none."""
     scheme, _, key = http.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return bearer or http.headers.get("x-api-key", "").strip()
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,9 @@
-"""Error responses of all servers, in OpenAI's format.
+"""Error responses of all servers, in the format of the API that was asked.
 
-    {"error": {"message": "…", "type": "rate_limit_error", "code": null, "param": null}}
+    OpenAI      {"error": {"message": "…", "type": "rate_limit_error", "code": null, "param": null}}
+    Anthropic   {"type": "error", "error": {"type": "rate_limit_error", "message": "…"}}
 
+A request of Anthropic's API is one with the header ``anthropic-version``, or below ``/messages``.
 Not here: which requests are rejected (see access.py, uploads.py and the routes of each server).
 """
 
@@ -12,10 +14,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+TOO_LONG = "context_length_exceeded"
+"""Code of the error for a prompt that does not fit the model's window, in OpenAI's APIs."""
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
     429: "rate_limit_error",
 }
 
@@ -42,12 +55,26 @@ class RequestRejected(Exception):
         self.run = run
         self.kind = kind or kind_of(status)
         self.retry_after_s = retry_after_s
+        self.more: dict[str, Any] = {} if run is None else {"run": run}
+        """Fields of the error beyond those of the API."""
 
     def body(self) -> bytes:
-        more = {} if self.run is None else {"run": self.run}
-        return error_body(str(self), self.kind, self.code, self.param, **more)
+        return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
-    def response(self) -> web.Response:
+    def anthropic_body(self) -> bytes:
+        """Body of the error in the format of Anthropic's API, in whose words a prompt is too
+        long."""
+        text = f"prompt is too long: {self}" if self.code == TOO_LONG else str(self)
+        text = text.encode("utf-8", "replace").decode()
+        kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else None)
+        error = {"type": kind or "invalid_request_error", "message": text, **self.more}
+        return msgspec.json.encode({"type": "error", "error": error})
+
+    def response(self, http: web.Request | None = None) -> web.Response:
+        """Response to the request ``http``, in the format of its API; by default that of
+        OpenAI."""
+        is_anthropic = http is not None and asks_anthropic(http)
+        body = self.anthropic_body() if is_anthropic else self.body()
         headers = (
             {}
             if self.retry_after_s is None
@@ -59,8 +86,14 @@ class RequestRejected(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return web.Response(
-            status=self.status, body=self.body(), content_type="application/json", headers=headers
+            status=self.status, body=body, content_type="application/json", headers=headers
         )
+
+
+def asks_anthropic(http: web.Request) -> bool:
+    """True if a request is one of Anthropic's API."""
+    is_below = http.path.endswith(("/messages", "/messages/count_tokens"))
+    return is_below or "anthropic-version" in http.headers
 
 
 def kind_of(status: int) -> str:

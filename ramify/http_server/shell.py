@@ -31,9 +31,9 @@ from ramify.errors import ConfigError, RamifyError, cannot_listen
 from ramify.http_server.access import (
     BearerKeys,
     ListenAddress,
-    bearer,
     check_host,
     check_origin,
+    presented_key,
 )
 from ramify.http_server.connections import ConnectionTable, HttpConnection
 from ramify.http_server.http_limits import HttpLimits
@@ -174,24 +174,25 @@ class HttpServer:
                 return self._set_cookie()
             return await handler(http)
         except RequestRejected as error:
-            return error.response()
+            return error.response(http)
         except web.HTTPException as error:
             why = error.reason
             if error.status == 404 and not self._token and not http.path.startswith("/v1/"):
                 why = f"{why}; the base URL is {self.url}/v1"
             where = f"{http.method} {http.path:.200}"
-            return RequestRejected(f"{where}: {why}", status=error.status).response()
+            return RequestRejected(f"{where}: {why}", status=error.status).response(http)
         except RamifyError as error:
             status = next((n for kind, n in self._statuses.items() if isinstance(error, kind)), 500)
             if status >= 500:
                 _log.warning("request_failed", f"{http.method} {http.path:.200}: {error}")
-            return RequestRejected(str(error), status=status).response()
+            return RequestRejected(str(error), status=status).response(http)
         except ConnectionError:  # the client disconnected in the middle of an event
             return web.Response(status=GONE)
         except Exception as error:  # noqa: BLE001 -- a bug; the operator gets the full traceback
             text = f"{http.method} {http.path:.200} failed: {type(error).__name__}"
             _log.error("internal_error", text, shown=True, error=error)
-            return RequestRejected(f"internal error: {type(error).__name__}", status=500).response()
+            bug = RequestRejected(f"internal error: {type(error).__name__}", status=500)
+            return bug.response(http)
 
     def _check(self, http: web.Request) -> None:
         """Check Host, Origin, key and content type. Raises RequestRejected."""
@@ -223,7 +224,7 @@ class HttpServer:
         raise RequestRejected(f"{found} {what}: {self._key_help}", status=401, code=code)
 
     def _presented(self, http: web.Request) -> str:
-        if key := bearer(http):
+        if key := presented_key(http):
             return key
         if not self._token:
             return ""

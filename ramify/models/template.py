@@ -27,6 +27,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -123,6 +124,38 @@ def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
                 text[: begin.start()],
             )
     return Message("assistant", text, reasoning, calls)
+
+
+_OPENS_CALL = "<tool_call>"
+
+
+def settled_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
+    """An unfinished reply, as ``split_reply`` returned it, without an end that may still change: an
+    incomplete character, the beginning of a marker or of a text of ``stop``, and with
+    ``tool_calls`` what may become a tool call."""
+    content = message.content
+    marks = [*stop, "</think>"]
+    if message.reasoning is None and len(content) < len("<think>"):
+        marks.append("<think>")
+    if tool_calls:
+        marks += [_OPENS_CALL, "\n" + _OPENS_CALL]
+        if _OPENS_CALL in content:
+            content = content[: content.index(_OPENS_CALL)].removesuffix("\n")
+    reasoning = message.reasoning
+    if reasoning is not None and not content:
+        reasoning = _without_beginning(reasoning, ["\n</think>", "</think>"])
+    return msgspec.structs.replace(
+        message, content=_without_beginning(content, marks), reasoning=reasoning
+    )
+
+
+def _without_beginning(text: str, marks: Sequence[str]) -> str:
+    """``text`` without an incomplete character, or the beginning of a mark, at its end."""
+    text = text.rstrip("\ufffd")
+    num_held = max(
+        (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
+    )
+    return text[: len(text) - num_held]
 
 
 def joined_reply(message: Message) -> str:

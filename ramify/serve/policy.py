@@ -3,8 +3,9 @@
     GET  /health                 {"status": "ok", "version": 0, …}, also while it sleeps
     GET  /metrics                cache usage, under vLLM's metric names
     GET  /v1/models              the only model, with its window
-    POST /v1/chat/completions    streaming, logprobs, token ids (return_token_ids), and tools if the
-                                 chat template supports them
+    POST /v1/chat/completions    } streaming, log-probabilities, token ids (return_token_ids), and
+    POST /v1/responses           } tools if the chat template supports them
+    POST /v1/messages            } (see ramify/http_server/model_routes.py)
     POST /v1/completions         token ids in, token ids out (see token_completions.py)
     POST /generate               the same in SGLang's format
     GET  /version, /server_info  facts that a trainer compares with its policy
@@ -16,24 +17,33 @@ keys (see ramify/http_server/), replacing the weights and giving memory back (se
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from ramify.clients.base import KnownPrefix, Request
-from ramify.errors import ConfigError, ModelError, RamifyError, Refused
-from ramify.http_server import completions
+from ramify.clients.base import KnownPrefix, Request, Tool
+from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
+from ramify.errors import ConfigError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.completions import CompletionRequest
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.rejections import RequestRejected, error_body
+from ramify.http_server.model_api import failed_generation
+from ramify.http_server.model_routes import (
+    AdmittedCaller,
+    ModelRoutes,
+    listed_models,
+    rejections,
+)
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.responses_api import StoredResponses
 from ramify.http_server.shell import HttpServer, received
 from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
@@ -83,7 +93,7 @@ class PolicyServer:
         self._client = client
         self._in_flight = 0
         self._waiting = 0
-        self._paths = _KnownPaths()
+        self._caller = AdmittedCaller(ServedPolicy(client, name), StoredResponses())
         self._weights: WeightRoutes | None = None
         if weight_transfer:
             self._weights = WeightRoutes(
@@ -110,7 +120,7 @@ class PolicyServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        ModelRoutes(self._admitted).add_to(app)
         app.router.add_post("/v1/completions", self._sample)
         app.router.add_post("/generate", self._sample)
         for path in ("/version", "/server_info", "/model_info"):
@@ -134,14 +144,8 @@ class PolicyServer:
         text = pressure_text(await self._client.pressure())
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
-    async def _models(self, _: web.Request) -> web.Response:
-        model = {
-            "id": self.name,
-            "object": "model",
-            "owned_by": "ramify",
-            "max_model_len": self._client.window,
-        }
-        return web.json_response({"object": "list", "data": [model]})
+    async def _models(self, http: web.Request) -> web.Response:
+        return listed_models(http, self.name, self._client.window)
 
     async def _facts(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -149,57 +153,32 @@ class PolicyServer:
         )
 
     async def _sample(self, http: web.Request) -> web.StreamResponse:
-        async def answer() -> web.StreamResponse:
-            async with received(http) as body:
-                if http.path == "/generate":
-                    reply = await token_completions.generate(self._client, body)
-                else:
-                    reply = await token_completions.complete(self._client, body, self.name)
+        async with self._admitted(http):
+            with rejections():
+                async with received(http) as body:
+                    if http.path == "/generate":
+                        reply = await token_completions.generate(self._client, body)
+                    else:
+                        reply = await token_completions.complete(self._client, body, self.name)
             return web.json_response(reply, dumps=_dumps)
 
-        return await self._counted(answer)
-
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
-        async def answer() -> web.StreamResponse:
-            async with received(http) as body:
-                api_request = completions.read(body)
-            request = self._paths.continued(
-                completions.request_of(api_request, self._client.window)
-            )
-            return await (
-                self._streamed(http, api_request, request)
-                if api_request.stream
-                else self._whole(api_request, request)
-            )
-
-        return await self._counted(answer)
-
-    async def _counted(
-        self, answer: Callable[[], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Call ``answer`` as a counted request. Its errors become rejections."""
+    @asynccontextmanager
+    async def _admitted(self, _: web.Request) -> AsyncIterator[AdmittedCaller]:
+        """Admit one request, which is counted until the block ends. Its errors become
+        rejections."""
         if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
             raise RequestRejected(
                 f"{self._in_flight + self._waiting} requests are in progress: try again later",
                 status=429,
                 retry_after_s=1,
             )
-        try:
+        with rejections():
             await self._wait_until_ready()
-        except ModelError as error:
-            raise RequestRejected(str(error), status=503) from None
         if self._weights is not None and self._weights.broken:
             raise RequestRejected(f"{self._weights.broken}; send all of them again", status=503)
         self._in_flight += 1
         try:
-            return await answer()
-        except Refused as error:
-            code = "context_length_exceeded" if error.too_long else None
-            raise RequestRejected(str(error), code=code) from None
-        except ModelError as error:
-            raise RequestRejected(str(error), status=503) from None
-        except RamifyError as error:
-            raise RequestRejected(str(error)) from None
+            yield self._caller
         finally:
             self._in_flight -= 1
 
@@ -216,56 +195,125 @@ class PolicyServer:
         finally:
             self._waiting -= 1
 
-    async def _whole(self, api_request: CompletionRequest, request: Request) -> web.Response:
-        reply = await self._client.complete(request)
-        self._paths.remember(request, reply)
-        body = completions.completion(reply, api_request, _new_id(), self.name, self._text)
-        return web.Response(body=completions.encode(body), content_type="application/json")
 
-    async def _streamed(
-        self, http: web.Request, api_request: CompletionRequest, request: Request
-    ) -> web.StreamResponse:
-        """Stream a reply.
+class ServedPolicy:
+    """Answers requests with one policy, whose exact token ids of earlier replies it remembers."""
 
-        An error before the first event is raised; a later error is written as the last event.
-        """
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+    def __init__(self, client: LocalClient, name: str) -> None:
+        self.name = name
+        self.window = client.window
+        self._client = client
+        self._paths = _KnownPaths()
+
+    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+        """Return independent replies: with a seed, reply number i is that of ``seed + i``."""
+        request, schema = self._paths.continued(request), await _schema_of(request)
+        if num_replies == 1:
+            return (await self._reply(request, schema),)
+        asking = [
+            asyncio.create_task(self._reply(each, schema)) for each in _apart(request, num_replies)
+        ]
         try:
-            await self._send_events(http, response, api_request, request)
-        except RamifyError as error:
-            if not response.prepared:
-                raise
-            await response.write(b"data: " + error_body(str(error), "server_error") + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+            return await asyncio.gather(*asking)
+        finally:
+            for task in asking:
+                task.cancel()
 
-    async def _send_events(
-        self,
-        http: web.Request,
-        response: web.StreamResponse,
-        api_request: CompletionRequest,
-        request: Request,
-    ) -> None:
-        id, before = _new_id(), Message("assistant")
-        async with contextlib.aclosing(self._client.stream(request)) as parts:
-            async for part in parts:
-                if not response.prepared:  # the first part has arrived, so the request is valid
-                    await response.prepare(http)
-                    await _send(response, completions.opening(id, self.name))
-                now = part.message if isinstance(part, Reply) else part
-                if event := completions.growth(before, now, id, self.name):
-                    await _send(response, event)
-                    before = now
+    async def stream(
+        self, request: Request, num_replies: int
+    ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+        request, schema = self._paths.continued(request), await _schema_of(request)
+        streams = [self._client.stream(each) for each in _apart(request, num_replies)]
+        async with contextlib.aclosing(_merged(streams)) as parts:
+            async for index, part in parts:
                 if isinstance(part, Reply):
-                    self._paths.remember(request, part)
-                    for last in completions.ending(part, api_request, id, self.name, self._text):
-                        await _send(response, last)
+                    await self._take(request, part, schema)
+                yield index, part
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._client.policy.tokenizer.decode(list(ids), skip_special_tokens=False))
+    def num_tokens(self, request: Request) -> int:
+        return self._client.num_tokens(self._paths.continued(request))
+
+    def text_of(self, id: int) -> str:
+        return self._client.text_of(id)
+
+    async def _reply(self, request: Request, schema: JsonSchema | None) -> Reply:
+        reply = await self._client.complete(request)
+        await self._take(request, reply, schema)
+        return reply
+
+    async def _take(self, request: Request, reply: Reply, schema: JsonSchema | None) -> None:
+        """Remember ``reply``. Raises RequestRejected if it does not match the request's schema,
+        which the engine does not enforce."""
+        self._paths.remember(request, reply)
+        if schema is None or reply.finish != "stop":
+            return
+        try:
+            value = msgspec.json.decode(reply.message.content)
+        except msgspec.DecodeError as error:
+            problem: str | None = f"not JSON: {error}"
+        else:
+            problem = await asyncio.to_thread(_failure, schema, value)
+        if problem is not None:
+            text = f"the reply does not match the schema ({problem}): ask again"
+            raise failed_generation(text, "json_validate_failed", reply)
+
+
+def _failure(schema: JsonSchema, value: Any) -> str | None:
+    try:
+        return schema.failure(value)
+    except SchemaCheckTooLong:
+        return "the check takes too long"
+
+
+async def _schema_of(request: Request) -> JsonSchema | None:
+    """Compile the schema of a request. Raises ConfigError if it is invalid or too large."""
+    if request.schema is None:
+        return None
+    return await asyncio.to_thread(partial(JsonSchema, request.schema, trusted=False))
+
+
+def _apart(request: Request, num_replies: int) -> list[Request]:
+    """Return one request per reply, which differ in their seeds."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        return [request] * num_replies
+    seeds = range(sampling.seed, sampling.seed + num_replies)
+    samplings = (msgspec.structs.replace(sampling, seed=seed) for seed in seeds)
+    return [msgspec.structs.replace(request, sampling=each) for each in samplings]
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[Message | Reply, None]],
+) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+    """Yield the parts of all streams as they arrive, with the number of their stream."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as parts:
+            async for part in parts:
+                yield 0, part
+        return
+    arrived: asyncio.Queue[tuple[int, Message | Reply | Exception]] = asyncio.Queue()
+
+    async def read(index: int) -> None:
+        try:
+            async with contextlib.aclosing(streams[index]) as parts:
+                async for part in parts:
+                    arrived.put_nowait((index, part))
+        except Exception as error:  # noqa: BLE001 (raised by the reader of the queue)
+            arrived.put_nowait((index, error))
+
+    reading = [asyncio.create_task(read(index)) for index in range(len(streams))]
+    num_left = len(streams)
+    try:
+        while num_left:
+            index, part = await arrived.get()
+            if isinstance(part, Exception):
+                raise part
+            num_left -= isinstance(part, Reply)
+            yield index, part
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
 
 
 class _KnownPaths:
@@ -276,35 +324,34 @@ class _KnownPaths:
 
     def continued(self, request: Request) -> Request:
         """Return ``request`` with the token ids of its longest known prefix."""
-        for end in range(len(request.messages), 0, -1):
-            if request.messages[end - 1].role != "assistant":
-                continue
-            ids = self._ids.get(_key(request, request.messages[:end]))
-            if ids is not None:
-                return msgspec.structs.replace(request, known=KnownPrefix(end, ids))
-        return request
+        known: KnownPrefix | None = None
+        for end, key in _keys(request.tools, request.messages):
+            if (ids := self._ids.get(key)) is not None:
+                known = KnownPrefix(end, ids)
+        return request if known is None else msgspec.structs.replace(request, known=known)
 
     def remember(self, request: Request, reply: Reply) -> None:
         if reply.prompt_ids is None or reply.token_ids is None:
             return
-        key = _key(request, (*request.messages, reply.message))
+        *_, (_, key) = _keys(request.tools, (*request.messages, reply.message))
         self._ids[key] = reply.prompt_ids + reply.token_ids
         self._ids.move_to_end(key)
         while len(self._ids) > _MAX_PATHS:
             self._ids.popitem(last=False)
 
 
-def _key(request: Request, messages: Sequence[Message]) -> bytes:
-    return hashlib.blake2b(msgspec.json.encode([request.tools, messages]), digest_size=16).digest()
+def _keys(tools: Sequence[Tool], messages: Sequence[Message]) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of messages, key) of each beginning of a conversation that ends with a
+    reply."""
+    digest = hashlib.blake2b(_encode(tools), digest_size=16)
+    for index, message in enumerate(messages):
+        digest.update(_encode(message))
+        if message.role == "assistant":
+            yield index + 1, digest.digest()
 
 
-async def _send(response: web.StreamResponse, event: object) -> None:
-    await response.write(b"data: " + completions.encode(event) + b"\n\n")
+_encode = msgspec.json.Encoder().encode
 
 
 def _dumps(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _new_id() -> str:
-    return f"chatcmpl-{uuid.uuid4().hex[:24]}"

@@ -24,27 +24,31 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import Refused
-from ramify.http_server.completions import read_fields
+from ramify.http_server.model_api import decoded, refuse_unsupported
 from ramify.inference.http.reported_experts import int32_text, npy_text
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.local_client import LocalClient
 
-_NOT_HERE = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "suffix": None,
-    "stream": False,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "logit_bias": None,
-    "min_tokens": 0,
-    "ignore_eos": False,
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": (),
+    "stream": (False,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
 }
-"""Unsupported field -> the value that has no effect and is accepted."""
-_NOT_IN_GENERATE = {"text": None, "stream": False, "top_logprobs_num": 0}
+"""Unsupported field -> the values that have no effect and are accepted."""
+_NOT_IN_GENERATE: dict[str, tuple[Any, ...]] = {
+    "text": (),
+    "stream": (False,),
+    "top_logprobs_num": (0,),
+}
 
 
 class _PromptBody(msgspec.Struct):
@@ -60,6 +64,19 @@ class _PromptBody(msgspec.Struct):
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     prompt_cache_key: str = ""
+    # Rejected unless their value has no effect: see ``_NOT_HERE``.
+    n: Any = None
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+    stream: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    logit_bias: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
 
 
 class _Params(msgspec.Struct):
@@ -78,6 +95,10 @@ class _Generate(msgspec.Struct):
     return_logprob: bool = False
     logprob_start_len: int = -1
     return_routed_experts: bool = False
+    # Rejected unless their value has no effect: see ``_NOT_IN_GENERATE``.
+    text: Any = None
+    stream: Any = None
+    top_logprobs_num: Any = None
 
 
 _prompt_decoder = msgspec.json.Decoder(_PromptBody)
@@ -85,8 +106,9 @@ _generate_decoder = msgspec.json.Decoder(_Generate)
 
 
 async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
-    """Answer a request in vLLM's format. Raises Refused."""
-    parsed = read_fields(body, _prompt_decoder, _NOT_HERE, "completion")
+    """Answer a request in vLLM's format. Raises Refused or RequestRejected."""
+    parsed = decoded(_prompt_decoder, body, "completion")
+    refuse_unsupported(parsed, _NOT_HERE)
     tokenizer = client.policy.tokenizer
     ids = (
         parsed.prompt if isinstance(parsed.prompt, list) else list(tokenizer.encode(parsed.prompt))
@@ -138,8 +160,9 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
 
 
 async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
-    """Answer a request in SGLang's format. Raises Refused."""
-    parsed = read_fields(body, _generate_decoder, _NOT_IN_GENERATE, "completion")
+    """Answer a request in SGLang's format. Raises Refused or RequestRejected."""
+    parsed = decoded(_generate_decoder, body, "completion")
+    refuse_unsupported(parsed, _NOT_IN_GENERATE)
     params, ids = parsed.sampling_params, parsed.input_ids
     about: dict[str, Any] = {}
     if parsed.return_logprob and parsed.logprob_start_len == 0:

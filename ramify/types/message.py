@@ -136,11 +136,19 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     filter: str = ""
     """Reason the reply was stopped, as the server named it, if ``finish`` is ``content_filter``:
     ``SAFETY``, ``refusal``."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """For each sampled token, the likeliest ids with their log-probabilities, likeliest first, of
+    the distribution that it was drawn from. None unless the request asked for them."""
 
     def __post_init__(self) -> None:
         if self.token_ids is None:
             return
-        per_token = (("logprobs", self.logprobs), ("kept sets", self.kept), ("routes", self.routes))
+        per_token = (
+            ("logprobs", self.logprobs),
+            ("kept sets", self.kept),
+            ("routes", self.routes),
+            ("sets of likeliest tokens", self.top_logprobs),
+        )
         for name, values in per_token:
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(

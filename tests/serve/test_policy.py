@@ -21,7 +21,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import Message, Reply
-from tests.inference.helpers import WINDOW, policy
+from tests.inference.helpers import WINDOW, logits, policy
 from tests.models.templates import tokenizer_of
 
 USER = Message("user", "count rows of 'red'\nlen 812")
@@ -286,6 +286,10 @@ def test_models_endpoint_and_unknown_path() -> None:
     run(test)
 
 
+def schema(of: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": of}}
+
+
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 
 
@@ -295,9 +299,10 @@ GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
         (b"{", "not a request for a chat completion", None),
         ({"messages": "x"}, "not a request for a chat completion", None),
         ({"messages": []}, "messages is empty", None),
-        ({**GOOD, "n": 3}, "n=3 is not supported", None),
+        ({**GOOD, "n": 300}, "n=300 must be", None),
         ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty=0.5 is not supported", None),
-        ({**GOOD, "response_format": {"type": "json_object"}}, "response_format=", None),
+        ({**GOOD, "response_format": {"type": "xml"}}, "response_format=", None),
+        ({**GOOD, "response_format": schema({"type": 5})}, "the JSON schema is not valid", None),
         ({**GOOD, "max_tokens": 0}, "max_tokens is 0", None),
         ({**GOOD, "temperature": -1}, "temperature=-1", None),
         ({**GOOD, "top_p": 0}, "top_p=0", None),
@@ -327,6 +332,64 @@ def test_invalid_request_is_refused_with_reason(body: Any, says: str, code: str 
                 status, answer = await post(server, given)
                 assert (status, answer["error"]["code"]) == (400, code)
                 assert says in answer["error"]["message"]
+
+    run(test)
+
+
+def test_reply_that_does_not_match_its_schema_is_an_error() -> None:
+    async def test() -> None:
+        async with serving() as (server, _):
+            ends = list("abcdefghijklmnopqrstuvwxyz0123456789<|>")
+            body = {**GOOD, "stop": ends, "max_tokens": 99, "seed": 1, "temperature": 1}
+            status, free = await post(server, body)
+            assert (status, free["choices"][0]["finish_reason"]) == (200, "stop")
+            given = {**body, "response_format": schema({"type": "object"})}
+            status, answer = await post(server, given)
+            assert (status, answer["error"]["code"]) == (400, "json_validate_failed")
+            text = free["choices"][0]["message"]["content"]
+            assert answer["error"]["failed_generation"] == text
+
+    run(test)
+
+
+def test_replies_of_one_request_differ_by_their_seeds() -> None:
+    """Reply i is the one of seed + i, whole or streamed."""
+
+    async def test() -> None:
+        async with serving() as (server, _):
+            body = {**GOOD, "max_tokens": 8, "seed": 7, "temperature": 1, "return_token_ids": True}
+            _, together = await post(server, {**body, "n": 3})
+            apart = [(await post(server, {**body, "seed": 7 + i}))[1] for i in range(3)]
+            expected = [each["choices"][0]["token_ids"] for each in apart]
+            assert [each["token_ids"] for each in together["choices"]] == expected
+            assert len({*map(tuple, expected)}) == 3
+            parts = await events(server, {**body, "n": 3, "stream": True}, threading.Event())
+            choices = [choice for part in parts for choice in part["choices"]]
+            ids = {each["index"]: each["token_ids"] for each in choices if "token_ids" in each}
+            assert [ids[index] for index in range(3)] == expected
+            assert together["usage"]["completion_tokens"] == 24
+
+    run(test)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"temperature": 1, "top_k": 2}])
+def test_likeliest_tokens_are_those_of_the_distribution_that_was_drawn_from(
+    options: dict[str, Any],
+) -> None:
+    async def test() -> None:
+        async with serving() as (server, client):
+            given = {"max_tokens": 3, "seed": 7, "return_token_ids": True, **options}
+            _, answer = await post(server, {**GOOD, **given, "logprobs": True, "top_logprobs": 3})
+            ids = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+            temperature, top_k = given["temperature"], given.get("top_k", 0)
+            scaled = logits(client.policy, ids) / temperature
+            num_prompt = len(answer["prompt_token_ids"])
+            for index, entry in enumerate(answer["choices"][0]["logprobs"]["content"]):
+                expected = scaled[num_prompt + index - 1].log_softmax(-1).topk(top_k or 3).values
+                expected = expected - expected.logsumexp(-1) if top_k else expected
+                found = [each["logprob"] for each in entry["top_logprobs"]]
+                assert found == pytest.approx(expected.tolist(), abs=1e-4)
+                assert entry["logprob"] in found or not top_k
 
     run(test)
 

@@ -231,6 +231,14 @@ class HttpEngines:
             routes=tuple(so_far.routes) if any(so_far.routes) else None,
         )
 
+    def num_tokens(self, request: Request) -> int:
+        """Number of tokens of the prompt of ``request``."""
+        return len(prompt_ids(self._policy.renderer, request))
+
+    def text_of(self, id: int) -> str:
+        """Text of one token."""
+        return str(self._policy.tokenizer.decode([id], skip_special_tokens=False))
+
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         return await self.fleet.pick("logprobs").score(ids)
 

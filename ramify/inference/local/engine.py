@@ -174,7 +174,13 @@ class LocalEngine:
         self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []
         for index, owner in enumerate(owners):
-            owner.append(drawn.ids[index], drawn.logprobs[index], drawn.kept[index], self.version)
+            owner.append(
+                drawn.ids[index],
+                drawn.logprobs[index],
+                drawn.kept[index],
+                self.version,
+                drawn.top[index],
+            )
             if self.runner.routes:
                 owner.routes.append(self.runner.routes[index])
             if owner.end is not None:

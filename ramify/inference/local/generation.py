@@ -37,6 +37,8 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """Keep the likeliest ids until their probabilities reach this sum; 1 keeps all."""
     top_k: int = 0
     """Keep this many of the likeliest ids; 0 keeps all."""
+    top_logprobs: int = 0
+    """Report this many of the likeliest ids for each token."""
 
     truncates: bool = False
     """Whether any ids are excluded; computed."""
@@ -47,6 +49,10 @@ class SamplingSettings(msgspec.Struct, frozen=True):
         )
 
 
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""Ids with their log-probabilities, likeliest first."""
+
+
 class SampledTokens(NamedTuple):
     """One sampled token per row."""
 
@@ -54,6 +60,8 @@ class SampledTokens(NamedTuple):
     logprobs: list[float]
     kept: list[tuple[int, ...] | None]
     """For each row the ids that could be drawn, likeliest first; None for all."""
+    top: list[TokenLogprobs | None]
+    """For each row the likeliest ids; None unless its settings ask for them."""
 
 
 def draw(
@@ -74,13 +82,25 @@ def draw(
     if greedy:
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
-    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
+    num_rows = len(settings)
+    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
     for row, row_settings in enumerate(settings):
         if row_settings.truncates:
             drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(
                 logprobs_nV[row], row_settings, uniforms[row]
             )
+        if row_settings.top_logprobs:
+            drawn.top[row] = _likeliest(logprobs_nV[row], row_settings)
     return drawn
+
+
+def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
+    """The likeliest ids of the distribution that a token is drawn from."""
+    ids = kept_ids(logprobs_V, settings) if settings.truncates else None
+    among = logprobs_V if ids is None else logprobs_V[ids].log_softmax(-1)
+    values, places = among.topk(min(settings.top_logprobs, len(among)))
+    found = places if ids is None else ids[places]
+    return tuple(zip(found.tolist(), values.tolist(), strict=True))
 
 
 def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
@@ -165,6 +185,8 @@ class Generation:
         self.affinity = affinity
         self.logprobs: list[float] = []
         self._kept: list[tuple[int, ...]] = []
+        self.top: list[TokenLogprobs] = []
+        """For each sampled token, the likeliest ids; empty unless ``draw`` asks for them."""
         self.routes: list[tuple[int, ...]] = []
         """For each sampled token, the experts of the token before it; empty unless recorded."""
         self._versions: list[tuple[int, int]] = []
@@ -204,7 +226,14 @@ class Generation:
             for (start, version), end in zip(self._versions, ends, strict=True)
         )
 
-    def append(self, id: int, logprob: float, kept: tuple[int, ...] | None, version: int) -> None:
+    def append(
+        self,
+        id: int,
+        logprob: float,
+        kept: tuple[int, ...] | None,
+        version: int,
+        top: TokenLogprobs | None = None,
+    ) -> None:
         """Append one sampled token; sets ``end`` if it is the last."""
         self.ids.append(id)
         if version != self._version:
@@ -213,6 +242,8 @@ class Generation:
         self.logprobs.append(logprob)
         if kept is not None:
             self._kept.append(kept)
+        if top is not None:
+            self.top.append(top)
         if id in self._stop_ids:
             self.end = "stop"
         elif self._stop and (stop_text := self._stop_text()):

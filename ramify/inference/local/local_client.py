@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +39,7 @@ from ramify.models.load import Policy
 from ramify.models.mixture_shape import MixtureShape
 from ramify.models.renderer import prompt_ids, spoken
 from ramify.models.routing import MixtureRouters, mixture_shape
+from ramify.models.template import settled_reply
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
@@ -122,6 +122,14 @@ class LocalClient:
         await self._finished(generation)
         return self._reply(generation, time.perf_counter() - started)
 
+    def num_tokens(self, request: Request) -> int:
+        """Number of tokens of the prompt of ``request``."""
+        return len(prompt_ids(self.policy.renderer, request))
+
+    def text_of(self, id: int) -> str:
+        """Text of one token."""
+        return str(self.policy.tokenizer.decode([id], skip_special_tokens=False))
+
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> Generation:
@@ -146,7 +154,11 @@ class LocalClient:
             while not finished.done():
                 await asyncio.wait([finished], timeout=_STREAM_EVERY_S)
                 if not finished.done() and generation.logprobs:
-                    yield _settled(self._message(generation), request.sampling.stop)
+                    yield settled_reply(
+                        self._message(generation),
+                        request.sampling.stop,
+                        tool_calls=self.policy.renderer.takes_tools,
+                    )
             await finished
             yield self._reply(generation, time.perf_counter() - started)
         finally:
@@ -254,11 +266,14 @@ class LocalClient:
     def _draw(self, sampling: Sampling) -> SamplingSettings:
         default = self.policy.defaults
         if sampling.temperature is None:
-            return SamplingSettings(default.temperature, default.top_p, default.top_k)
+            return SamplingSettings(
+                default.temperature, default.top_p, default.top_k, sampling.top_logprobs
+            )
         draw = SamplingSettings(
             sampling.temperature,
             1.0 if sampling.top_p is None else sampling.top_p,
             sampling.top_k or 0,
+            sampling.top_logprobs,
         )
         if not (0 <= draw.temperature < math.inf and 0 < draw.top_p <= 1 and draw.top_k >= 0):
             raise ConfigError(
@@ -308,6 +323,7 @@ class LocalClient:
             versions=generation.versions,
             kept=generation.kept,
             routes=tuple(generation.routes) or None,
+            top_logprobs=tuple(generation.top) or None,
         )
 
     def _message(self, generation: Generation) -> Message:
@@ -424,13 +440,3 @@ def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
         ended.set_result(None)
     else:
         ended.set_exception(error)
-
-
-def _settled(message: Message, stop: Sequence[str]) -> Message:
-    """``message`` without an end that may still change: an incomplete character, or the beginning
-    of a stop text."""
-    content = message.content.rstrip("\ufffd")
-    num_held = max(
-        (n for text in stop for n in range(1, len(text)) if content.endswith(text[:n])), default=0
-    )
-    return msgspec.structs.replace(message, content=content[: len(content) - num_held])

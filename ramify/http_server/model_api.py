@@ -1,0 +1,326 @@
+"""Interface between the APIs of one model and the model that answers: what a request asks for, what
+answers it, and how the replies are written.
+
+    body ── completions.read ────┐                              ┌─ body
+            responses_api.read ──┼─> ModelExchange ─ request ─> ServedModel ─ replies ─> exchange
+            messages_api.read ───┘                              └─ events of a stream
+
+Three APIs are written behind ``ModelExchange``, and two models answer behind ``ServedModel``: a
+served policy (serve/policy.py) and an agent's seat in a run (evaluate/model_endpoint.py). Here is
+also what the APIs share: the choice of tools, ids of tool calls, log-probabilities, and the text
+that a streamed message gains.
+
+A model's renderer numbers the tool calls of each reply from ``call_0``. Programs expect ids that
+are unique in a conversation, so the number of the reply is appended when a call is sent, and
+removed when it comes back. The messages of the next request are then those that the model wrote.
+
+    call_0  ──sent_call_id──>  call_0_5f1c0a9be2d34c77  ──own_call_id──>  call_0
+
+Not here: routes and errors (see model_routes.py).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from ramify.clients.base import Request, Tool
+from ramify.errors import Refused
+from ramify.http_server.rejections import RequestRejected
+from ramify.types.message import Message, Reply, ToolCall
+
+T = TypeVar("T")
+MAX_REPLIES = 128
+"""Maximum number of replies to one request."""
+MAX_TOP_LOGPROBS = 20
+"""Maximum number of likeliest tokens reported for each sampled token."""
+encode = msgspec.json.Encoder().encode
+
+
+class ServedModel(Protocol):
+    """The model that answers the requests of one caller."""
+
+    name: str
+    """Name of the model in responses."""
+    window: int
+    """Maximum tokens of prompt and reply together."""
+
+    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+        """Return independent replies to ``request``. Raises RamifyError or RequestRejected."""
+        ...
+
+    def stream(
+        self, request: Request, num_replies: int
+    ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+        """Yield the replies as they grow: (number of the reply, the message so far), and once per
+        reply (its number, the whole reply). Raises like ``replies``."""
+        ...
+
+    def num_tokens(self, request: Request) -> int:
+        """Number of tokens of the prompt. Raises Refused if it is unknown."""
+        ...
+
+    def text_of(self, id: int) -> str:
+        """Text of one token; empty if it is unknown."""
+        ...
+
+
+class ModelExchange(Protocol):
+    """One request in the format of an API, and the format of what answers it.
+
+    ``body`` writes the whole response. A stream is ``begin``, ``grow`` any number of times, ``end``
+    for each reply, and ``close``, or ``fail`` instead of the rest.
+    """
+
+    request: Request
+    num_replies: int
+    is_streamed: bool
+    tool_choice: ToolChoice
+
+    def body(self, replies: Sequence[Reply]) -> bytes: ...
+
+    def begin(self) -> bytes: ...
+
+    def grow(self, index: int, message: Message) -> bytes: ...
+
+    def end(self, index: int, reply: Reply) -> bytes: ...
+
+    def close(self) -> bytes: ...
+
+    def fail(self, error: RequestRejected) -> bytes: ...
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Which tools a reply must call. It does not change the prompt, so that a conversation keeps
+    its token ids; the reply is checked."""
+
+    is_required: bool = False
+    """If True, a reply without a tool call is an error."""
+    is_forbidden: bool = False
+    """If True, a reply with a tool call is an error."""
+    names: tuple[str, ...] = ()
+    """Tools that the reply may call; empty for all."""
+    is_parallel: bool = True
+    """If False, a reply with more than one tool call is an error."""
+
+    def check(self, reply: Reply) -> None:
+        """Raise RequestRejected if ``reply`` does not do what was required."""
+        called = [call.name for call in reply.message.tool_calls]
+        others = [name for name in called if self.names and name not in self.names]
+        problem = ""
+        if self.is_forbidden and called:
+            problem = f"the model called {called[0]!r:.80}, and tool_choice forbids tool calls"
+        elif self.is_required and not called:
+            required = " or ".join(self.names) or "a tool"
+            problem = f"the model did not call {required}, which tool_choice requires"
+        elif others:
+            problem = f"the model called {others[0]!r:.80}, and tool_choice allows {self.names}"
+        elif not self.is_parallel and len(called) > 1:
+            problem = f"the model called {len(called)} tools, and parallel calls are switched off"
+        if problem:
+            raise failed_generation(f"{problem}: ask again", "tool_use_failed", reply)
+
+
+def failed_generation(problem: str, code: str, reply: Reply) -> RequestRejected:
+    """Return the error for a ``reply`` that is not what the request required."""
+    error = RequestRejected(problem, code=code)
+    error.more["failed_generation"] = reply.message.content
+    return error
+
+
+def checked_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
+    """Return ``choice``. Raises RequestRejected if it requires a tool that is not offered."""
+    known = {tool.name for tool in tools}
+    unknown = next((name for name in choice.names if name not in known), None)
+    if unknown is not None:
+        raise RequestRejected(
+            f"{field} names {unknown!r:.80}, which is not one of the tools", param=field
+        )
+    if choice.is_required and not tools:
+        raise RequestRejected(f"{field} requires a tool call, but there are no tools", param=field)
+    return choice
+
+
+def openai_choice(choice: Any, parallel: bool | None) -> ToolChoice:
+    """Read ``tool_choice`` of either API of OpenAI. Raises RequestRejected."""
+    is_parallel = parallel is not False
+    if choice is None or choice == "auto":
+        return ToolChoice(is_parallel=is_parallel)
+    if choice == "none":
+        return ToolChoice(is_forbidden=True)
+    if choice == "required":
+        return ToolChoice(is_required=True, is_parallel=is_parallel)
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        held = choice.get(kind) if isinstance(kind, str) else None
+        fields: Mapping[str, Any] = held if isinstance(held, dict) else choice
+        if kind == "function" and isinstance(fields.get("name"), str):
+            return ToolChoice(True, names=(fields["name"],), is_parallel=is_parallel)
+        if kind == "allowed_tools" and isinstance(fields.get("tools"), list):
+            allowed = [each for each in fields["tools"] if isinstance(each, dict)]
+            functions = [each.get("function", each) for each in allowed]
+            names = tuple(str(each.get("name")) for each in functions if isinstance(each, dict))
+            is_required = fields.get("mode") == "required"
+            return ToolChoice(is_required, names=names, is_parallel=is_parallel)
+    raise RequestRejected(
+        f"tool_choice={choice!r:.100} is not supported: give auto, none, required, one function, "
+        "or allowed_tools",
+        param="tool_choice",
+    )
+
+
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
+    """Decode a request for a ``kind``. Raises Refused with the reason."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"not a request for a {kind}: {error}") from None
+
+
+def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[Any]]) -> None:
+    """Raise RequestRejected for the first unsupported field with a value that would matter.
+
+    ``harmless`` maps the name of each unsupported field to the values that have no effect.
+    """
+    for name, values in harmless.items():
+        value = getattr(parsed, name)
+        if value is not None and value not in values:
+            raise RequestRejected(f"{name}={value!r:.100} is not supported: remove it", param=name)
+
+
+def check_sampling(temperature: float | None, top_p: float | None) -> None:
+    """Raise Refused for values that no distribution has."""
+    if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
+        raise Refused(
+            f"temperature={temperature} must be at least 0, top_p={top_p} above 0 and at most 1"
+        )
+
+
+def check_top_logprobs(number: int | None) -> int:
+    """Return the number of likeliest tokens to report. Raises RequestRejected."""
+    if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise RequestRejected(
+            f"top_logprobs={number} must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
+        )
+    return number or 0
+
+
+def schema_in(format: Any, where: str) -> dict[str, Any] | None:
+    """Return the JSON schema of a response format of either API of OpenAI, or None. ``where`` is
+    its field. Raises RequestRejected."""
+    kind = format.get("type") if isinstance(format, dict) else None
+    if format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    # Chat completions put the schema into ``json_schema``.
+    holder = format.get("json_schema", format) if isinstance(format, dict) else None
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise RequestRejected(
+            f"{where}={format!r:.100} is not supported: give text, json_object, or json_schema "
+            "with a schema",
+            param=where,
+        )
+    return schema
+
+
+_OWN_ID = re.compile(r"call_\d+")
+_SENT_ID = re.compile(r"(call_\d+)_[0-9a-f]{16}")
+
+
+def new_reply_mark() -> str:
+    """Mark that makes the ids of one reply's tool calls unique."""
+    return secrets.token_hex(8)
+
+
+def sent_call_id(id: str, mark: str) -> str:
+    """
+    >>> sent_call_id("call_0", "5f1c0a9be2d34c77")
+    'call_0_5f1c0a9be2d34c77'
+    """
+    return f"{id}_{mark}" if _OWN_ID.fullmatch(id) else id
+
+
+def own_call_id(id: str) -> str:
+    """
+    >>> own_call_id("call_0_5f1c0a9be2d34c77")
+    'call_0'
+    """
+    match = _SENT_ID.fullmatch(id)
+    return match[1] if match else id
+
+
+def sent_calls(message: Message) -> list[ToolCall]:
+    """The tool calls of a reply, with ids that are unique in a conversation."""
+    if not message.tool_calls:
+        return []
+    mark = new_reply_mark()
+    return [
+        msgspec.structs.replace(call, id=sent_call_id(call.id, mark)) for call in message.tool_calls
+    ]
+
+
+class ReplyGrowth:
+    """Compares a streamed message with what has been sent of it."""
+
+    def __init__(self) -> None:
+        self._sent = {"reasoning": "", "content": ""}
+
+    def gained(self, message: Message) -> tuple[str, str]:
+        """Return (reasoning, content) that ``message`` has beyond what was sent. Text that was
+        sent and has changed is not sent again."""
+        gained = []
+        for name, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
+            sent = self._sent[name]
+            is_longer = len(text) > len(sent) and text.startswith(sent)
+            gained.append(text[len(sent) :] if is_longer else "")
+            self._sent[name] = text if is_longer else sent
+        return gained[0], gained[1]
+
+
+def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Log-probabilities of all sampled tokens, in the format of OpenAI's APIs."""
+    texts = _TokenTexts(text_of)
+    ids, logprobs = reply.token_ids or (), reply.logprobs or ()
+    tops = reply.top_logprobs or ((),) * len(ids)
+    return [
+        {**texts.entry(id, logprob), "top_logprobs": [texts.entry(*each) for each in top]}
+        for id, logprob, top in zip(ids, logprobs, tops, strict=True)
+    ]
+
+
+class _TokenTexts:
+    """Texts of tokens; each is looked up once."""
+
+    def __init__(self, text_of: Callable[[int], str]) -> None:
+        self._text_of = text_of
+        self._known: dict[int, tuple[str, list[int] | None]] = {}
+
+    def entry(self, id: int, logprob: float) -> dict[str, Any]:
+        if id not in self._known:
+            text = self._text_of(id)
+            # The bytes of a part of a character are unknown.
+            self._known[id] = text, None if "\ufffd" in text else list(text.encode())
+        text, as_bytes = self._known[id]
+        return {"token": text, "logprob": logprob, "bytes": as_bytes}
+
+
+def server_sent(event: object, kind: str = "") -> bytes:
+    """One event of a stream as it is sent. ``kind`` is its name, which some APIs repeat."""
+    head = f"event: {kind}\n".encode() if kind else b""
+    return b"%sdata: %s\n\n" % (head, encode(event))
+
+
+def text_of_parts(parts: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> Iterator[str]:
+    """Yield the texts of the parts of a message. ``kinds`` maps each supported kind of part to the
+    field of its text. Raises Refused for any other kind."""
+    for part in parts:
+        kind = str(part.get("type"))
+        if kind not in kinds:
+            raise Refused(f"content of type {kind:.60} is not supported: give text")
+        yield str(part.get(kinds[kind]) or "")

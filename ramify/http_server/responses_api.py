@@ -1,0 +1,490 @@
+"""The responses API for a single model: reads requests, and writes responses and streams.
+
+    body ──read──> ResponsesExchange ── request ──> Request       Reply ──> body or events
+
+A response consists of items: reasoning, a message, and function calls. The items of an earlier
+response, sent back in their order, become the one message that the model wrote. With
+``previous_response_id`` the conversation continues from a response that is remembered here.
+Unsupported fields that would change the answer are rejected by name. Not here: responses of runs
+(see serve/responses.py).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.clients.base import Request, Sampling, Tool
+from ramify.errors import Refused
+from ramify.http_server import model_api
+from ramify.http_server.model_api import ReplyGrowth, ServedModel, encode, server_sent
+from ramify.http_server.rejections import RequestRejected
+from ramify.types.message import Message, Reply, ToolCall, Usage
+
+PATH = "/responses"
+_LOGPROBS = "message.output_text.logprobs"
+_MAX_STORED = 4096
+_MAX_STORED_BYTES = 256 << 20
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+}
+"""Unsupported field -> the values that have no effect and are accepted."""
+_TEXT_PARTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+    "reasoning_text": "text",
+    "summary_text": "text",
+}
+_UNFINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Finish of a reply -> why its response is incomplete."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """One response, and the conversation up to it."""
+
+    messages: tuple[Message, ...]
+    """The conversation without instructions, up to and including the reply."""
+    body: bytes
+    """The response's body."""
+
+
+class StoredResponses:
+    """The last few thousand responses of one caller, by id."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, id: str) -> StoredResponse | None:
+        return self._stored.get(id)
+
+    def keep(self, id: str, response: StoredResponse) -> None:
+        """Remember ``response``, and forget the oldest if there are too many."""
+        self._stored[id] = response
+        self._num_bytes += len(response.body)
+        while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
+            self.forget(next(iter(self._stored)))
+
+    def forget(self, id: str) -> bool:
+        """Remove a response. Returns False if there is none with this id."""
+        response = self._stored.pop(id, None)
+        self._num_bytes -= len(response.body) if response is not None else 0
+        return response is not None
+
+
+class _Item(msgspec.Struct):
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] | None = None
+    name: str = ""
+    arguments: str = ""
+    call_id: str = ""
+    output: str | list[dict[str, Any]] = ""
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Text(msgspec.Struct):
+    format: Any = None
+
+
+class ResponsesRequest(msgspec.Struct):
+    """Request for a response: the fields that this server reads, and those that it rejects."""
+
+    input: str | list[_Item]
+    model: str = ""
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: _Text | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    # Rejected unless their value has no effect: see ``_HARMLESS``.
+    conversation: Any = None
+    prompt: Any = None
+    background: Any = None
+    max_tool_calls: Any = None
+    truncation: Any = None
+    context_management: Any = None
+
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+class ResponsesExchange:
+    """One response: what was asked, and how the reply is written."""
+
+    num_replies = 1
+
+    def __init__(
+        self, parsed: ResponsesRequest, model: ServedModel, stored: StoredResponses
+    ) -> None:
+        """Raises Refused or RequestRejected for a request that cannot be answered."""
+        before: tuple[Message, ...] = ()
+        if parsed.previous_response_id is not None:
+            previous = stored.get(parsed.previous_response_id)
+            if previous is None:
+                raise RequestRejected(
+                    f"no response has the id {parsed.previous_response_id!r:.80}: send the "
+                    "conversation as input; only the last responses with store=true are "
+                    "remembered",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            before = previous.messages
+        self._conversation = (*before, *_messages(parsed.input))
+        if not self._conversation:
+            raise RequestRejected("input is empty: give a text or a list of items", param="input")
+        head = (Message("system", parsed.instructions),) if parsed.instructions else ()
+        self._with_logprobs = _LOGPROBS in (parsed.include or ()) or bool(parsed.top_logprobs)
+        self.is_streamed = bool(parsed.stream)
+        sampling = Sampling(
+            max_tokens=parsed.max_output_tokens or model.window,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            logprobs=True,
+            top_logprobs=model_api.check_top_logprobs(parsed.top_logprobs),
+        )
+        format = parsed.text.format if parsed.text is not None else None
+        self.request = Request(
+            (*head, *self._conversation),
+            sampling,
+            model_api.schema_in(format, "text.format"),
+            _tools(parsed.tools or ()),
+            affinity=parsed.prompt_cache_key or "",
+        )
+        self.tool_choice = model_api.checked_choice(
+            model_api.openai_choice(parsed.tool_choice, parsed.parallel_tool_calls),
+            self.request.tools,
+            "tool_choice",
+        )
+        self._parsed = parsed
+        self._model = model
+        self._stored = stored
+        self._key = uuid.uuid4().hex
+        self._id = f"resp_{self._key}"
+        self._created = int(time.time())
+        self._number = 0
+        self._growth = ReplyGrowth()
+        self._items: list[_StreamedItem] = []
+        self._last = b""
+
+    def body(self, replies: Sequence[Reply]) -> bytes:
+        return self._finished(replies[0], self._output(replies[0]))
+
+    def begin(self) -> bytes:
+        response = self._fields("in_progress", [], None)
+        return self._event("created", response=response) + self._event(
+            "in_progress", response=response
+        )
+
+    def grow(self, index: int, message: Message) -> bytes:
+        reasoning, content = self._growth.gained(message)
+        events = b""
+        if reasoning:
+            events += self._text_delta("reasoning", reasoning)
+        if content:
+            events += self._text_delta("message", content)
+        return events
+
+    def end(self, index: int, reply: Reply) -> bytes:
+        events = self.grow(index, reply.message)
+        output = self._output(reply)
+        for place, item in enumerate(output):
+            if item["type"] == "function_call":
+                events += self._call(place, item)
+            else:
+                if place == len(self._items):  # a message without text
+                    events += self._open(item["type"])
+                events += self._close(place, item)
+        body = self._finished(reply, output)
+        kind = "incomplete" if reply.finish in _UNFINISHED else "completed"
+        return events + self._event(kind, response=msgspec.Raw(body))
+
+    def close(self) -> bytes:
+        return b""
+
+    def fail(self, error: RequestRejected) -> bytes:
+        response = self._fields("failed", [], None)
+        response["error"] = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("failed", response=response)
+
+    def _finished(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
+        """The body of the finished response, which is remembered if the request says so."""
+        reason = _UNFINISHED.get(reply.finish)
+        fields = self._fields("incomplete" if reason else "completed", output, reply.usage)
+        fields["incomplete_details"] = {"reason": reason} if reason else None
+        body = encode(fields)
+        if self._parsed.store is not False:
+            messages = (*self._conversation, reply.message)
+            self._stored.keep(self._id, StoredResponse(messages, body))
+        return body
+
+    def _output(self, reply: Reply) -> list[dict[str, Any]]:
+        message = reply.message
+        status = "incomplete" if reply.finish in _UNFINISHED else "completed"
+        output: list[dict[str, Any]] = []
+        if message.reasoning is not None:
+            content = [{"type": "reasoning_text", "text": message.reasoning}]
+            output.append(self._item("reasoning", summary=[], content=content))
+        if message.content or not message.tool_calls:
+            entries = []
+            if self._with_logprobs:
+                entries = model_api.logprob_entries(reply, self._model.text_of)
+            part = {**_part(message.content), "logprobs": entries}
+            output.append(self._item("message", role="assistant", content=[part], status=status))
+        for index, call in enumerate(model_api.sent_calls(message)):
+            output.append(
+                {
+                    "type": "function_call",
+                    "id": f"fc_{self._key}_{index}",
+                    "call_id": call.id,
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "status": "completed",
+                }
+            )
+        return output
+
+    def _item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        prefix = "rs" if kind == "reasoning" else "msg"
+        return {"type": kind, "id": f"{prefix}_{self._key}", **fields}
+
+    def _text_delta(self, kind: str, text: str) -> bytes:
+        """Events that add ``text`` to the item of this kind, which is opened if necessary."""
+        events = b""
+        if not self._items or self._items[-1].kind != kind:
+            events = self._open(kind)
+        item = self._items[-1]
+        if kind == "reasoning":
+            return events + self._event("reasoning_text.delta", **item.place, delta=text)
+        return events + self._event("output_text.delta", **item.place, delta=text, logprobs=[])
+
+    def _open(self, kind: str) -> bytes:
+        at = len(self._items)
+        if kind == "reasoning":
+            opened = self._item(kind, summary=[], content=[])
+        else:
+            opened = self._item(kind, role="assistant", content=[], status="in_progress")
+        item = _StreamedItem(
+            kind, {"item_id": opened["id"], "output_index": at, "content_index": 0}
+        )
+        self._items.append(item)
+        events = self._event("output_item.added", output_index=at, item=opened)
+        if kind == "message":
+            events += self._event("content_part.added", **item.place, part=_part(""))
+        return events
+
+    def _close(self, at: int, item: dict[str, Any]) -> bytes:
+        """Events that end a reasoning item or a message."""
+        place, part = self._items[at].place, item["content"][0]
+        if item["type"] == "reasoning":
+            events = self._event("reasoning_text.done", **place, text=part["text"])
+        else:
+            events = self._event(
+                "output_text.done", **place, text=part["text"], logprobs=part["logprobs"]
+            )
+            events += self._event("content_part.done", **place, part=part)
+        return events + self._event("output_item.done", output_index=at, item=item)
+
+    def _call(self, at: int, item: dict[str, Any]) -> bytes:
+        place = {"item_id": item["id"], "output_index": at}
+        opened = {**item, "status": "in_progress", "arguments": ""}
+        name, arguments = item["name"], item["arguments"]
+        return b"".join(
+            [
+                self._event("output_item.added", output_index=at, item=opened),
+                self._event("function_call_arguments.delta", **place, delta=arguments),
+                self._event(
+                    "function_call_arguments.done", **place, name=name, arguments=arguments
+                ),
+                self._event("output_item.done", output_index=at, item=item),
+            ]
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return server_sent(event, kind)
+
+    def _fields(
+        self, status: str, output: list[dict[str, Any]], usage: Usage | None
+    ) -> dict[str, Any]:
+        parsed = self._parsed
+        format = parsed.text.format if parsed.text is not None else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": self._model.name,
+            "output": output,
+            "usage": None if usage is None else usage_fields(usage),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": parsed.instructions,
+            "metadata": parsed.metadata or {},
+            "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+            "temperature": parsed.temperature,
+            "top_p": parsed.top_p,
+            "top_logprobs": parsed.top_logprobs or 0,
+            "max_output_tokens": parsed.max_output_tokens,
+            "tool_choice": parsed.tool_choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": False,
+                }
+                for tool in self.request.tools
+            ],
+            "text": {"format": format or {"type": "text"}},
+            "previous_response_id": parsed.previous_response_id,
+            "store": parsed.store is not False,
+            "truncation": "disabled",
+            "reasoning": {},
+        }
+
+
+class _StreamedItem(msgspec.Struct, frozen=True):
+    """An item of a stream that has begun."""
+
+    kind: str
+    place: dict[str, Any]
+    """Fields of its events that name it."""
+
+
+def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesExchange:
+    """Read a request body. Raises Refused or RequestRejected with the reason if it is invalid."""
+    parsed = model_api.decoded(_decoder, body, "response")
+    model_api.refuse_unsupported(parsed, _HARMLESS)
+    if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
+        raise Refused(f"max_output_tokens is {parsed.max_output_tokens}: give at least 1")
+    model_api.check_sampling(parsed.temperature, parsed.top_p)
+    return ResponsesExchange(parsed, model, stored)
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """Convert ``usage`` to the format of the responses API."""
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _tools(offered: Sequence[_Tool]) -> tuple[Tool, ...]:
+    for index, tool in enumerate(offered):
+        if tool.type != "function":
+            raise RequestRejected(
+                f"a tool of type {tool.type!r:.60} is not supported: give functions",
+                param=f"tools[{index}].type",
+            )
+    return tuple(Tool(tool.name, tool.description or "", tool.parameters or {}) for tool in offered)
+
+
+def _messages(input: str | list[_Item]) -> list[Message]:
+    """Convert items to messages. Consecutive items of the model become one message, as it wrote
+    it."""
+    if isinstance(input, str):
+        return [Message("user", input)] if input else []
+    messages: list[Message] = []
+    reply: _WrittenReply | None = None
+    for index, item in enumerate(input):
+        is_reply = item.type in ("reasoning", "function_call") or item.role == "assistant"
+        if reply is not None and not (is_reply and reply.takes(item)):
+            messages.append(reply.message())
+            reply = None
+        if is_reply:
+            reply = reply or _WrittenReply()
+            reply.add(item)
+        else:
+            messages.append(_message(item, index))
+    return messages if reply is None else [*messages, reply.message()]
+
+
+class _WrittenReply:
+    """Items of one earlier reply: reasoning, then a message, then function calls."""
+
+    def __init__(self) -> None:
+        self._reasoning: str | None = None
+        self._content: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def takes(self, item: _Item) -> bool:
+        """True if ``item`` can belong to the same reply as those before."""
+        if item.type == "function_call":
+            return True
+        has_text = self._content is not None or bool(self._calls)
+        return not has_text and (item.type == "message" or self._reasoning is None)
+
+    def add(self, item: _Item) -> None:
+        if item.type == "function_call":
+            id = model_api.own_call_id(item.call_id)
+            self._calls.append(ToolCall(id, item.name, item.arguments))
+        elif item.type == "reasoning":
+            self._reasoning = _text(item.content or item.summary or "")
+        else:
+            self._content = _text(item.content or "")
+
+    def message(self) -> Message:
+        return Message("assistant", self._content or "", self._reasoning, tuple(self._calls))
+
+
+def _message(item: _Item, index: int) -> Message:
+    """Convert an item that the model did not write. Raises Refused or RequestRejected."""
+    if item.type == "function_call_output":
+        id = model_api.own_call_id(item.call_id)
+        return Message("tool", _text(item.output), tool_call_id=id)
+    if item.type != "message":
+        raise RequestRejected(
+            f"an item of type {item.type!r:.60} is not supported: give messages, reasoning, "
+            "function calls and their outputs",
+            param=f"input[{index}].type",
+        )
+    if item.role is None:
+        raise RequestRejected("a message has no role", param=f"input[{index}].role")
+    role = "system" if item.role == "developer" else item.role
+    return Message(role, _text(item.content or ""))
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(model_api.text_of_parts(content, _TEXT_PARTS))

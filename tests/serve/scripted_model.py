@@ -1,0 +1,112 @@
+"""A model for tests of the APIs: it says what it is told to, one character per token, behind a real
+HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+from aiohttp import web
+
+from ramify.clients.base import Request
+from ramify.errors import RamifyError, Refused
+from ramify.http_server.access import BearerKeys, ListenAddress
+from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
+from ramify.http_server.responses_api import StoredResponses
+from ramify.http_server.shell import HttpServer
+from ramify.models.template import settled_reply, split_reply
+from ramify.types.message import Message, Reply, Usage
+
+KEY = "rk-of-the-scripted-model"
+CALL = '<tool_call>\n{"name": "look", "arguments": {"line": 1, "b": "\u00fc"}}\n</tool_call>'
+"""A call of a tool, as a model writes it."""
+
+
+class ScriptedModel:
+    """Implements ``ServedModel``. Each text of ``says`` answers one request, in order; the last one
+    answers all that follow. An error is raised instead."""
+
+    name = "scripted"
+
+    def __init__(
+        self, *says: str | RamifyError, window: int = 1000, reports_top: bool = True
+    ) -> None:
+        self.window = window
+        self.requests: list[Request] = []
+        self.stored = StoredResponses()
+        self._says = list(says)
+        self._reports_top = reports_top
+
+    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+        self.requests.append(request)
+        says = self._says[0] if len(self._says) == 1 else self._says.pop(0)
+        if isinstance(says, RamifyError):
+            raise says
+        if self.num_tokens(request) >= self.window:
+            error = Refused(f"the prompt has {self.num_tokens(request)} tokens")
+            error.too_long = True
+            raise error
+        return [self._reply(request, says, index) for index in range(num_replies)]
+
+    async def stream(
+        self, request: Request, num_replies: int
+    ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+        replies = await self.replies(request, num_replies)
+        for index, reply in enumerate(replies):
+            text = "".join(map(chr, reply.token_ids or ()))
+            for end in range(1, len(text)):
+                message = split_reply(text[:end], thinks=True, tool_calls=True)
+                yield index, settled_reply(message, request.sampling.stop, tool_calls=True)
+        for index, reply in enumerate(replies):
+            yield index, reply
+
+    def num_tokens(self, request: Request) -> int:
+        return sum(len(message.content) for message in request.messages)
+
+    def text_of(self, id: int) -> str:
+        return chr(id)
+
+    def _reply(self, request: Request, says: str, index: int) -> Reply:
+        text = says.replace("{index}", str(index))
+        ends = [at + len(stop) for stop in request.sampling.stop if (at := text.find(stop)) >= 0]
+        text = text[: min([*ends, request.sampling.max_tokens])]
+        message = split_reply(text, thinks=True, tool_calls=True)
+        for stop in request.sampling.stop:
+            content = message.content.partition(stop)[0]
+            message = msgspec.structs.replace(message, content=content)
+        finish = "length" if len(text) == request.sampling.max_tokens else "stop"
+        ids = tuple(map(ord, text))
+        top = request.sampling.top_logprobs if self._reports_top else 0
+        tops = tuple(tuple((id + n, -0.5 - n) for n in range(top)) for id in ids)
+        return Reply(
+            message=message,
+            usage=Usage(self.num_tokens(request), len(ids), cached_tokens=2, calls=1),
+            finish="tool_calls" if message.tool_calls else finish,
+            prompt_ids=(1, 2, 3),
+            token_ids=ids,
+            logprobs=(-0.5,) * len(ids),
+            top_logprobs=tops if top else None,
+        )
+
+
+@asynccontextmanager
+async def serving(model: ScriptedModel) -> AsyncIterator[str]:
+    """Serve ``model`` and yield the address without ``/v1``."""
+
+    @asynccontextmanager
+    async def admit(_: web.Request) -> AsyncIterator[AdmittedCaller]:
+        yield AdmittedCaller(model, model.stored)
+
+    async def models(http: web.Request) -> web.Response:
+        return listed_models(http, model.name, model.window)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    ModelRoutes(admit).add_to(app)
+    server = HttpServer(ListenAddress(), BearerKeys.of(KEY))
+    await server.start(app)
+    try:
+        yield server.url
+    finally:
+        await server.close()
