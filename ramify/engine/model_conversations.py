@@ -128,10 +128,9 @@ class ModelConversations:
 
         ``thread`` names the agent: only its own conversations are continued. ``depth`` chooses the
         model: 0 is the root's. With ``learns=False``, replies are recorded without token ids, so no
-        training learns from them. Of ``sampling``, ``max_tokens``, ``stop`` and
-        ``top_logprobs`` apply; the run's own
-        temperature and top-p stay, so that log-probabilities are those of the policy. The
-        ``prompt_ids`` of a reply are those of its whole prompt.
+        training learns from them. Of ``sampling``, ``max_tokens``, ``stop`` and ``top_logprobs``
+        apply; the run's own temperature and top-p stay, so that log-probabilities are those of the
+        policy. The ``prompt_ids`` of a reply are those of its whole prompt.
 
         Raises ModelError if the model did not give every reply, LimitReached if the run may not ask
         any more, and ConfigError if the model's template cannot write the messages.
