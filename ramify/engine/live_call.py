@@ -109,8 +109,8 @@ class CallHistory(msgspec.Struct):
         reuses)."""
         if not self.keeps_ids:
             names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
-            names += ("top_logprobs",)
-            return msgspec.structs.replace(reply, **dict.fromkeys(names)), 0
+            per_token = dict.fromkeys((*names, "top_logprobs"))
+            return msgspec.structs.replace(reply, **per_token), 0
         if reply.prompt_ids is None:
             return reply, 0
         reused_ids = _num_common(self.ids, reply.prompt_ids)

@@ -8,8 +8,8 @@ their own conversations ask the models of runs.
 One endpoint serves many runs. Each conversation partner has a *seat*: its run, its thread, the
 depth of its model, and whether training learns from its replies. A request names its seat in the
 path or in a header, and proves with the endpoint's key that it comes from a program that was given
-the address. An agent that knows nothing but a base URL and an API key has a key of its own, which
-alone names its seat: as ``Authorization: Bearer``, or as ``x-api-key``. Both forms of a reply are
+the address. An agent that knows nothing but a base URL and an API key has a key that alone names
+its seat: as ``Authorization: Bearer``, or as ``x-api-key``. Both forms of a reply are
 served, whole and streamed in one piece.
 
 Not here: which request continues which call (see engine/model_conversations.py), and the routes and

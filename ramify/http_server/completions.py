@@ -77,7 +77,7 @@ class _Tool(msgspec.Struct):
 class StreamOptions(msgspec.Struct):
     """Options of a streamed completion."""
 
-    include_usage: bool | None = False
+    include_usage: bool = False
 
 
 class CompletionRequest(msgspec.Struct):
@@ -155,8 +155,8 @@ class ChatExchange:
         return encode(body)
 
     def begin(self) -> bytes:
-        opening = {"role": "assistant", "content": ""}
-        return b"".join(self._event(index, opening) for index in range(self.num_replies))
+        first = {"role": "assistant", "content": ""}
+        return b"".join(self._event(index, first) for index in range(self.num_replies))
 
     def grow(self, index: int, message: Message) -> bytes:
         reasoning, content = self._growths[index].gained(message)
@@ -245,6 +245,11 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def opening(id: str, model: str) -> dict[str, Any]:
+    """First event of a stream."""
+    return event(id, model, {"role": "assistant", "content": ""})
 
 
 def event(

@@ -305,11 +305,11 @@ async def _merged(
     num_left = len(streams)
     try:
         while num_left:
-            index, part = await arrived.get()
-            if isinstance(part, Exception):
-                raise part
-            num_left -= isinstance(part, Reply)
-            yield index, part
+            index, received_part = await arrived.get()
+            if isinstance(received_part, Exception):
+                raise received_part
+            num_left -= isinstance(received_part, Reply)
+            yield index, received_part
     finally:
         for task in reading:
             task.cancel()

@@ -1,5 +1,5 @@
-"""A model for tests of the APIs: it says what it is told to, one character per token, behind a real
-HTTP server."""
+"""A model for tests of the APIs: it says what a test gives it, one character per token, behind a
+real HTTP server."""
 
 from __future__ import annotations
 
