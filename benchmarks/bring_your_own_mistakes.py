@@ -253,6 +253,13 @@ MISTAKES: tuple[Mistake, ...] = (
         says=("item lake/train/0", "map file missing", "mine.py:"),
     ),
     _train(
+        "environment that raises, as a later part of a mixture",
+        "task.name=mixture",
+        'task.options={"parts": {"sums": {"task": "ledger"}, '
+        '"lake": {"task": "mine.py:broken_lake"}}}',
+        says=("item lake/train/0", "map file missing", "mine.py:"),
+    ),
+    _train(
         "environment in the form of gym 0.21",
         "task.name=mine.py:old_lake",
         "task.options={}",

@@ -105,9 +105,14 @@ def check_policy_files(run: Run) -> None:
         )
 
 
-def check_first_item(run: Run, task: Task) -> None:
-    """Begin one item and end it, so that a fault of its environment, its servers or its ``begin``
-    is reported before a policy is loaded. This calls no model."""
+def check_first_items(run: Run, task: Task) -> None:
+    """Begin one item, or one of each part of a mixture, and end it, so that a fault of its
+    environment, its servers or its ``begin`` is reported before a policy is loaded. This calls no
+    model."""
+    if isinstance(task, MixtureTask):
+        for part in task.tasks.values():
+            check_first_items(run, part)
+        return
     split, index = ("train", run.rl.sample.first_item) if run.rl is not None else ("validation", 0)
     items = items_of(task, split)
     if not len(items):

@@ -28,7 +28,7 @@ from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.preflight import (
     check_branches,
     check_deterministic,
-    check_first_item,
+    check_first_items,
     check_inference,
     check_names,
     check_policies,
@@ -80,7 +80,7 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
     task = task_of(run.task.name, **run.task.options)
     if run.is_evaluated:
         check_scaffold(run, scaffold)
-        check_first_item(run, task)
+        check_first_items(run, task)
         check_task(run, task)
     run = with_policy_defaults(run)
     checkpoint = find(resume) if resume is not None else None

@@ -233,6 +233,23 @@ def test_submit_creates_missing_secrets_from_stdin_and_applies_the_manifest(
     assert "2 nodes of 4 GPUs and 32 CPUs and 1 node of 64 CPUs, 100 GB" in capsys.readouterr().out
 
 
+def test_variable_that_is_not_set_is_named_and_never_submitted(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files may be written on another machine than the one where they are submitted."""
+    monkeypatch.delenv("MY_API_KEY", raising=False)
+    shell.program("sbatch", "touch submitted")
+    words = ["launch", "my.py", "--on", "slurm", "--secret", "MY_API_KEY"]
+    assert run(words) == 0
+    said = capsys.readouterr().err
+    assert "--secret MY_API_KEY: not set here; set it where you submit" in said
+    assert run([*words, "--submit"]) == 2
+    said = capsys.readouterr().err
+    assert "MY_API_KEY" in said
+    assert said.count("\n") == 1
+    assert not (shell.folder / "submitted").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
