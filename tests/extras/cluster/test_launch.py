@@ -236,7 +236,7 @@ def test_submit_creates_missing_secrets_from_stdin_and_applies_the_manifest(
 def test_variable_that_is_not_set_is_named_and_never_submitted(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files may be written on another machine than the one where they are submitted."""
+    """Files may be written here and submitted on another machine."""
     monkeypatch.delenv("MY_API_KEY", raising=False)
     shell.program("sbatch", "touch submitted")
     words = ["launch", "my.py", "--on", "slurm", "--secret", "MY_API_KEY"]
