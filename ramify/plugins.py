@@ -206,9 +206,9 @@ class Registry(Mapping[str, Any]):
         name = self.canonical(name)
         if name in self._table:
             entry = self._table[name]
-            return _load(entry, f"{self.kind} '{name}'") if isinstance(entry, str) else entry
+            return load_object(entry, f"{self.kind} '{name}'") if isinstance(entry, str) else entry
         if is_reference(name):
-            return _load(name, f"{self.kind} '{name}'")
+            return load_object(name, f"{self.kind} '{name}'")
         if name not in self._loaded:
             points = [point for point in self._points() if point.name == name]
             if not points:
@@ -298,7 +298,7 @@ class Registry(Mapping[str, Any]):
 
     def _installed(self, point: EntryPoint) -> Any:
         what = f"{self.kind} '{point.name}' of the package {_package(point)} ({point.value})"
-        entry = _load(point.value, what)
+        entry = load_object(point.value, what)
         self._check_tag(point.name, entry)
         return entry
 
@@ -315,7 +315,7 @@ def registries() -> Iterator[Registry | PluginEntry]:
     """All registries. One whose own packages are missing is an entry with that error instead."""
     for location in REGISTRIES:
         try:
-            yield _load(location, location)
+            yield load_object(location, location)
         except RamifyError as error:
             yield PluginEntry(location.rpartition(":")[2].lower(), "*", "ramify", "", str(error))
 
@@ -392,7 +392,7 @@ def _module_name(path: Path) -> str:
     return re.sub(r"\W", "_", str(path))
 
 
-def _load(location: str, what: str) -> Any:
+def load_object(location: str, what: str) -> Any:
     """The object at ``module:name`` or ``file.py:name``, or a module. Raises ConfigError, which
     begins with ``what``."""
     place, _, name = location.rpartition(":")

@@ -34,6 +34,7 @@ FLOORS = [
     {"combinators"},
     {"evaluate", "maps"},
     {"train"},
+    {"agents"},
     {"viewer", "serve"},
     {"cli", "testing", "ray"},
     {"extras", "__main__"},

@@ -39,6 +39,7 @@ PUBLIC = {
         line_f1 math_answer normalised numeric task_of unit_tests validate verifiers_v1
     """,
     "ramify.evaluate": """
+        AgentJob AgentOutcome AgentRun AgentTask
         AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport McpTask MeanEstimate
         ReportRow RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
         paired_difference pass_at_k report table taskset text_env verifiers_task
@@ -59,7 +60,8 @@ PUBLIC = {
         no_usage rate_limited refused server_error stalled unreachable
     """,
     "ramify.train": """
-        ALGORITHMS Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
+        ALGORITHMS AgentJob AgentOutcome AgentRun AgentTask
+        Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
         Backend Batch BranchEstimator BranchOptions ByTask CORRECTIONS CREDITS Cispo ClipCov
         CollapseAlarms ComputeSpec CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled
         DecoupledGspo DemonstrationHints DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip

@@ -94,19 +94,25 @@ class ChildProcess:
         files: tuple[int | None, int | None, int | None] = (None, None, None),
         stdin: bytes = b"",
         stopped_s: float | None = None,
+        inherits: bool = True,
+        left_s: float = 0.0,
     ) -> None:
         """Start ``command``.
 
-        ``environment`` is added to the environment of this process. Output is appended to ``log``,
+        ``environment`` is added to the environment of this process; without ``inherits`` it is all
+        that the child gets. Output is appended to ``log``,
         which is created with its folder; without a log, only stderr is shown, on the stderr of this
         process. The child runs in ``folder`` if that exists. ``files`` are descriptors to use as
         its stdin, stdout and stderr instead. ``stdin``: a few bytes that it reads from its standard
         input, where neither its environment nor its command line shows them. A child that is
-        stopped (SIGSTOP) for ``stopped_s`` is killed. Raises OSError, with the name of the program,
-        if it cannot be started.
+        stopped (SIGSTOP) for ``stopped_s`` is killed. Processes that the command leaves behind may
+        take ``left_s`` to end by themselves; ``num_left`` counts the others. Raises OSError, with
+        the name of the program, if it cannot be started.
         """
         self._log = log
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**(os.environ if inherits else {}), **(environment or {})}
+        self.num_left = 0
+        """Number of processes that it left behind, which were then ended."""
         self._status: int | None = None
         self._reason = ""
         self._received = b""
@@ -119,6 +125,7 @@ class ChildProcess:
             "folder": str(folder) if folder is not None and folder.is_dir() else "",
             "parent": os.getpid(),
             "stopped_s": stopped_s,
+            "left_s": left_s,
         }
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
@@ -154,6 +161,11 @@ class ChildProcess:
                 if self._status is None and (line := self._line()) is not None:
                     self._set_ended(line)
         return self._status
+
+    def fileno(self) -> int:
+        """Descriptor that is readable once the process has ended, for a selector or an event
+        loop. ``poll`` then returns its status."""
+        return self._socket
 
     def log_tail(self) -> str:
         """Return the end of the log on one line, without the secrets of the environment."""
@@ -233,10 +245,12 @@ class ChildProcess:
         return line.decode() if end else None if block else ""
 
     def _set_ended(self, line: str) -> None:
-        """Record ``ended STATUS REASON``. If the guard was killed, the line is empty, and the child
-        was killed with it: kill the group that it may have left."""
+        """Record ``ended STATUS NUM_LEFT REASON``. If the guard was killed, the line is empty, and
+        the child was killed with it: kill the group that it may have left."""
         _, _, rest = line.partition(" ")
-        status, _, self._reason = rest.partition(" ")
+        status, _, rest = rest.partition(" ")
+        num_left, _, self._reason = rest.partition(" ")
+        self.num_left = int(num_left or 0)
         if not status:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -3,7 +3,7 @@
     parent ── socket ── guard ── command ── whatever the command starts
        │                  ├── the parent ends, or asks for it: SIGTERM, then SIGKILL
        │                  ├── the command ends: what it left behind is killed
-       └── "ended 3" ─────┘   then the guard ends
+       └── "ended 3 0" ───┘   (status, number of processes left); then the guard ends
 
 Runs as a separate program, with the standard library alone, so it starts in some hundredths of a
 second. It is the reaper of all descendants of the command (``PR_SET_CHILD_SUBREAPER``), so it finds
@@ -49,6 +49,9 @@ class ProcessGuard:
         self._parent: int = spec["parent"]
         self._stopped_s: float | None = spec["stopped_s"]
         """Seconds that the command may be stopped (SIGSTOP) before it is killed."""
+        self._left_s: float = spec["left_s"]
+        """Seconds that processes which the command left behind may take to end by themselves."""
+        self._num_left = 0
         self._status: int | None = None
         self._reason = ""
         self._kill_at: float | None = None
@@ -74,7 +77,7 @@ class ProcessGuard:
             raise
         finally:
             self._sweep()
-        _report(f"ended {self._status} {self._reason}")
+        _report(f"ended {self._status} {self._num_left} {self._reason}")
 
     def _step(self) -> None:
         began = time.monotonic()
@@ -227,6 +230,8 @@ class ProcessGuard:
 
     def _sweep(self) -> None:
         """End everything that the command started and that still runs."""
+        if not self._is_ending:
+            self._num_left = self._await_left()
         began = time.monotonic()
         number = signal.SIGKILL if self._is_ending else signal.SIGTERM
         while (waited_s := time.monotonic() - began) < _SWEEP_S:
@@ -240,6 +245,19 @@ class ProcessGuard:
             for pid in _descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
+            time.sleep(0.01)
+
+    def _await_left(self) -> int:
+        """Return the number of processes that the command left behind and that still run."""
+        began = time.monotonic()
+        while True:
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return 0
+            if time.monotonic() - began >= self._left_s:
+                return sum(1 for _ in _descendants(os.getpid()))
             time.sleep(0.01)
 
 

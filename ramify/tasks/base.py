@@ -57,6 +57,7 @@ TASKS = Registry(
     "task",
     "ramify.tasks",
     {
+        "agent": "ramify.agents.agent_task:AgentTask",
         "ledger": "ramify.tasks.ledger.task:ledger",
         "mixture": "ramify.tasks.mixture:mixture",
         "needle": "ramify.tasks.needle:needle",
@@ -357,7 +358,7 @@ def task_of(name: str, /, **options: Any) -> Task:
         name = "ramify.evaluate.verifiers_episodes:verifiers_task"
         options = {"taskset": taskset, **options}
     task = TASKS.of(name)
-    if not isinstance(task, Task):
+    if isinstance(task, type) or not isinstance(task, Task):  # a class has the names of a task
         task = _from_factory(named, task, options)
     elif options:
         raise ConfigError(

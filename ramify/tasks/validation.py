@@ -117,7 +117,8 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
 def _right(task: Task, item: Item) -> Any:
     """An answer to ``item`` that must score 1, in the form of an answer; None if it has none."""
     right = item.gold if item.right is None else item.right
-    as_answer = getattr(getattr(task, "reward", None), "as_answer", None)
+    owner = task if hasattr(task, "as_answer") else getattr(task, "reward", None)
+    as_answer = getattr(owner, "as_answer", None)
     return right if right is None or as_answer is None else as_answer(right)
 
 

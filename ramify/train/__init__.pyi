@@ -1,4 +1,8 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.agents.agent_job import AgentJob as AgentJob
+from ramify.agents.agent_run import AgentOutcome as AgentOutcome
+from ramify.agents.agent_run import AgentRun as AgentRun
+from ramify.agents.agent_task import AgentTask as AgentTask
 from ramify.extras.studies.hindsight import DemonstrationHints as DemonstrationHints
 from ramify.extras.studies.hindsight import FeedbackHints as FeedbackHints
 from ramify.extras.studies.hindsight import Hindsight as Hindsight

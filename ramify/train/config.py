@@ -175,6 +175,12 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gold answer are skipped. False: check no scores, e.g. for an environment whose gold answer takes
     more than one action."""
 
+    def plain(self) -> TaskSpec:
+        """Return the same task by its name and options alone. A subclass may have more fields."""
+        if type(self) is TaskSpec:
+            return self
+        return TaskSpec(name=self.name, options=self.options, validate=self.validate)
+
 
 class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Induction warm-up (``data/sft_data.py``), for a model created from scratch.
@@ -431,6 +437,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "sandbox", provider_spec(self.sandbox))
+        if isinstance(self.task, TaskSpec):
+            msgspec.structs.force_setattr(self, "task", self.task.plain())
         if not self.stall_s > 0:
             raise ConfigError(
                 f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"

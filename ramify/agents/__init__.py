@@ -1,0 +1,18 @@
+"""Agents that were written elsewhere, trained and evaluated as they are.
+
+    item ──▶ AgentTask ──▶ a command or a function, with a base URL and a key of its own
+                               │ asks its models over HTTP, as always
+                               ▼
+                           ModelEndpoint ──▶ the rollout's tree of calls
+    reward(AgentRun) ◀──── exit code, output, files, tree
+
+    agent_task.py       the task: items, the agent, its reward; all that is checked beforehand
+    agent_job.py        what an agent is given: folder, item, addresses, key, environment
+    agent_attempt.py    one rollout: limits, and which of its outcomes are learned from
+    agent_function.py   a Python function as the agent
+    agent_command.py    a command as the agent: its arguments, its environment, its process
+    agent_run.py        what a reward sees
+
+Not here: the HTTP endpoint (``evaluate/model_endpoint.py``), and which request continues which call
+(``engine/model_conversations.py``).
+"""

@@ -1,0 +1,201 @@
+"""One rollout of an agent: its folder, its key, its limits, and how it ended.
+
+    new folder ─ key ─ agent starts ──▶ first request ──▶ agent ends ──▶ key ends ──▶ reward
+                          │ first_request_s  │ max_seconds    │ exit code
+                          └ never_called     └ hung           └ crashed, outlived
+
+Decides which outcomes are failures of the rollout: it then has no reward, and nothing is learned
+from it. The reason is one line, with the end of the agent's stderr. Not here: the reward
+(``agent_task.py``), and how an agent is started and ended (``agent_function.py``,
+``agent_command.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from ramify.agents.agent_job import AgentJob, new_folder, remove_folder, visible, write_item
+from ramify.agents.agent_run import AgentOutcome, AgentRecord
+from ramify.engine.model_conversations import ModelConversations
+from ramify.errors import RamifyError
+from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+from ramify.secrets import MARK
+from ramify.tasks.base import Item
+
+RECORD = "agent"
+"""Key of the agent's record in ``Trajectory.metadata``."""
+_QUOTED = 400
+"""Characters of stderr that an error quotes."""
+
+
+class RunningAgent(Protocol):
+    """An agent that works on one item."""
+
+    ended: asyncio.Future[None]
+    """Done once the agent has ended; its other fields are complete then."""
+    answer: Any
+    """What it answered."""
+    exit_code: int | None
+    """Its exit code; None if it was stopped."""
+    output: str
+    """The end of what it printed."""
+    error_output: str
+    """The end of its stderr."""
+    num_left: int
+    """Processes that it left behind."""
+
+    def place(self) -> str:
+        """Where it is now, for an error; empty if unknown."""
+        ...
+
+    async def end(self) -> None:
+        """End it with everything that it started. Idempotent."""
+        ...
+
+
+StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
+"""Starts the agent of one rollout. Raises RamifyError if it cannot be started."""
+
+
+class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one rollout."""
+
+    max_seconds: float
+    """Longest time from the start of the agent to its end."""
+    first_request_s: float
+    """Longest time from the start of the agent to its first request."""
+    scores_crashes: bool = False
+    """Whether an agent that crashed is scored like one that ended."""
+
+
+class AgentAttempt:
+    """One rollout of one item."""
+
+    def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentLimits) -> None:
+        """Errors begin with ``where``."""
+        self._where = where
+        self._item = item
+        self._start = start
+        self._limits = limits
+        self._record: AgentRecord | None = None
+        self._remove: weakref.finalize[Any, Any] | None = None
+
+    async def conduct(self, conversations: ModelConversations) -> Any:
+        """Let the agent work, and return its answer. Raises RamifyError unless it ended well."""
+        endpoint = await conversations.shared(ModelEndpoint, ModelEndpoint)
+        folder = new_folder()
+        # The reward deletes it earlier. This is for a rollout that is never scored.
+        self._remove = weakref.finalize(self, remove_folder, folder)
+        seat = EndpointSeat(conversations, "")
+        began = time.monotonic()
+        with endpoint.seat_key(seat) as key:
+            job = self._job(endpoint, key, folder)
+            agent = await self._start(job)
+            outcome, place = AgentOutcome.CANCELLED, ""
+            try:
+                outcome = await self._outcome(agent, seat)
+                place = agent.place()
+            finally:
+                await _ended(agent)
+                self._record = AgentRecord(
+                    outcome=outcome,
+                    exit_code=agent.exit_code,
+                    output=agent.output.replace(key, MARK),
+                    error_output=agent.error_output.replace(key, MARK),
+                    seconds=time.monotonic() - began,
+                    num_requests=seat.num_requests,
+                    num_left=agent.num_left,
+                )
+        is_scored = outcome is AgentOutcome.ENDED or (
+            outcome is AgentOutcome.CRASHED and self._limits.scores_crashes
+        )
+        if not is_scored:
+            raise RamifyError(f"{self._where}: {self._reason(self._record, seat, place)}")
+        self._record.folder = str(job.folder)
+        answer = agent.answer
+        return answer.replace(key, MARK) if isinstance(answer, str) else answer
+
+    def record(self, answer: Any) -> Mapping[str, Any]:
+        """Called once when the rollout has ended. Returns the metadata of its trajectory."""
+        is_scored = self._record is not None and self._record.folder
+        if self._remove is not None and not is_scored:
+            self._remove()
+        if self._record is None:
+            return {}
+        return {RECORD: msgspec.to_builtins(self._record)}
+
+    def _job(self, endpoint: ModelEndpoint, key: str, folder: Path) -> AgentJob:
+        base_url = endpoint.url()
+        return AgentJob(
+            item=visible(self._item),
+            item_file=write_item(self._item, folder),
+            folder=folder / "work",
+            base_url=base_url,
+            anthropic_base_url=base_url.removesuffix("/v1"),
+            api_key=key,
+        )
+
+    async def _outcome(self, agent: RunningAgent, seat: EndpointSeat) -> AgentOutcome:
+        """Wait until the agent has ended, or has reached one of its limits."""
+        limits = self._limits
+        first_s = min(limits.first_request_s, limits.max_seconds)
+        await asyncio.wait([agent.ended], timeout=first_s)
+        if not agent.ended.done() and not seat.num_requests:
+            return AgentOutcome.NEVER_CALLED
+        await asyncio.wait([agent.ended], timeout=limits.max_seconds - first_s)
+        if not agent.ended.done():
+            return AgentOutcome.HUNG
+        if agent.exit_code != 0:
+            return AgentOutcome.CRASHED
+        if not seat.num_requests:
+            return AgentOutcome.NEVER_CALLED
+        return AgentOutcome.OUTLIVED if agent.num_left else AgentOutcome.ENDED
+
+    def _reason(self, record: AgentRecord, seat: EndpointSeat, place: str) -> str:
+        limits = self._limits
+        match record.outcome:
+            case AgentOutcome.CRASHED:
+                code = record.exit_code or 0
+                how = (
+                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                )
+                text = f"the agent crashed: it {how}"
+            case AgentOutcome.HUNG:
+                text = f"the agent hung: it was stopped after {limits.max_seconds:g} s{place}"
+            case AgentOutcome.NEVER_CALLED if record.exit_code is None:
+                text = (
+                    f"the agent never called its address within {limits.first_request_s:g} s"
+                    f"{place}, and was stopped: let it use OPENAI_BASE_URL or ANTHROPIC_BASE_URL, "
+                    "or raise first_request_s"
+                )
+            case AgentOutcome.NEVER_CALLED:
+                text = (
+                    "the agent ended without calling its address: let it use OPENAI_BASE_URL or "
+                    "ANTHROPIC_BASE_URL"
+                )
+            case _:
+                text = (
+                    f"the agent ended, and left {record.num_left} processes that still ran; they "
+                    "were ended: let it wait for its children"
+                )
+        if seat.last_refusal:
+            text += f"; its last refused request: {seat.last_refusal:.300}"
+        lines = [line.strip() for line in record.error_output.splitlines() if line.strip()]
+        return f"{text}; its stderr ends: {' | '.join(lines)[-_QUOTED:] or '(it is empty)'}"
+
+
+async def _ended(agent: RunningAgent) -> None:
+    """End the agent, even if the rollout is being cancelled."""
+    ending = asyncio.ensure_future(agent.end())
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await ending
+        raise

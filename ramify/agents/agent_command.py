@@ -1,0 +1,292 @@
+"""A command as the agent: a process of its own, in any language.
+
+    CommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
+      ── words(job) ──> ["/usr/bin/python3", "/here/my_agent.py", "/tmp/…/item.json"]
+
+The command is split into words first and filled in afterwards, so a question with spaces or quotes
+is one argument, and no shell reads it. With ``shell=True`` a shell runs the text, and each value is
+quoted. A word that names a file of the folder in which the trainer was started becomes an absolute
+path, because the agent works in a folder of its own.
+
+The agent gets a small environment: where programs and the home folder are, the language, the
+addresses and its key, and the variables that the task names. No key of the trainer is among them.
+The process has its own session and a guard (``actors/process_guard.py``), which ends it with all
+that it started: when it has ended, when it is stopped, and when this process ends for any reason.
+Not here: time limits (``agent_attempt.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ramify.actors.child_process import ChildProcess
+from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_run import MAX_OUTPUT_CHARS, end_of
+from ramify.engine.threads import in_thread
+from ramify.errors import ConfigError, RamifyError, nearest
+
+PLACEHOLDERS = {
+    "item_file": "the item as a JSON file",
+    "question": "the item's question",
+    "id": "the item's id",
+    "kind": "the item's kind",
+    "folder": "the agent's working folder",
+    "here": "the folder in which the trainer was started",
+    "python": "the Python interpreter of the trainer",
+    "base_url": "the base URL for clients of OpenAI's APIs",
+    "anthropic_base_url": "the base URL for clients of Anthropic's API",
+    "model": "a name of the model",
+}
+"""Name in a command -> what it stands for."""
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+)
+"""Variables of this process that every agent gets."""
+_END_S = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+_LEFT_S = 1.0
+"""Seconds that children of an agent may take to end after it."""
+_BLOCK = 1 << 16
+_MAX_BYTES = 4 * MAX_OUTPUT_CHARS
+
+
+class CommandTemplate:
+    """A command with placeholders."""
+
+    def __init__(self, command: str | Sequence[str], *, shell: bool) -> None:
+        """Raises ConfigError for an empty command, an unknown placeholder, and a program that does
+        not exist."""
+        self._shell = command if shell and isinstance(command, str) else ""
+        if shell and not self._shell:
+            raise ConfigError("AgentTask: shell=True needs the command as one text")
+        try:
+            words = shlex.split(command) if isinstance(command, str) else list(command)
+        except ValueError as error:
+            raise ConfigError(f"AgentTask: command {command!r:.200}: {error}") from None
+        if not words:
+            raise ConfigError("AgentTask: command is empty")
+        for word in words:
+            _check_placeholders(word)
+        self._words = [_absolute(word) for word in words]
+        if not shell:
+            self._check_program(self._words[0])
+
+    def words(self, job: AgentJob) -> list[str]:
+        """The command of one rollout."""
+        values = {
+            "item_file": str(job.item_file),
+            "question": job.item.question,
+            "id": job.item.id,
+            "kind": job.item.kind,
+            "folder": str(job.folder),
+            "here": str(Path.cwd()),
+            "python": sys.executable,
+            "base_url": job.base_url,
+            "anthropic_base_url": job.anthropic_base_url,
+            "model": job.model,
+        }
+        if self._shell:
+            quoted = {name: shlex.quote(value) for name, value in values.items()}
+            return ["/bin/sh", "-c", self._shell.format_map(quoted)]
+        words = [word.format_map(values) for word in self._words]
+        # No argument of a process can hold a null character.
+        return [word.replace("\0", "\N{REPLACEMENT CHARACTER}") for word in words]
+
+    def _check_program(self, word: str) -> None:
+        if "{" not in word and shutil.which(word) is None:
+            raise ConfigError(
+                f"AgentTask: command {word!r:.200} is not a program here: install it, or give its "
+                "path"
+            )
+
+
+def _check_placeholders(word: str) -> None:
+    """Raise ConfigError unless each placeholder of ``word`` is a known name alone."""
+    try:
+        parts = list(string.Formatter().parse(word))
+    except ValueError as error:
+        raise ConfigError(
+            f"AgentTask: command: {word!r:.200}: {error}; write a brace as {{{{ or }}}}"
+        ) from None
+    for _, name, format, conversion in parts:
+        if name is None:
+            continue
+        if name not in PLACEHOLDERS or format or conversion:
+            raise ConfigError(
+                f"AgentTask: command has no value for {{{name}}}: {nearest(name, PLACEHOLDERS)}; "
+                "write a brace as {{ or }}"
+            )
+
+
+def _absolute(word: str) -> str:
+    """``word`` as an absolute path if it names a file here and is not a program."""
+    if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
+        return word
+    if os.sep not in word and shutil.which(word) is not None:
+        return word
+    return str(Path(word).absolute())
+
+
+def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
+    """The environment of an agent. ``names`` are variables that are passed on, or ``NAME=value``.
+
+    Raises RamifyError if this process does not have one of them."""
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    for each in names:
+        name, sign, value = each.partition("=")
+        if not sign and name not in os.environ:
+            raise RamifyError(f"env: the variable {name} is not set here: set it, or give {name}=…")
+        environment[name] = value if sign else os.environ[name]
+    return environment | {
+        "OPENAI_BASE_URL": job.base_url,
+        "OPENAI_API_KEY": job.api_key,
+        "ANTHROPIC_BASE_URL": job.anthropic_base_url,
+        "ANTHROPIC_API_KEY": job.api_key,
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+async def start_command(
+    template: CommandTemplate, job: AgentJob, names: Sequence[str]
+) -> AgentProcess:
+    """Start the agent of one rollout. Raises RamifyError if it cannot be started."""
+    words, environment = template.words(job), environment_of(job, names)
+    with contextlib.ExitStack() as opened:
+        outputs = [_AgentOutput(), _AgentOutput()]
+        for output in outputs:
+            opened.callback(output.close)
+        files = (None, outputs[0].writing, outputs[1].writing)
+        starting = asyncio.ensure_future(in_thread(_started, words, environment, job.folder, files))
+        try:
+            child = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread uses the pipes until it has ended.
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                await in_thread(starting.result().end, 0.0)
+            raise
+        except OSError as error:
+            raise RamifyError(
+                f"the agent's command {words[0]!r:.200} cannot be started: {error.strerror}"
+            ) from None
+        opened.pop_all()
+    return AgentProcess(child, outputs[0], outputs[1])
+
+
+def _started(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    files: tuple[int | None, int | None, int | None],
+) -> ChildProcess:
+    return ChildProcess(
+        words,
+        environment=environment,
+        inherits=False,
+        folder=folder,
+        files=files,
+        left_s=_LEFT_S,
+    )
+
+
+class _AgentOutput:
+    """Pipe from an agent, of which the last bytes are kept."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._kept = bytearray()
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read from now on. The agent has its end of the pipe."""
+        os.close(self.writing)
+        self.writing = -1
+        loop.add_reader(self._reading, self._read, loop)
+
+    def end(self, loop: asyncio.AbstractEventLoop) -> str:
+        """Read what is left, and return the end of the output as text."""
+        loop.remove_reader(self._reading)
+        while self._take():
+            pass
+        self.close()
+        return end_of(self._kept.decode(errors="replace"))
+
+    def close(self) -> None:
+        for descriptor in (self._reading, self.writing):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._reading = self.writing = -1
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._take():
+            loop.remove_reader(self._reading)
+
+    def _take(self) -> bool:
+        """Read one block. Returns False at the end, or if nothing has arrived."""
+        try:
+            block = os.read(self._reading, _BLOCK)
+        except BlockingIOError:
+            return False
+        self._kept += block
+        del self._kept[:-_MAX_BYTES]
+        return bool(block)
+
+
+class AgentProcess:
+    """One run of a command. Implements ``RunningAgent``."""
+
+    def __init__(self, child: ChildProcess, output: _AgentOutput, errors: _AgentOutput) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.answer: Any = None
+        self.exit_code: int | None = None
+        self.output = ""
+        self.error_output = ""
+        self.num_left = 0
+        self._child = child
+        self._output, self._errors = output, errors
+        self._is_stopped = False
+        output.begin(self._loop)
+        errors.begin(self._loop)
+        self._loop.add_reader(child, self._look)
+
+    def place(self) -> str:
+        """Unknown for a process."""
+        return ""
+
+    async def end(self) -> None:
+        """End the process with all that it started. Idempotent."""
+        if not self.ended.done():
+            self._is_stopped = True
+            await in_thread(self._child.end, _END_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Take the end of the process, if it has ended."""
+        if self.ended.done() or (status := self._child.poll()) is None:
+            return
+        self._loop.remove_reader(self._child)
+        self.exit_code = None if self._is_stopped else status
+        self.num_left = self._child.num_left
+        self.output = self._output.end(self._loop)
+        self.error_output = self._errors.end(self._loop)
+        self.answer = self.output.strip()
+        self.ended.set_result(None)

@@ -1,0 +1,82 @@
+"""A Python function as the agent: it runs in this process.
+
+An async function runs on the event loop of the rollout, which it must not block. Any other function
+has a thread of its own, in which it is stopped at its next Python instruction. A function that
+waits outside Python cannot be stopped and is abandoned; its key has ended by then. Not here: time
+limits (``agent_attempt.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_run import end_of
+from ramify.tasks.stoppable_thread import StoppableThread, ThreadStopped
+
+_END_S = 1.0
+"""Seconds that a cancelled async function may take to end."""
+
+
+class AgentFunction:
+    """One run of a function. Implements ``RunningAgent``."""
+
+    def __init__(self, function: Callable[[AgentJob], Any], job: AgentJob) -> None:
+        """Start ``function``."""
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.answer: Any = None
+        self.exit_code: int | None = None
+        self.output = ""
+        self.error_output = ""
+        self.num_left = 0
+        self._thread: StoppableThread | None = None
+        self._task: asyncio.Task[Any] | None = None
+        if inspect.iscoroutinefunction(function):
+            self._task = loop.create_task(function(job))
+            self._task.add_done_callback(lambda _: self._settle())
+        else:
+
+            def end() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._settle)
+
+            self._thread = StoppableThread(lambda: function(job), "ramify agent", end)
+
+    def place(self) -> str:
+        """Where it is now, for an error: ``, at agent.py:12 (solve)``; empty if unknown."""
+        return self._thread.place() if self._thread is not None else ""
+
+    async def end(self) -> None:
+        """Stop it. Idempotent."""
+        if self.ended.done():
+            return
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=_END_S)
+        elif self._thread is not None:
+            self._thread.stop()
+
+    def _settle(self) -> None:
+        if self.ended.done():
+            return
+        try:
+            if self._task is not None:
+                self.answer = self._task.result()
+            elif self._thread is not None:
+                self.answer = self._thread.result()
+            self.exit_code = 0
+        except (ThreadStopped, asyncio.CancelledError):
+            pass  # the caller stopped it
+        except SystemExit as error:
+            self.exit_code = error.code if isinstance(error.code, int) else int(bool(error.code))
+            self.error_output = "" if isinstance(error.code, int | None) else str(error.code)
+        except BaseException as error:  # noqa: BLE001 -- a user's function may raise anything
+            self.exit_code = 1
+            self.error_output = end_of("".join(traceback.format_exception(error)))
+        self.ended.set_result(None)

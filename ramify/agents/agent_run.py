@@ -1,0 +1,89 @@
+"""How an agent's work on one item ended, and what a reward sees of it."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.tasks.base import Item
+from ramify.types.trajectory import Trajectory
+
+MAX_OUTPUT_CHARS = 1 << 16
+"""Characters that are kept of each of an agent's outputs: the last ones."""
+
+
+class AgentOutcome(enum.StrEnum):
+    """How an agent ended.
+
+    >>> train.AgentOutcome("hung") is train.AgentOutcome.HUNG
+    True
+    """
+
+    ENDED = "ended"
+    """By itself, with exit code 0. Only this outcome is scored and learned from."""
+    CRASHED = "crashed"
+    """With another exit code, by a signal, or with an exception."""
+    HUNG = "hung"
+    """It was stopped after its time limit."""
+    NEVER_CALLED = "never_called"
+    """It sent no request to its address."""
+    OUTLIVED = "outlived"
+    """It left processes that still ran some time after it. They were ended."""
+    CANCELLED = "cancelled"
+    """It was stopped with its rollout."""
+
+
+class AgentRecord(msgspec.Struct, kw_only=True):
+    """The end of an agent, as ``Trajectory.metadata["agent"]`` stores it."""
+
+    outcome: AgentOutcome
+    exit_code: int | None = None
+    """Exit code of its process, negative for a signal. Of a function: 0, or 1 after an exception.
+    None if it was stopped."""
+    output: str = ""
+    """The end of what a command printed; empty for a function."""
+    error_output: str = ""
+    """The end of what a command wrote to stderr, or the traceback of a function's exception."""
+    seconds: float = 0.0
+    """Time from its start to its end."""
+    num_requests: int = 0
+    """Requests that reached the endpoint, including refused ones."""
+    num_left: int = 0
+    """Processes that it left behind."""
+    folder: str = ""
+    """Its working folder, until its reward is known."""
+
+
+class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of an agent, as its reward sees it.
+
+    Example:
+        def score(run: AgentRun) -> float:
+            return float((run.folder / "answer.txt").read_text() == run.item.gold)
+    """
+
+    item: Item
+    """The item, with its gold answer and its metadata."""
+    answer: Any
+    """What a function returned. For a command, its output without surrounding whitespace."""
+    exit_code: int
+    """Exit code of the command, negative for a signal. Of a function: 0, or 1 after an
+    exception."""
+    output: str
+    """The last characters that the command printed (at most ``MAX_OUTPUT_CHARS``)."""
+    error_output: str
+    """The same of its stderr. After an exception of a function, its traceback."""
+    folder: Path
+    """Working folder with the agent's files. It is deleted after the reward."""
+    trajectory: Trajectory
+    """The tree of the agent's calls, with every request and reply."""
+    seconds: float
+    """Time from the agent's start to its end."""
+
+
+def end_of(text: str) -> str:
+    """The end of an output, as it is kept."""
+    return text[-MAX_OUTPUT_CHARS:]

@@ -1,0 +1,310 @@
+"""A task whose items are worked on by an agent that was written elsewhere: a command or a function.
+
+    train.Run(
+        policy=…,
+        task=train.AgentTask(
+            command="{python} my_agent.py {item_file}",
+            items="questions.jsonl",
+            reward="score.py:score",
+        ),
+        rl=…,
+    )
+
+The agent needs no change: it asks its models at the base URL that its environment names. The same
+class is a task for ``evaluate``. In a recipe it becomes plain data, the task ``agent`` with its
+fields as options, so ``task.options.max_seconds=60`` overrides a field, and a checkpoint or another
+process has all of it.
+
+Decides what a valid description is, so that mistakes are found before a model is loaded, and turns
+the result of a reward into a score. Not here: one rollout (``agent_attempt.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.agents.agent_attempt import (
+    RECORD,
+    AgentAttempt,
+    AgentLimits,
+    RunningAgent,
+    StartAgent,
+)
+from ramify.agents.agent_command import CommandTemplate, start_command
+from ramify.agents.agent_function import AgentFunction
+from ramify.agents.agent_job import AgentJob, remove_folder
+from ramify.agents.agent_run import AgentRecord, AgentRun
+from ramify.errors import ConfigError, RamifyError
+from ramify.plugins import is_reference, load_object, place_of
+from ramify.tasks.base import (
+    DATA_SUFFIXES,
+    Item,
+    Score,
+    Task,
+    TaskStart,
+    Worth,
+    as_score,
+    task_of,
+)
+from ramify.tasks.data import dataset
+from ramify.tasks.reward_loop import run_coroutine
+from ramify.tasks.scoring import SCORERS
+from ramify.train.config import TaskSpec
+from ramify.types.trajectory import Trajectory
+
+_CALL_ID = re.compile(r"\d+(\.\d+)*")
+_TOTAL = "correct"
+"""Name of a reward that is a single number."""
+
+
+class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """A task whose items are worked on by an agent that was written elsewhere.
+
+    The agent reads its item, asks models at the address that it is given, and ends. Its reward sees
+    how it ended, its output, its files and the tree of its calls.
+
+    Example:
+        train.AgentTask(agent=solve, items="questions.jsonl", reward="exact")
+    """
+
+    name: str = "agent"
+    """Name of the task, in a recipe and in errors."""
+    command: str | list[str] = ""
+    """The agent as a command, with placeholders such as ``{item_file}`` and ``{question}``
+    (docs/agents.md). It is split into words as a shell does, but no shell reads it."""
+    shell: bool = False
+    """Whether a shell runs the command. Values are quoted."""
+    env: tuple[str, ...] = ()
+    """Variables that the command gets in addition to a few usual ones: names, whose values are
+    those of the trainer, or ``NAME=value``."""
+    agent: Any = None
+    """The agent as a Python function of an ``AgentJob``, async or not, or its place:
+    ``file.py:name``. What it returns is its answer."""
+    items: Any = ""
+    """The items: rows in a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, a list of rows, split ->
+    one of these, the name of another task, or a task."""
+    item_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the rows (``question``, ``gold``, ``context`` … as in ``tasks.dataset``), or of
+    the other task."""
+    reward: Any = ""
+    """Function of an ``AgentRun``, async or not, or its place: ``file.py:name``. It returns a
+    number, numbers by name, a number per call (by its id), or a ``Score``. The name of a score,
+    such as ``exact``, compares the answer with the item's gold answer."""
+    weights: dict[str, float] = msgspec.field(default_factory=dict)
+    """Reward name -> its weight in the total. The default weight is 1."""
+    max_seconds: float = 600.0
+    """Longest time in seconds that the agent may take. Then it is ended, and not learned from."""
+    first_request_s: float = 120.0
+    """Longest time in seconds until the agent's first request."""
+    scores_crashes: bool = False
+    """Whether an agent that crashes is scored, and learned from, like one that ended."""
+
+    def __post_init__(self) -> None:
+        if self.options:
+            raise ConfigError(
+                f"AgentTask: options={self.options!r:.80}: give them as fields of the task"
+            )
+        if not self.command and self.agent is None:
+            raise ConfigError(
+                "AgentTask has no agent: give command='program {item_file}', or agent=a function"
+            )
+        if self.command and self.agent is not None:
+            raise ConfigError("AgentTask has a command and a function: give one of them")
+        if not self.reward:
+            raise ConfigError(
+                "AgentTask has no reward: give a function of an AgentRun, file.py:name, or the "
+                "name of a score, such as 'exact'"
+            )
+        if isinstance(self.items, str | Mapping | Sequence) and not self.items:
+            raise ConfigError(
+                "AgentTask has no items: give a file of rows (.jsonl, .parquet), a list of rows, "
+                "or the name of a task"
+            )
+        for field in ("max_seconds", "first_request_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"AgentTask: {field}={getattr(self, field)!r} must be above 0")
+        _ = self._start, self._reward
+        msgspec.structs.force_setattr(self, "options", self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """The fields that were given, as plain data where that is possible."""
+        given = {
+            field.name: value
+            for field in msgspec.structs.fields(type(self))
+            if field.name not in TaskSpec.__struct_fields__
+            and (value := getattr(self, field.name)) != field.default
+            and not (field.default is msgspec.NODEFAULT and value == {})
+        }
+        return {name: _named(value) for name, value in given.items()}
+
+    # --- the task ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def splits(self) -> Mapping[str, Sequence[Item]]:
+        """Split name -> items. Raises ConfigError or SourceError if they cannot be read."""
+        items, options = self.items, self.item_options
+        if isinstance(items, Task):
+            return items.splits
+        is_rows = not isinstance(items, str) or items.startswith("hf:")
+        if not is_rows and not items.endswith(DATA_SUFFIXES):
+            return task_of(items, **options).splits
+        return dataset(items, **{"reward": _unscored, "name": self.name, **options}).splits
+
+    async def prepare(self, item: Item) -> TaskStart:
+        limits = AgentLimits(
+            max_seconds=self.max_seconds,
+            first_request_s=self.first_request_s,
+            scores_crashes=self.scores_crashes,
+        )
+        attempt = AgentAttempt(f"task '{self.name}', item {item.id}", item, self._start, limits)
+        return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
+
+    def score(self, item: Item, trajectory: Trajectory) -> Score:
+        found = trajectory.metadata.get(RECORD)
+        if found is None:
+            if self._compares:
+                return as_score(self._reward(trajectory.answer, item))
+            raise RamifyError(
+                f"task '{self.name}', item {item.id}: only a rollout of its agent can be scored, "
+                "and this answer comes from none"
+            )
+        record = msgspec.convert(found, AgentRecord)
+        try:
+            if self._compares:
+                return as_score(self._reward(trajectory.answer, item))
+            return _score(self._reward(_run(item, trajectory, record)), trajectory)
+        finally:
+            if record.folder:
+                remove_folder(Path(record.folder).parent)
+                found.pop("folder", None)
+
+    def as_answer(self, right: Any) -> Any:
+        """The right answer of an item, by which ``validate`` proves the reward; None if the reward
+        needs a rollout."""
+        if not self._compares:
+            return None
+        convert = getattr(self._reward, "as_answer", None)
+        return right if convert is None else convert(right)
+
+    # --- the agent and its reward -----------------------------------------------------------------
+
+    @functools.cached_property
+    def _start(self) -> StartAgent:
+        """Starts the agent of one rollout. Raises ConfigError if it cannot."""
+        if self.command:
+            template = CommandTemplate(self.command, shell=self.shell)
+
+            async def start_process(job: AgentJob) -> RunningAgent:
+                return await start_command(template, job, self.env)
+
+            return start_process
+        function = self.agent
+        if isinstance(function, str):
+            function = load_object(function, f"agent '{function}'")
+        _check_call("agent", function, "an AgentJob")
+
+        async def start(job: AgentJob) -> RunningAgent:
+            return AgentFunction(function, job)
+
+        return start
+
+    @functools.cached_property
+    def _compares(self) -> bool:
+        """True if the reward compares the answer with the item's gold answer."""
+        return isinstance(self.reward, str) and not is_reference(self.reward)
+
+    @functools.cached_property
+    def _reward(self) -> Callable[..., Any]:
+        """The reward: a function of (answer, item) if it compares, or else of an ``AgentRun``."""
+        if not isinstance(self.reward, str):
+            found = self.reward
+        elif self._compares:
+            found = SCORERS.of(self.reward)
+        else:
+            found = load_object(self.reward, f"reward '{self.reward}'")
+        if not self._compares:
+            _check_call("reward", found, "an AgentRun")
+        reward: Callable[..., Any] = found
+        return reward
+
+
+def _unscored(answer: Any, item: Item) -> float:
+    """Stands for the score of rows, which the reward of the agent replaces."""
+    raise RamifyError(f"item {item.id}: its agent's reward scores it")
+
+
+def _check_call(field: str, function: Any, argument: str) -> None:
+    """Raise ConfigError unless ``function`` can be called with one argument."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if not callable(function):
+        raise ConfigError(
+            f"AgentTask: {field} is a {type(function).__name__}; give a function of {argument}, or "
+            "file.py:name"
+        )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise ConfigError(
+            f"AgentTask: {field} {name}{inspect.signature(function)} cannot be called with one "
+            f"argument, {argument}"
+        ) from None
+    except ValueError:  # a function in C
+        return
+
+
+def _named(value: Any) -> Any:
+    """A function as its place, so that a checkpoint and another process can name it. A function
+    without a place stays as it is."""
+    if not inspect.isroutine(value) or "<" in value.__qualname__:
+        return value
+    if value.__module__ == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        return f"{Path(file).absolute()}:{value.__qualname__}" if file else value
+    return place_of(value) or value  # type: ignore[arg-type]
+
+
+def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:
+    return AgentRun(
+        item=item,
+        answer=trajectory.answer,
+        exit_code=record.exit_code or 0,
+        output=record.output,
+        error_output=record.error_output,
+        folder=Path(record.folder),
+        trajectory=trajectory,
+        seconds=record.seconds,
+    )
+
+
+def _score(worth: Any, trajectory: Trajectory) -> Score:
+    """Convert the result of a reward. Names that are ids of calls are rewards of these calls. If it
+    has no other names, the reward of the rollout is the mean of its calls."""
+    if inspect.iscoroutine(worth):
+        worth = run_coroutine(worth)
+    if not isinstance(worth, Mapping):
+        checked: Worth = worth
+        return as_score(checked)
+    calls = {name: value for name, value in worth.items() if _CALL_ID.fullmatch(str(name))}
+    rewards = {name: value for name, value in worth.items() if name not in calls}
+    by_call = {
+        str(name): dict(value) if isinstance(value, Mapping) else {_TOTAL: value}
+        for name, value in calls.items()
+    }
+    if not rewards and by_call:
+        rewards = _means(list(by_call.values()))
+    return Score(rewards, by_call)
+
+
+def _means(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each named value, over the calls that have it."""
+    names = dict.fromkeys(name for each in values for name in each)
+    known = {name: [each[name] for each in values if name in each] for name in names}
+    return {name: sum(each) / len(each) for name, each in known.items()}

@@ -1,0 +1,94 @@
+"""A thread that runs a user's function, and that can be asked where it is and to stop.
+
+    thread = StoppableThread(work, "name", on_end)
+    thread.place()        ", at score.py:12 (score)"
+    thread.stop()         raises ThreadStopped in it, at its next Python instruction
+
+A thread that waits outside Python (a system call) cannot be stopped and is abandoned. ``os._exit``
+would end the whole process without a message, so in such a thread it raises an error instead. Not
+here: how long a function may run (see ``run_score.py``, and ``ramify/agents``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
+_exit_process = os._exit
+_running = threading.local()
+"""In a ``StoppableThread``, its attribute ``process`` is the id of the process."""
+
+
+class ThreadStopped(BaseException):
+    """Raised inside a function that takes too long. It is not an Exception, so that it also ends a
+    function that catches every Exception."""
+
+
+class StoppableThread:
+    """Runs one function in a daemon thread, with the context variables of its creator."""
+
+    def __init__(
+        self, work: Callable[[], Any], name: str, on_end: Callable[[], object] = lambda: None
+    ) -> None:
+        """``on_end`` is called in the thread, after the function has ended."""
+        os._exit = _exit_unless_running
+        self._work = work
+        self._on_end = on_end
+        self._context = contextvars.copy_context()
+        self._results: list[Any] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once there is a result or an error."""
+        return bool(self._results or self._errors)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` until the function has ended."""
+        self._thread.join(timeout_s)
+
+    def result(self) -> Any:
+        """Return what the function returned, or raise what it raised. It must have ended."""
+        if self._errors:
+            raise self._errors[0]
+        return self._results[0]
+
+    def place(self) -> str:
+        """The line of user code that runs now: ``, at score.py:12 (score)``; empty if unknown."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        for entry in reversed(stack):
+            if not entry.filename.startswith((_STANDARD, _OURS)):
+                return f", at {entry.filename}:{entry.lineno} ({entry.name})"
+        return ""
+
+    def stop(self) -> None:
+        """Raise ThreadStopped in the thread, at its next Python instruction."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(ThreadStopped)
+        )
+
+    def _run(self) -> None:
+        _running.process = os.getpid()
+        try:
+            self._results.append(self._context.run(self._work))
+        except BaseException as error:  # noqa: BLE001 -- raised again by ``result``
+            self._errors.append(error)
+        self._on_end()
+
+
+def _exit_unless_running(status: int) -> NoReturn:
+    # A child process that the function has forked may exit.
+    if getattr(_running, "process", None) == os.getpid():
+        raise SystemExit(f"os._exit({status}), which would have ended the whole run")
+    _exit_process(status)

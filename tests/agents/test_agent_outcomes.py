@@ -1,0 +1,298 @@
+"""How an agent may end, what its reward sees, and what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+import time
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import RLM, ScriptedClient
+from ramify.agents.agent_attempt import RECORD
+from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_run import AgentRun
+from ramify.agents.agent_task import AgentTask
+from ramify.errors import ConfigError
+from ramify.evaluate.attempt import attempt
+from ramify.types.trajectory import Trajectory
+from tests.agents.small_agent import ask, chat
+
+ROWS = [{"question": f'It\'s "{number}" $HOME;?', "answer": "hello"} for number in range(10)]
+
+
+def played(task: AgentTask, num: int = 1, index: int = 0) -> list[Trajectory]:
+    """Rollouts of one item, all at once."""
+
+    async def play() -> list[Trajectory]:
+        async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
+            item = task.splits["train"][index]
+            return list(await asyncio.gather(*[attempt(rlm, task, item) for _ in range(num)]))
+
+    return asyncio.run(play())
+
+
+def program(folder: Path, text: str) -> str:
+    """A command that runs ``text`` after a function ``ask(question)`` was defined."""
+    path = folder / "agent.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import json, os, subprocess, sys, time, urllib.request
+
+            def ask(question, key=os.environ["OPENAI_API_KEY"]):
+                body = {"model": "m", "messages": [{"role": "user", "content": question}]}
+                headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+                url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+                request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+                return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+            """
+        )
+        + textwrap.dedent(text)
+    )
+    return f"{{python}} {path} {{item_file}} {{question}}"
+
+
+def one(run: AgentRun) -> float:
+    return 1.0
+
+
+def error_of(task: AgentTask) -> str:
+    (trajectory,) = played(task)
+    assert trajectory.rewards == {}
+    return trajectory.errors[-1]
+
+
+def test_reward_sees_exit_code_output_files_and_tree(tmp_path: Path) -> None:
+    command = program(
+        tmp_path,
+        """
+        item = json.load(open(sys.argv[1]))
+        assert sys.argv[2] == item["question"]
+        assert "answer" not in json.dumps(item)
+        open("notes.txt", "w").write(ask(item["question"]))
+        print("the answer is", ask("again"))
+        print("a warning", file=sys.stderr)
+        """,
+    )
+    seen: list[AgentRun] = []
+    folders: list[str] = []
+
+    def score(run: AgentRun) -> dict[str, float]:
+        seen.append(run)
+        folders.append((run.folder / "notes.txt").read_text())
+        return {"correct": float(run.item.gold in run.output), "short": 0.5}
+
+    task = AgentTask(command=command, items=ROWS, reward=score, weights={"short": 0.1})
+    (trajectory,) = played(task)
+    assert trajectory.errors == []
+    assert trajectory.rewards == {"correct": 1.0, "short": 0.5}
+    (run,) = seen
+    assert (run.exit_code, run.output, run.error_output) == (
+        0,
+        "the answer is hello\n",
+        "a warning\n",
+    )
+    assert run.answer == "the answer is hello"
+    assert folders == ["hello"]
+    assert not run.folder.exists()
+    assert [len(call.turns) for call in run.trajectory.calls] == [1, 1]
+    assert trajectory.metadata[RECORD]["outcome"] == "ended"
+    assert trajectory.metadata[RECORD]["num_requests"] == 2
+
+
+def test_function_answers_and_writes_files() -> None:
+    def agent(job: AgentJob) -> str:
+        (job.folder / "a.txt").write_text(job.item_file.read_text())
+        assert job.item.gold is None
+        return ask(job)
+
+    async def async_agent(job: AgentJob) -> str:
+        return await asyncio.to_thread(agent, job)
+
+    for each in (agent, async_agent):
+        (trajectory,) = played(AgentTask(agent=each, items=ROWS, reward="exact"))
+        assert trajectory.errors == []
+        assert (trajectory.answer, trajectory.rewards) == ("hello", {"correct": 1.0})
+
+
+def test_reward_of_each_call_is_named_by_its_id() -> None:
+    def agent(job: AgentJob) -> str:
+        ask(job)
+        return ask(job)
+
+    task = AgentTask(agent=agent, items=ROWS, reward=lambda run: {"0": 1.0, "1": {"correct": 0.0}})
+    (trajectory,) = played(task)
+    assert trajectory.call_rewards == {"0": {"correct": 1.0}, "1": {"correct": 0.0}}
+    assert trajectory.rewards == {"correct": 0.5}
+    wrong = AgentTask(agent=ask, items=ROWS, reward=lambda run: {"7": 1.0})
+    assert "reward for call '7', which the trajectory does not have" in error_of(wrong)
+
+
+def test_each_failure_has_its_outcome_and_no_reward(tmp_path: Path) -> None:
+    cases = {
+        "crashed": ("ask('q'); sys.exit('no such table')", {}, "ended with exit code 1"),
+        "hung": ("ask('q'); time.sleep(600)", {"max_seconds": 1.5}, "stopped after 1.5 s"),
+        "never_called": ("print('x', file=sys.stderr)", {}, "ended without calling its address"),
+        "outlived": (
+            "ask('q'); subprocess.Popen(['sleep', '600'], start_new_session=True)",
+            {},
+            "left 1 processes",
+        ),
+    }
+    for outcome, (text, options, told) in cases.items():
+        task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one, **options)
+        (trajectory,) = played(task)
+        assert trajectory.metadata[RECORD]["outcome"] == outcome
+        assert told in trajectory.errors[-1]
+        assert trajectory.errors[-1].startswith("task 'agent', item agent/train/")
+        assert trajectory.rewards == {}
+        assert (
+            "folder" not in trajectory.metadata[RECORD]
+            or not (trajectory.metadata[RECORD]["folder"])
+        )
+
+
+def test_silent_agent_is_named_with_its_stderr(tmp_path: Path) -> None:
+    command = program(tmp_path, "print('no key for me', file=sys.stderr); time.sleep(600)")
+    task = AgentTask(command=command, items=ROWS, reward=one, first_request_s=1.0)
+    text = error_of(task)
+    assert "never called its address within 1 s" in text
+    assert "its stderr ends: no key for me" in text
+
+
+def test_crashes_can_be_scored(tmp_path: Path) -> None:
+    command = program(tmp_path, "ask('q'); sys.exit(3)")
+    task = AgentTask(
+        command=command, items=ROWS, reward=lambda run: -run.exit_code, scores_crashes=True
+    )
+    assert played(task)[0].rewards == {"correct": -3.0}
+
+
+def test_function_fails_like_a_command() -> None:
+    def crashes(job: AgentJob) -> None:
+        ask(job)
+        raise ValueError("no such table")
+
+    def hangs(job: AgentJob) -> None:
+        ask(job)
+        while True:
+            time.sleep(0.01)
+
+    assert "ValueError: no such table" in error_of(AgentTask(agent=crashes, items=ROWS, reward=one))
+    text = error_of(AgentTask(agent=hangs, items=ROWS, reward=one, max_seconds=0.5))
+    assert "stopped after 0.5 s, at " in text
+    assert "(hangs)" in text
+
+
+def test_key_of_another_rollout_is_refused() -> None:
+    keys: list[str] = []
+
+    def agent(job: AgentJob) -> str:
+        keys.append(job.api_key)
+        for key in ("", "wrong", *keys[:-1]):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                chat(job.base_url, key, [{"role": "user", "content": "q"}])
+        return ask(job)
+
+    async def play() -> list[Trajectory]:
+        task = AgentTask(agent=agent, items=ROWS, reward="exact")
+        async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
+            items = task.splits["train"]
+            return [await attempt(rlm, task, items[index]) for index in (0, 1)]
+
+    assert [each.rewards for each in asyncio.run(play())] == [{"correct": 1.0}] * 2
+    assert keys[0] != keys[1]
+
+
+def test_environment_holds_no_key_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-of-the-trainer")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "secret-of-the-trainer")
+    monkeypatch.setenv("WANTED", "yes")
+    text = "ask('q'); print(json.dumps(dict(os.environ)))"
+    task = AgentTask(
+        command=program(tmp_path, text), items=ROWS, reward=one, env=("WANTED", "MODE=fast")
+    )
+    (trajectory,) = played(task)
+    seen = json.loads(trajectory.answer)
+    assert "secret-of-the-trainer" not in seen.values()
+    assert (seen["WANTED"], seen["MODE"]) == ("yes", "fast")
+    assert seen["OPENAI_BASE_URL"] == seen["ANTHROPIC_BASE_URL"] + "/v1"
+    # The record of a rollout does not hold its key.
+    assert seen["OPENAI_API_KEY"] == "«redacted»"
+
+
+def test_cancelled_rollout_ends_its_agent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    text = f"""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    ask("q")
+    open({str(pid_file)!r}, "w").write(f"{{os.getpid()}} {{child.pid}} ")
+    time.sleep(600)
+    """
+    task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one)
+
+    async def play() -> None:
+        async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
+            running = asyncio.ensure_future(attempt(rlm, task, task.splits["train"][0]))
+            while not (pid_file.exists() and pid_file.read_text().endswith(" ")):
+                await asyncio.sleep(0.02)
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(play())
+    for pid in pid_file.read_text().split():
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_many_agents_work_at_once(tmp_path: Path) -> None:
+    task = AgentTask(command=program(tmp_path, "print(ask('q'))"), items=ROWS, reward="exact")
+    assert [each.rewards for each in played(task, 12)] == [{"correct": 1.0}] * 12
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no agent": ({"reward": one, "items": ROWS}, "has no agent: give command="),
+    "no reward": ({"agent": ask, "items": ROWS}, "has no reward: give a function"),
+    "no items": ({"agent": ask, "reward": one}, "has no items: give a file of rows"),
+    "two agents": ({"agent": ask, "command": "a", "reward": one, "items": ROWS}, "give one"),
+    "program": (
+        {"command": "no-such-program {id}", "reward": one, "items": ROWS},
+        "'no-such-program' is not a program here",
+    ),
+    "placeholder": (
+        {"command": "echo {item_fil}", "reward": one, "items": ROWS},
+        "no value for {item_fil}: did you mean 'item_file'?",
+    ),
+    "quote": ({"command": "echo 'a", "reward": one, "items": ROWS}, "No closing quotation"),
+    "score": ({"agent": ask, "reward": "exakt", "items": ROWS}, "did you mean 'exact'?"),
+    "signature": (
+        {"agent": ask, "reward": lambda answer, item: 1.0, "items": ROWS},
+        "cannot be called with one argument, an AgentRun",
+    ),
+    "place": ({"agent": "nowhere.py:f", "reward": one, "items": ROWS}, "does not exist"),
+    "seconds": ({"agent": ask, "reward": one, "items": ROWS, "max_seconds": 0}, "above 0"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_named_before_anything_starts(mistake: str) -> None:
+    options, text = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as raised:
+        AgentTask(**options)
+    assert text in str(raised.value)
+
+
+def test_reward_that_raises_names_the_item_and_the_line() -> None:
+    def score(run: AgentRun) -> float:
+        return run.item.metadata["missing"]  # type: ignore[no-any-return]
+
+    text = error_of(AgentTask(agent=ask, items=ROWS, reward=score))
+    assert text.startswith("task 'agent', item agent/train/")
+    assert "KeyError: 'missing'" in text
+    assert "test_agent_outcomes.py" in text
