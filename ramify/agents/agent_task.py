@@ -60,7 +60,7 @@ from ramify.tasks.scoring import SCORERS
 from ramify.train.config import TaskSpec
 from ramify.types.trajectory import Trajectory
 
-_CALL_ID = re.compile(r"\d+(\.\d+)*")
+_CALL_ID = re.compile(r"\d+([.:]\d+)*")
 _TOTAL = "correct"
 """Name of a reward that is a single number."""
 

@@ -125,9 +125,12 @@ def test_reward_of_each_call_is_named_by_its_id() -> None:
         ask(job)
         return ask(job)
 
-    task = AgentTask(agent=agent, items=ROWS, reward=lambda run: {"0": 1.0, "1": {"correct": 0.0}})
+    task = AgentTask(
+        agent=agent, items=ROWS, reward=lambda run: {"0": 1.0, "0:1": {"correct": 0.0}}
+    )
     (trajectory,) = played(task)
-    assert trajectory.call_rewards == {"0": {"correct": 1.0}, "1": {"correct": 0.0}}
+    assert trajectory.errors == []
+    assert trajectory.call_rewards == {"0": {"correct": 1.0}, "0:1": {"correct": 0.0}}
     assert trajectory.rewards == {"correct": 0.5}
     wrong = AgentTask(agent=ask, items=ROWS, reward=lambda run: {"7": 1.0})
     assert "reward for call '7', which the trajectory does not have" in error_of(wrong)
