@@ -1,6 +1,6 @@
 """Agents that were written elsewhere, trained and evaluated as they are.
 
-    item ──▶ AgentTask ──▶ a command or a function, with a base URL and a key of its own
+    item ──▶ AgentTask ──▶ a command or a function, with a base URL and its own key
                                │ asks its models over HTTP, as always
                                ▼
                            ModelEndpoint ──▶ the rollout's tree of calls

@@ -52,7 +52,7 @@ class RunningAgent(Protocol):
     """Processes that it left behind."""
 
     def place(self) -> str:
-        """Where it is now, for an error; empty if unknown."""
+        """The line that runs now, for an error; empty if unknown."""
         ...
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A command as the agent: a process of its own, in any language.
+"""A command as the agent: a separate process, in any language.
 
     CommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
       ── words(job) ──> ["/usr/bin/python3", "/here/my_agent.py", "/tmp/…/item.json"]
@@ -6,7 +6,7 @@
 The command is split into words first and filled in afterwards, so a question with spaces or quotes
 is one argument, and no shell reads it. With ``shell=True`` a shell runs the text, and each value is
 quoted. A word that names a file of the folder in which the trainer was started becomes an absolute
-path, because the agent works in a folder of its own.
+path, because the agent works in another folder.
 
 The agent gets a small environment: where programs and the home folder are, the language, the
 addresses and its key, and the variables that the task names. No key of the trainer is among them.
@@ -222,7 +222,7 @@ class _AgentOutput:
         loop.add_reader(self._reading, self._read, loop)
 
     def end(self, loop: asyncio.AbstractEventLoop) -> str:
-        """Read what is left, and return the end of the output as text."""
+        """Read the rest, and return the end of the output as text."""
         loop.remove_reader(self._reading)
         while self._take():
             pass

@@ -1,7 +1,7 @@
 """A Python function as the agent: it runs in this process.
 
 An async function runs on the event loop of the rollout, which it must not block. Any other function
-has a thread of its own, in which it is stopped at its next Python instruction. A function that
+has its own thread, in which it is stopped at its next Python instruction. A function that
 waits outside Python cannot be stopped and is abandoned; its key has ended by then. Not here: time
 limits (``agent_attempt.py``).
 """
@@ -49,7 +49,7 @@ class AgentFunction:
             self._thread = StoppableThread(lambda: function(job), "ramify agent", end)
 
     def place(self) -> str:
-        """Where it is now, for an error: ``, at agent.py:12 (solve)``; empty if unknown."""
+        """The line that runs now: ``, at agent.py:12 (solve)``; empty if unknown."""
         return self._thread.place() if self._thread is not None else ""
 
     async def end(self) -> None:

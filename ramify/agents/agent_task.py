@@ -135,7 +135,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         msgspec.structs.force_setattr(self, "options", self._options())
 
     def _options(self) -> dict[str, Any]:
-        """The fields that were given, as plain data where that is possible."""
+        """The fields that were given, as plain data if possible."""
         given = {
             field.name: value
             for field in msgspec.structs.fields(type(self))

@@ -1,4 +1,4 @@
-"""A thread that runs a user's function, and that can be asked where it is and to stop.
+"""A thread that runs a user's function. It can report its current line, and can be stopped.
 
     thread = StoppableThread(work, "name", on_end)
     thread.place()        ", at score.py:12 (score)"
