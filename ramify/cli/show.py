@@ -168,10 +168,12 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
 
 
 def _origin(call: Call) -> str:
-    """Which call a branch, or the next question of a conversation, continues; else empty."""
+    """Which call a branch, or the next question of a conversation, continues, and why an outside
+    agent's call began; else empty."""
+    cause = "" if call.cause is None else f", {call.cause}"
     if call.fork is None:
-        return ""
-    return (
+        return cause
+    return cause + (
         f", from turn {call.fork.turn + 1} of {call.fork.call}"
         if call.fork.turn >= 0
         else f", sibling of {call.fork.call}"

@@ -24,7 +24,7 @@ import base64
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -183,6 +183,16 @@ def _plain_bound(tokens: int) -> ReplyBound:
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
+class PromptRendering(msgspec.Struct, frozen=True):
+    """How a client writes prompts whose chat template is in this process. No model is asked."""
+
+    ids: Callable[[Request], Sequence[int]]
+    """Returns the prompt ids that the client would send for a request. Raises ConfigError if the
+    template cannot write its messages."""
+    is_append_only: bool
+    """Whether the ids of a request with ``known`` always begin with those ids."""
+
+
 def max_tokens_of(message: Message, model: str = "") -> int:
     """Upper bound on the tokens of one message of a prompt to ``model``."""
     total = 16 + _num_bytes(message.content)
@@ -245,7 +255,8 @@ class Client(Protocol):
     A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
     ``complete(request, on_piece)``. The pool looks for it. A client that sends the pictures of
     messages has ``vision``: whether its model reads them, or None if that is unknown. Without the
-    attribute, no request with pictures reaches it.
+    attribute, no request with pictures reaches it. A client that renders prompts itself has
+    ``rendering``, a ``PromptRendering``; the requests of outside agents are then compared by ids.
     """
 
     name: str

@@ -16,17 +16,15 @@ has the rule with pictures. Not here: the requests themselves (see model_convers
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from ramify.clients.base import Client, KnownPrefix, Request, Tool
+from ramify.clients.base import Client, KnownPrefix, PromptRendering, Request, Tool
 from ramify.engine.live_call import LiveCall
 from ramify.types.message import Message
 from ramify.types.trajectory import CallCause, Stop
-
-Rendered = Callable[[Request], Sequence[int]]
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
@@ -105,18 +103,19 @@ class AgentThread:
         """Return where a request with ``messages`` belongs. ``client`` is the one that would be
         asked. Raises ConfigError if its template cannot write the messages."""
         calls = [each for each in self.calls if (each.call.depth, each.learns) == (depth, learns)]
-        rendered: Rendered | None = getattr(client, "rendered", None) if learns else None
-        sent = _sent_before(calls, messages, tools, rendered is None)
+        # Replies without ids are compared as messages.
+        rendering: PromptRendering | None = getattr(client, "rendering", None) if learns else None
+        sent = _sent_before(calls, messages, tools, may_differ=rendering is None)
         has_reply = any(message.role == "assistant" for message in messages)
         is_known = sent.call is not None and not any(
             message.role == "assistant" for message in messages[sent.start :]
         )
-        if rendered is None or not has_reply or not calls:
+        if rendering is None or not has_reply or not calls:
             place = sent
-        elif is_known and sent.call is not None and getattr(client, "is_append_only", False):
-            place = sent  # rendering it would give the ids of that turn, and more
+        elif is_known and rendering.is_append_only:
+            place = sent  # the rendered request would begin with the ids of that turn
         else:
-            place = _by_ids(calls, messages, tools, rendered, sent)
+            place = _by_ids(calls, messages, tools, rendering, sent)
         call = place.call
         if call is not None and place.num_turns and call.is_free_after(place.num_turns):
             return place._replace(cause=None)
@@ -200,13 +199,13 @@ def _by_ids(
     calls: Sequence[AgentCall],
     messages: tuple[Message, ...],
     tools: tuple[Tool, ...],
-    rendered: Rendered,
+    rendering: PromptRendering,
     sent: RequestPlace,
 ) -> RequestPlace:
     """Return the turn with the longest path that the rendered request begins with. ``sent`` is the
     place by messages."""
-    chain = _ReplyChain(calls, messages, tools, rendered, sent)
-    ids = tuple(rendered(Request(messages, tools=tools, known=chain.known)))
+    chain = _ReplyChain(calls, messages, tools, rendering, sent)
+    ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
     best: tuple[AgentCall, int] | None = None
     rank = (0, 0)
     for each in calls:
@@ -229,14 +228,14 @@ class _ReplyChain:
         calls: Sequence[AgentCall],
         messages: tuple[Message, ...],
         tools: tuple[Tool, ...],
-        rendered: Rendered,
+        rendering: PromptRendering,
         sent: RequestPlace,
     ) -> None:
         self.known: KnownPrefix | None = None
         """Ids up to the last of those replies."""
         self._messages = messages
         self._tools = tools
-        self._rendered = rendered
+        self._rendering = rendering
         self._ends: list[tuple[int, int]] = []
         """(number of messages, number of ids) up to and including each of those replies."""
         self._prompts: dict[int, int] = {}
@@ -281,7 +280,7 @@ class _ReplyChain:
             if num_messages <= index and self.known is not None:
                 known = KnownPrefix(num_messages, self.known.ids[:num_ids])
         request = Request(self._messages[:index], tools=self._tools, known=known)
-        return tuple(self._rendered(request))
+        return tuple(self._rendering.ids(request))
 
     def start_after(self, turn: AgentTurn) -> int | None:
         """Number of messages that the path of ``turn`` covers; None if it ends within a

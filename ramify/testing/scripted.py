@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.clients.base import ASSUMED_WINDOW, Price, Request
+from ramify.clients.base import ASSUMED_WINDOW, Price, PromptRendering, Request
 from ramify.errors import (
     BadReply,
     ConfigError,
@@ -74,6 +74,11 @@ class ByteTokenIds:
         self.version = version
         self._logprob = logprob
         self._keeps_ids = keeps_ids
+
+    @property
+    def rendering(self) -> PromptRendering:
+        """How prompts are written as these ids."""
+        return PromptRendering(self._prompt, self._keeps_ids)
 
     def added_to(self, reply: Reply, request: Request) -> Reply:
         """Return ``reply`` with its token ids and those of its prompt."""
@@ -156,6 +161,7 @@ class ScriptedClient:
         self._script = script if isinstance(script, Script) else Script(script, name)
         self._latency_s = latency_s
         self._ids = ids
+        self.rendering = None if ids is None else ids.rendering
 
     @classmethod
     def load(

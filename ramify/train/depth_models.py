@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Client, Price, Request
+from ramify.clients.base import Client, Price, PromptRendering, Request
 from ramify.clients.pool import ClientPool
 from ramify.clients.providers import is_in_process
 from ramify.engine.limits import Ledger, Limits
@@ -262,6 +262,7 @@ class DepthClient:
         self.name = client.name
         self.window = client.window
         self.price: Price | None = client.price
+        self.rendering: PromptRendering | None = getattr(client, "rendering", None)
         self.client = client
         """The policy."""
         self._spec = spec

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ramify.clients.base import Request, Sampling
+from ramify.clients.base import PromptRendering, Request, Sampling
 from ramify.errors import TrainError
 from ramify.inference.base import EngineLost, InferenceClient
 from ramify.progress import heartbeat
@@ -77,6 +77,7 @@ class AuditedClient:
         self.name = client.name
         self.window = client.window
         self.price = client.price
+        self.rendering: PromptRendering | None = getattr(client, "rendering", None)
         self.client = client
         self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
 

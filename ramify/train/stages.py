@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
@@ -526,4 +527,14 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
             for g in groups
             for trajectory in g.trajectories
         ),
+        **_agent_requests(calls),
     }
+
+
+def _agent_requests(calls: Sequence[Call]) -> dict[str, float]:
+    """``agent/CAUSE``: calls that outside agents began, by their cause; ``agent/continued``: turns
+    that continued one. Empty if no agent asked."""
+    asked = [call for call in calls if call.cause is not None]
+    counts = Counter(f"agent/{call.cause}" for call in asked)
+    counts["agent/continued"] = sum(max(len(call.turns) - 1, 0) for call in asked)
+    return {name: float(num) for name, num in sorted(counts.items())} if asked else {}

@@ -51,6 +51,7 @@ def transcript(
         "context": context_fields(call.context),
         "parent": fields(call.parent) if call.parent else None,
         "fork": fields(call.fork) if call.fork else None,
+        **({"cause": call.cause} if call.cause is not None else {}),
         "rewards": rewards_of(run, node),
         "marks": [_mark(mark) for mark in node.marks if mark.turn < 0],
         "first_turn": first_turn,

@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from ramify.actors.launcher import Launcher, LocalLauncher
-from ramify.clients.base import Price, Request, Sampling
+from ramify.clients.base import Price, PromptRendering, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.base import CachePressure, EngineLost, too_long
 from ramify.inference.http.engine_server import EngineServer, SampledIds, combined_pressure
@@ -53,6 +54,9 @@ class HttpEngines:
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
+        self.rendering = PromptRendering(
+            partial(prompt_ids, policy.renderer), not policy.renderer.unstable
+        )
         self.card = policy.card
         self._policy = policy
         self.fleet = EngineFleet(policy, spec, name)

@@ -27,7 +27,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ramify.clients.base import Price, Request, Sampling
+from ramify.clients.base import Price, PromptRendering, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import TAGS, CachePressure, too_long
 from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
@@ -79,6 +79,9 @@ class LocalClient:
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
+        self.rendering = PromptRendering(
+            partial(prompt_ids, policy.renderer), not policy.renderer.unstable
+        )
         self.card = policy.card
         """The scaffold and the limits that this policy was trained with."""
         is_cpu = policy.device.type == "cpu"

@@ -86,17 +86,21 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
 
 def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
-    """Compare all agents of all trees with each other. A call of no agent gets the advantage of its
-    tree's first one."""
+    """Compare all agents of all trees with each other. A fork of an agent's call gets the advantage
+    of that agent, and any other call that of its tree's first one."""
     places = [(index, id) for index, tree in enumerate(trees) for id in roots_of(tree)]
     agents = [trees[index][id] for index, id in places]
     rewards = [node.reward for node in agents]
     values = checked(baseline, rewards, baseline(rewards, [node.num_tokens for node in agents]))
     by_place = dict(zip(places, values, strict=True))
-    return [
-        {id: by_place.get((index, id), by_place[index, _root(tree)]) for id in tree}
-        for index, tree in enumerate(trees)
-    ]
+    numbers: list[Numbers] = []
+    for index, tree in enumerate(trees):
+        first = by_place[index, roots_of(tree)[0]]
+        numbers.append({})
+        for id, node in tree.items():
+            above = first if node.parent is None else numbers[-1][node.parent]
+            numbers[-1][id] = by_place.get((index, id), above)
+    return numbers
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
@@ -438,14 +442,15 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
 
 def _agents(trajectory: Trajectory) -> set[str]:
     """Ids of the calls of several agents that the task rewarded separately; empty for one agent.
-    The lines of a fork are not agents."""
+    The lines of a fork are not agents, unless an outside agent's requests began them."""
     agents = {
         call.id
         for call in trajectory.calls
-        if call.parent is None and call.fork is None and call.id in trajectory.call_rewards
+        if call.parent is None
+        and (call.fork is None or call.cause is not None)
+        and call.id in trajectory.call_rewards
     }
-    is_forked = any(call.parent is None and call.fork is not None for call in trajectory.calls)
-    return agents if len(agents) > 1 and not is_forked else set()
+    return agents if len(agents) > 1 else set()
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
@@ -456,14 +461,14 @@ def in_order(trajectory: Trajectory) -> list[Call]:
 
 
 def parent_of(trajectory: Trajectory, call: Call) -> str | None:
-    """Id of the parent of ``call``. A continuation of the root is put under the root, since the two
-    have no common parent."""
+    """Id of the parent of ``call``. A continuation of a call without a parent is put under that
+    call, since the two have no common parent."""
+    is_fork = False
     while call.parent is None and call.fork is not None:
-        root = trajectory.root.id
-        if call.fork.call == root:
-            return root
-        call = trajectory.call(call.fork.call)
-    return call.parent.call if call.parent is not None else None
+        is_fork, call = True, trajectory.call(call.fork.call)
+    if call.parent is None:
+        return call.id if is_fork else None
+    return call.parent.call
 
 
 def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:

@@ -128,6 +128,7 @@ export class Transcript {
         ? [["context", `${call.context.kind}, ${count(call.context.chars)} chars`]]
         : []),
       ...(call.context?.by_reference ? [["stored", call.context.by_reference]] : []),
+      ...(call.cause ? [["began as", call.cause]] : []),
       ...Object.entries(call.rewards).map(([name, value]) => [`reward: ${name}`, number(value)]),
     ];
     const signature = JSON.stringify([facts, words, call.id, call.question, call.marks]);

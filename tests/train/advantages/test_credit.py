@@ -24,7 +24,7 @@ from ramify.train.advantages.credit import (
     root,
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
-from ramify.types.trajectory import Trajectory
+from ramify.types.trajectory import CallCause, Fork, Trajectory
 from tests.train import trees as made
 
 mean = DrGRPO().compare
@@ -265,3 +265,34 @@ def test_agents_of_a_trajectory_have_own_rewards_and_other_conversations_do_not(
     ]
     one = [made.tree(made.call("0", 2), made.call("1", 2), reward=r) for r in (1.0, 0.0)]
     assert advantages(*one) == [{"0": 0.5, "1": 0.5}, {"0": -0.5, "1": -0.5}]
+
+
+def test_a_fork_of_an_agents_call_has_the_advantage_of_that_agent() -> None:
+    def agents(first: float, second: float) -> Trajectory:
+        return made.tree(
+            made.call("0", 2, reward=first),
+            made.call("1", 2, reward=second),
+            made.call("1:1", 2, fork=Fork("1", 0)),
+            made.call("1:1:1", 2, fork=Fork("1:1", 0)),
+            reward=0.0,
+        )
+
+    assert advantages(agents(1, -1), agents(0.5, -0.5)) == [
+        {"0": 1.0, "1": -1.0, "1:1": -1.0, "1:1:1": -1.0},
+        {"0": 0.5, "1": -0.5, "1:1": -0.5, "1:1:1": -0.5},
+    ]
+
+
+def test_each_of_several_replies_to_an_agent_can_have_its_own_reward() -> None:
+    def replies(first: float, second: float) -> Trajectory:
+        fork = Fork("0", -1)
+        return made.tree(
+            made.call("0", 2, reward=first, cause=CallCause.NEW),
+            made.call("0:1", 2, reward=second, cause=CallCause.SAMPLE, fork=fork),
+            reward=0.0,
+        )
+
+    assert advantages(replies(1, -1), replies(0.5, -0.5)) == [
+        {"0": 1.0, "0:1": -1.0},
+        {"0": 0.5, "0:1": -0.5},
+    ]

@@ -1,0 +1,106 @@
+"""Which turn an agent's request continues, if a client sends its history back differently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from ramify import RLM, ScriptedClient
+from ramify.engine.model_conversations import ModelConversations
+from ramify.errors import ModelError
+from ramify.tasks.base import TaskStart
+from ramify.testing import refused
+from ramify.types.message import Message
+from ramify.types.trajectory import Fork, Trajectory
+from tests.engine.rerenderings import RERENDERINGS, Rerendering, fault, play
+from tests.engine.template_client import TemplateClient
+
+
+@pytest.mark.parametrize("each", RERENDERINGS, ids=lambda each: each.name)
+def test_a_rerendered_history_gives_the_documented_tree(each: Rerendering) -> None:
+    assert fault(each, play(each.change)) == ""
+
+
+Conduct = Callable[[ModelConversations], Awaitable[None]]
+
+
+def played(conduct: Conduct, client: Any) -> Trajectory:
+    async def run() -> Any:
+        async with RLM(client) as rlm:
+            return await rlm.start(TaskStart(conduct=conduct), "play")
+
+    result = asyncio.run(run())
+    assert result.error is None, result.error
+    trajectory: Trajectory = result.trajectory
+    return trajectory
+
+
+def shape(trajectory: Trajectory) -> list[tuple[str, str | None, Fork | None, int]]:
+    return [
+        (call.id, call.cause and str(call.cause), call.fork, len(call.turns))
+        for call in trajectory.calls
+    ]
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def test_a_fork_shares_the_ids_of_its_origin_and_each_sampled_id_is_recorded_once() -> None:
+    texts = iter(["one", "two", "three", "four", "five", "six"])
+    client = TemplateClient(lambda messages: next(texts))
+
+    async def conduct(model: ModelConversations) -> None:
+        talk = [user("a")]
+        for text in "bc":
+            talk += [(await model.ask(talk)).message, user(text)]
+        await model.ask(talk)
+        await model.ask([*talk[:2], user("another b")])
+        for reply in await model.replies(talk[:3], num_replies=2):
+            assert reply.prompt_ids == client.log[1][0]
+
+    trajectory = played(conduct, client)
+    assert shape(trajectory) == [
+        ("0", "new", None, 3),
+        ("0:1", "branch", Fork("0", 0), 1),
+        ("0:2", "repeated", Fork("0", 0), 1),
+        ("0:2:1", "sample", Fork("0:2", -1), 1),
+    ]
+    for call, (prompt, sampled) in zip(trajectory.calls, client.log[2:], strict=True):
+        path = trajectory.path(call)
+        assert path is not None
+        assert path.ids == (*prompt, *sampled)
+    assert [turn.reply.token_ids for call in trajectory.calls for turn in call.turns] == [
+        sampled for _, sampled in client.log
+    ]
+    assert "split_turns" not in trajectory.metrics
+
+
+def test_a_template_that_rewrites_its_past_gives_a_new_call() -> None:
+    async def conduct(model: ModelConversations) -> None:
+        talk = [user("a")]
+        for text in "bc":
+            talk += [(await model.ask(talk)).message, user(text)]
+        await model.ask(talk)
+
+    trajectory = played(conduct, TemplateClient(lambda messages: "yes", "counting"))
+    assert shape(trajectory) == [
+        ("0", "new", None, 1),
+        ("1", "template", None, 1),
+        ("2", "template", None, 1),
+    ]
+
+
+def test_a_request_that_failed_is_asked_again_in_its_call() -> None:
+    replies = iter([refused("no"), "yes"])
+
+    async def conduct(model: ModelConversations) -> None:
+        with pytest.raises(ModelError):
+            await model.ask([user("a")])
+        await model.ask([user("a")])
+
+    trajectory = played(conduct, ScriptedClient(lambda messages: next(replies)))
+    assert shape(trajectory) == [("0", "new", None, 1)]
