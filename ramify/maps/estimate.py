@@ -5,8 +5,10 @@
 
 Equal rows are asked once, so the sum is over the distinct questions. The time has two bounds: the
 replies' time at the map's concurrency, and this process's CPU time. If the sample is several times
-as large as the concurrency, the rate of its later part is measured instead. Not here: which rows
-are in the sample (``map_run.py``).
+as large as the concurrency, the rate of its later part is measured instead. The first row is asked
+alone and does not count for the time: it imports what requests need, and it connects. Reading the
+whole table takes CPU time as well, which a sample of a few rows does not show. Not here: which
+rows are in the sample (``map_run.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     """Dollars."""
     seconds: float
     ended_s: float
-    """Time at which it ended, in seconds from the start of the sample; negative if its answer was
-    known."""
+    """Time at which it ended, in seconds from the start of the sample; negative if it does not
+    count for the rate: its answer was known, or it was the first."""
+    cpu_s: float = 0.0
+    """CPU time (seconds) of this process from the start of the sample until then."""
+    is_first: bool = False
+    """Whether it was asked alone, before the others."""
 
 
 class MapEstimate(msgspec.Struct, frozen=True):
@@ -72,15 +78,15 @@ def estimate(
     num_questions: int,
     num_chars: int,
     concurrency: int,
-    cpu_s: float,
+    read_s: float,
     *,
     is_priced: bool,
 ) -> MapEstimate:
-    """Return the estimate. ``num_chars`` is the sum over all questions, and ``cpu_s`` the CPU time
-    of the sample in this process."""
+    """Return the estimate. ``num_chars`` is the sum over all questions. ``read_s`` is how long it
+    takes to read the whole table."""
     chars = [row.chars for row in rows]
     cost = total([row.cost for row in rows], chars, num_questions, num_chars)
-    seconds = _seconds(rows, chars, num_questions, num_chars, concurrency, cpu_s)
+    seconds = _seconds(rows, num_questions, num_chars, concurrency, read_s)
     hours = EstimatedAmount(seconds.value / 3600, seconds.low / 3600, seconds.high / 3600)
     return MapEstimate(
         num_rows,
@@ -118,23 +124,26 @@ def total(
 
 def _seconds(
     rows: Sequence[MeasuredRow],
-    chars: Sequence[int],
     num_questions: int,
     num_chars: int,
     concurrency: int,
-    cpu_s: float,
+    read_s: float,
 ) -> EstimatedAmount:
     new = [row for row in rows if row.ended_s >= 0]
     if len(new) >= _MIN_ROUNDS * concurrency and len(new) >= 2 * _NUM_BLOCKS:
-        return _by_rate(new[min(concurrency, len(new) // 4) :], num_questions)
-    waited = total([row.seconds for row in rows], chars, num_questions, num_chars)
-    busy = cpu_s / max(1, len(new)) * num_questions
+        return _by_rate(new[min(concurrency, len(new) // 4) :], num_questions, read_s)
+    timed = [row for row in rows if not row.is_first] or rows
+    seconds, chars = [row.seconds for row in timed], [row.chars for row in timed]
+    waited = total(seconds, chars, num_questions, num_chars)
+    steady = new[len(new) // 4 :]
+    each_s = (steady[-1].cpu_s - steady[0].cpu_s) / (len(steady) - 1) if len(steady) > 1 else 0.0
+    busy = each_s * num_questions + read_s
     parts = (waited.value, waited.low, waited.high)
     value, low, high = (max(part / concurrency, busy) for part in parts)
     return EstimatedAmount(value, low, high)
 
 
-def _by_rate(rows: Sequence[MeasuredRow], num_questions: int) -> EstimatedAmount:
+def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> EstimatedAmount:
     """Return the time of all questions at the rate at which ``rows`` ended, which were answered at
     full concurrency."""
     size = len(rows) // _NUM_BLOCKS
@@ -146,7 +155,9 @@ def _by_rate(rows: Sequence[MeasuredRow], num_questions: int) -> EstimatedAmount
     ]
     mean = (marks[-1] - marks[0]) / max(1, len(rows) - 1)
     error = statistics.stdev(each) / math.sqrt(_NUM_BLOCKS) * _quantile(_NUM_BLOCKS - 1)
-    value = num_questions * mean
+    # While replies are awaited, reading takes no time of its own.
+    busy = (rows[-1].cpu_s - rows[0].cpu_s) / max(marks[-1] - marks[0], 1e-9)
+    value = num_questions * mean + read_s * min(1.0, busy)
     return EstimatedAmount(
         value, max(0.0, value - num_questions * error), value + num_questions * error
     )

@@ -184,10 +184,13 @@ class MapRun:
         """Numbers of the questions that were answered before the pass over the rows, and whose
         first row is not written."""
         self._sample = None if request.sample is None else _Sample(source, request.sample)
+        self._is_warm = False
+        """Whether the first row of the sample was asked, alone."""
         self._measured: list[MeasuredRow] = []
         """The questions of the sample, in the order in which they ended."""
         self._estimate: MapEstimate | None = None
-        self._began = 0.0
+        self._began = self._began_cpu = 0.0
+        """When the rows were begun: time, and CPU time of this process, in seconds."""
         self._open_calls: DirectCalls | None = None
         self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
         self._failed_now: dict[int, int] = {}
@@ -441,10 +444,13 @@ class MapRun:
         sample = self._sample
         rows = self.source.read() if sample is None else sample.draw(self.asking, calls)
         self._rows = rows
-        self._began = time.perf_counter()
-        cpu_s = time.process_time()
         num_workers = self.rlm.limits.max_concurrency
         with report_progress("map", total=self.source.total, unit="rows") as self._progress:
+            self._start_clock()
+            if sample is not None:
+                await self._worker(1)
+                self._is_warm = True
+                self._start_clock()
             workers = [asyncio.create_task(self._worker()) for _ in range(num_workers)]
             try:
                 await asyncio.gather(*workers)
@@ -452,10 +458,8 @@ class MapRun:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-            if self._sample is not None and self._measured:
-                whole = self._sample.estimate(
-                    self._measured, num_workers, time.process_time() - cpu_s, calls
-                )
+            if sample is not None and self._measured:
+                whole = sample.estimate(self._measured, num_workers, calls)
                 self._estimate = msgspec.structs.replace(whole, is_batch=self.request.batch)
             if self._stop in ("done", "limit") or self.request.is_part:
                 try:
@@ -464,9 +468,14 @@ class MapRun:
                 except StoreError as error:
                     self._stop, self._reason = "suspended", str(error)
 
-    async def _worker(self) -> None:
+    def _start_clock(self) -> None:
+        self._began, self._began_cpu = time.perf_counter(), time.process_time()
+
+    async def _worker(self, num: int | None = None) -> None:
+        """Answer rows, at most ``num``, as long as there are any."""
         try:
-            while (pending := await self._next()) is not None:
+            while num != 0 and (pending := await self._next()) is not None:
+                num = None if num is None else num - 1
                 asked = pending.asked
                 assert asked is not None
                 means = next(each for each in self._means if each.can_answer(asked.question))
@@ -490,16 +499,19 @@ class MapRun:
         self._counts["asked"] += 1
         pending.asked = None
         if self._sample is not None:
-            ended_s = time.perf_counter() - self._began
-            self._measure(asked.question, outcome, ended_s)
+            self._measure(asked.question, outcome)
         self._judge(outcome, asked.row)
         self._flush()
 
-    def _measure(self, question: Question, outcome: RowOutcome, ended_s: float) -> None:
+    def _measure(self, question: Question, outcome: RowOutcome, *, is_known: bool = False) -> None:
+        is_first = not is_known and not self._is_warm
+        ended_s = -1.0 if is_known or is_first else time.perf_counter() - self._began
+        cpu_s = time.process_time() - self._began_cpu
         chars, cost = len(question.text) + chars_of(question.context), outcome.cost
         if self.request.batch and self._calls.can_answer(question):
             cost *= BATCH_SHARE
-        self._measured.append(MeasuredRow(chars, cost, outcome.seconds, ended_s))
+        row = MeasuredRow(chars, cost, outcome.seconds, ended_s, cpu_s, is_first)
+        self._measured.append(row)
 
     def _interrupted(self, outcome: RowOutcome) -> None:
         """Stop the map for what kept a row from being answered."""
@@ -567,7 +579,7 @@ class MapRun:
         if offset is not None:
             outcome = self._recorded_outcome(offset, asked)
             if outcome is not None and self._sample is not None and asks:
-                self._measure(question, outcome, -1.0)
+                self._measure(question, outcome, is_known=True)
             if outcome is not None:
                 return _Pending(None, outcome)
         failed_now = self._failed_now.get(number)
@@ -685,6 +697,8 @@ class _Sample:
         self._source = source
         self._num = num
         self.num_rows = 0
+        self._read_s = 0.0
+        """How long it took to read the whole table."""
         self._num_chars = 0
         """Characters of all distinct questions."""
         self._digests: set[int] = set()
@@ -693,6 +707,7 @@ class _Sample:
         """Read the whole table once, and return the sample in the order of the rows. The same table
         gives the same sample."""
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
+        began = time.perf_counter()
         for row in self._source.read():
             self.num_rows += 1
             if len(drawn) < self._num:
@@ -705,10 +720,11 @@ class _Sample:
                 if not row.error and number not in self._digests:
                     self._digests.add(number)
                     self._num_chars += len(question.text) + chars_of(question.context)
+        self._read_s = time.perf_counter() - began
         return iter(sorted(drawn, key=lambda row: row.number))
 
     def estimate(
-        self, rows: list[MeasuredRow], concurrency: int, cpu_s: float, calls: DirectCalls
+        self, rows: list[MeasuredRow], concurrency: int, calls: DirectCalls
     ) -> MapEstimate:
         """Return the estimate of the whole table from the measured questions."""
         return estimate(
@@ -717,6 +733,6 @@ class _Sample:
             len(self._digests),
             self._num_chars,
             concurrency,
-            cpu_s,
+            self._read_s,
             is_priced=calls.client.price is not None,
         )
