@@ -61,7 +61,7 @@ from ramify.maps.map_journal import (
 )
 from ramify.maps.recorded_map import OpenBatch, OpenQuestion, RecordedMap, amount_of
 from ramify.maps.row_question import RowProblem, RowQuestion
-from ramify.maps.rows import Row, RowTable
+from ramify.maps.row_table import Row, RowTable
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 

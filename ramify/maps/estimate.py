@@ -155,7 +155,7 @@ def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> 
     ]
     mean = (marks[-1] - marks[0]) / max(1, len(rows) - 1)
     error = statistics.stdev(each) / math.sqrt(_NUM_BLOCKS) * _quantile(_NUM_BLOCKS - 1)
-    # While replies are awaited, reading takes no time of its own.
+    # Reading adds time only as far as the process is busy anyway.
     busy = (rows[-1].cpu_s - rows[0].cpu_s) / max(marks[-1] - marks[0], 1e-9)
     value = num_questions * mean + read_s * min(1.0, busy)
     return EstimatedAmount(

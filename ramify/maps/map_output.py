@@ -22,14 +22,14 @@ import msgspec
 
 from ramify.engine.typed import AnswerType
 from ramify.errors import ConfigError, StoreError
+from ramify.maps.frames import ARROW_TYPES
 from ramify.maps.row_question import plain
-from ramify.maps.rows import Row, RowTable
+from ramify.maps.row_table import Row, RowTable
 
 _BATCH = 5000
 """Rows of one row group of a Parquet file."""
 _WRITE_BYTES = 1 << 18
 ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-_ARROW_TYPES = {"string": "string", "integer": "int64", "number": "float64", "boolean": "bool"}
 
 
 class AnswerColumns:
@@ -78,8 +78,9 @@ class MapOutput(abc.ABC):
     """The rows as a table in memory, if that is the output."""
 
     @abc.abstractmethod
-    def write(self, row: dict[str, Any]) -> None:
-        """Add one row. Raises StoreError if it cannot be written."""
+    def write(self, row: dict[str, Any], number: int) -> None:
+        """Add one row, whose place in the table is ``number``. Raises StoreError if it cannot be
+        written."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -91,18 +92,26 @@ class MapOutput(abc.ABC):
 
 
 class _Table(MapOutput):
-    """Rows in memory."""
+    """Rows in memory; only the new columns, if the table of the rows gets them."""
 
-    def __init__(self, source: RowTable) -> None:
+    def __init__(self, source: RowTable, added: AnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
-        self._source = source
+        self._numbers: list[int] = []
+        self._new: dict[str, list[Any]] = {name: [] for name in added.names}
+        self._types = {**added.types, added.error: "string"}
+        self._extend = source.extend
 
-    def write(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
+    def write(self, row: dict[str, Any], number: int) -> None:
+        if self._extend is None:
+            self._rows.append(row)
+            return
+        self._numbers.append(number)
+        for name, values in self._new.items():
+            values.append(row[name])
 
     def finish(self) -> None:
-        restore = self._source.restore
-        self.table = self._rows if restore is None else restore(self._rows)
+        extend = self._extend
+        self.table = self._rows if extend is None else extend(self._numbers, self._new, self._types)
 
     def close(self) -> None:
         pass
@@ -143,7 +152,7 @@ class _Jsonl(_File):
         self._file = open(self.partial, "wb", buffering=_WRITE_BYTES)  # noqa: SIM115 -- closed below
         self._encode = msgspec.json.Encoder(decimal_format="string").encode
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], number: int) -> None:
         try:
             line = self._encode(row)
         except (TypeError, UnicodeEncodeError):
@@ -173,7 +182,7 @@ class _Csv(_File):
         self._writer = csv.DictWriter(self._file, self._names, delimiter=delimiter)
         self._writer.writeheader()
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], number: int) -> None:
         try:
             self._writer.writerow({name: _cell(value) for name, value in row.items()})
         except OSError as error:
@@ -208,7 +217,7 @@ class _Parquet(_File):
         self._schema: Any = None
         self._writer: Any = None
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any], number: int) -> None:
         if not row.keys() <= set(self._names):
             raise _other_column(row, self._names)
         self._rows.append(row)
@@ -219,7 +228,7 @@ class _Parquet(_File):
         arrow, rows, self._rows = self._pyarrow, self._rows, []
         columns = {name: [row.get(name) for row in rows] for name in self._names}
         for name in self._added.answers:
-            if self._added.types[name] not in _ARROW_TYPES:
+            if self._added.types[name] not in ARROW_TYPES:
                 columns[name] = [_json(value) for value in columns[name]]
         try:
             if self._schema is None:
@@ -250,7 +259,7 @@ class _Parquet(_File):
             if name == self._added.error:
                 fields.append(arrow.field(name, arrow.string()))
             elif name in self._added.types:
-                kind = _ARROW_TYPES.get(str(self._added.types[name]), "string")
+                kind = ARROW_TYPES.get(str(self._added.types[name]), "string")
                 fields.append(arrow.field(name, arrow.type_for_alias(kind)))
             elif given is not None:
                 fields.append(given.field(name))
@@ -274,7 +283,7 @@ def open_output(out: Path | None, source: RowTable, added: AnswerColumns) -> Map
     """Return the output in the format that the ending of ``out`` names; without ``out``, a table in
     memory. Raises ConfigError."""
     if out is None:
-        return _Table(source)
+        return _Table(source, added)
     names = (*source.kept_columns, *added.names)
     try:
         match out.suffix.lower():

@@ -52,7 +52,7 @@ from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output
 from ramify.maps.means import MAX_SESSIONS, AskedRow, RowMeans, RowOutcome, means_of
 from ramify.maps.recorded_map import RecordedMap, recorded_reply
 from ramify.maps.row_question import RowProblem, RowQuestion
-from ramify.maps.rows import Row, RowTable
+from ramify.maps.row_table import Row, RowTable
 from ramify.progress import report_progress
 from ramify.store.store import Store
 from ramify.store.summary import summarise
@@ -645,7 +645,7 @@ class MapRun:
     def _write(self, row: Row, pending: _Pending, outcome: RowOutcome) -> None:
         counts = self._counts
         values = output_row(row, self.source, self.added, outcome.answer, outcome.error)
-        self._output.write(values)
+        self._output.write(values, row.number)
         counts["failed" if outcome.error else "answered"] += 1
         is_answered_now = not pending.has_row and pending.is_new
         if outcome.number in self._given:
@@ -685,7 +685,7 @@ class MapRun:
             self._write(row, pending, outcome)
             return
         self._counts["missing"] += 1
-        self._output.write(output_row(row, self.source, self.added, None, why))
+        self._output.write(output_row(row, self.source, self.added, None, why), row.number)
 
 
 class _Sample:

@@ -90,7 +90,7 @@ class Asker:
         with _engines_lock:
             engine = _engines.get(self._id) or RowEngine(task, self._budget)
             _engines[self._id] = engine
-        result, why = engine.answer(uuid.uuid4().hex, _without_restore(source), PartCounts())
+        result, why = engine.answer(uuid.uuid4().hex, _as_list(source), PartCounts())
         if result is not None and result.stop not in ("done", "limit", "stopped"):
             raise RamifyError(result.reason)
         if result is None:
@@ -119,10 +119,10 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _without_restore(source: Any) -> Any:
+def _as_list(source: Any) -> Any:
     import msgspec
 
-    return msgspec.structs.replace(source, restore=None)
+    return msgspec.structs.replace(source, extend=None)
 
 
 def _with_columns(batch: Any, columns: Mapping[str, list[Any]]) -> Any:

@@ -23,14 +23,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.maps.rows import (
-    ENDINGS,
-    RowTable,
-    csv_columns,
-    csv_values,
-    jsonl_columns,
-    jsonl_values,
-)
+from ramify.maps.row_table import RowTable
+from ramify.maps.rows import ENDINGS, csv_columns, csv_values, jsonl_columns, jsonl_values
 
 PART_ROWS = 500
 """Rows of a part, which are asked again if their worker is lost."""

@@ -29,7 +29,8 @@ from ramify.errors import ConfigError
 from ramify.maps.map_output import AnswerColumns, open_output
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
 from ramify.maps.ray_rows import RowFiles, RowPart
-from ramify.maps.rows import RowTable, open_paths
+from ramify.maps.row_table import RowTable
+from ramify.maps.rows import open_paths
 from ramify.maps.shared_budget import UNLIMITED, PartCounts, RemoteBudget
 
 NOT_ASKED = "not asked:"
@@ -218,8 +219,8 @@ class PartOutput(msgspec.Struct, frozen=True):
             path = Path(folder) / f"part{self.ending}"
             output = open_output(path, source, added)
             try:
-                for row in rows:
-                    output.write(row)
+                for number, row in enumerate(rows):
+                    output.write(row, number)
                 output.finish()
             finally:
                 output.close()

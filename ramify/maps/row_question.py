@@ -111,19 +111,29 @@ def _text(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):
-        return encodable(value)
+        return encodable(str(value))
     if isinstance(value, datetime.date | datetime.time | bool | int | float):
         return str(value)
-    return encodable(_encode(plain(value)).decode())
+    value = plain(value)
+    return encodable(value if isinstance(value, str) else _encode(value).decode())
 
 
 def plain(value: Any) -> Any:
     """Return a cell as a value of JSON; what has no such form becomes its text."""
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy
         return plain(value.item()) if getattr(value, "ndim", 0) == 0 else value.tolist()
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, RecursionError):
-        return str(value)
+        pass
+    try:
+        if isinstance(value, Mapping):
+            return {str(name): plain(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+    except RecursionError:
+        pass
+    # A subclass of a date, such as the one of pandas, is unknown to msgspec.
+    return value.isoformat() if isinstance(value, datetime.date) else str(value)

@@ -4,9 +4,9 @@ DataFrame, an Arrow table, a ``datasets.Dataset``.
     tickets.jsonl  ──> RowTable(columns=("id", "text"), total=1200, …)
     for row in table.read(): Row(0, {"id": 7, "text": "…"}, …)
 
-A row that cannot be read is still a row, with its error, so that the others continue. Libraries of
-tables are used as they are given and never imported, except ``pyarrow`` for Parquet. Not here: what
-is asked of a row (``row_question.py``), and documents (``ramify.sources``).
+A row that cannot be read is still a row, with its error, so that the others continue. Not here:
+tables of other libraries (``frames.py``), what is asked of a row (``row_question.py``), and
+documents (``ramify.sources``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,9 +22,9 @@ from typing import Any, TextIO
 import msgspec
 
 from ramify.errors import SourceError, nearest
+from ramify.maps.frames import table_of
+from ramify.maps.row_table import BATCH, RowTable
 
-_BATCH = 1000
-"""Rows that are read at once, and rows that decide the columns of a JSONL file."""
 ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -36,45 +36,6 @@ ENDINGS = {
     ".sqlite3": "sqlite",
 }
 FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text files"
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One row."""
-
-    number: int
-    """Place in the table, from 0."""
-    values: dict[str, Any]
-    """Column -> value; empty if the row could not be read."""
-    error: str = ""
-    """Why the row could not be read."""
-
-
-class RowTable(msgspec.Struct, frozen=True):
-    """A table whose rows are read one after the other, any number of times."""
-
-    name: str
-    """File, or kind of object, for errors."""
-    columns: tuple[str, ...]
-    total: int | None
-    """Number of rows; None if it is not known without reading them."""
-    values: Callable[[], Iterator[dict[str, Any] | str]]
-    """Reads the rows from the first; a text is the error of a row that cannot be read."""
-    shown: tuple[str, ...] = ()
-    """Columns that a model reads by default; empty: all."""
-    kept: tuple[str, ...] | None = None
-    """Columns that the output repeats; None: all."""
-    schema: Any = None
-    """Arrow schema of the rows, if the table has one."""
-    restore: Callable[[list[dict[str, Any]]], Any] | None = None
-    """Makes a table of the same kind from rows."""
-
-    def read(self) -> Iterator[Row]:
-        for number, values in enumerate(self.values()):
-            yield (Row(number, {}, values) if isinstance(values, str) else Row(number, values))
-
-    @property
-    def kept_columns(self) -> tuple[str, ...]:
-        return self.columns if self.kept is None else self.kept
 
 
 def open_rows(rows: Any, table: str | None = None) -> RowTable:
@@ -170,7 +131,7 @@ def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] |
 def jsonl_columns(values: Iterator[dict[str, Any] | str], name: str) -> tuple[str, ...]:
     """Return the columns of the first rows of a JSONL file. Raises SourceError if it has none."""
     columns = dict.fromkeys(
-        chain.from_iterable(row for row in islice(values, _BATCH) if isinstance(row, dict))
+        chain.from_iterable(row for row in islice(values, BATCH) if isinstance(row, dict))
     )
     if not columns:
         raise SourceError(f"{name} has no rows: give a file with a JSON object in each line")
@@ -253,7 +214,7 @@ def _parquet(path: Path) -> RowTable:
 
     def values() -> Iterator[dict[str, Any] | str]:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH):
+            for batch in file.iter_batches(batch_size=BATCH):
                 yield from batch.to_pylist()
 
     return RowTable(str(path), tuple(schema.names), total, values, schema=schema)
@@ -338,23 +299,13 @@ def _folder(path: Path) -> RowTable:
 
 
 def _of_object(rows: Any) -> RowTable:
-    if hasattr(rows, "to_batches") and hasattr(rows, "schema"):
-        return _arrow(rows)
-    if hasattr(rows, "iter_rows") and hasattr(rows, "columns"):
-        return RowTable(
-            "the DataFrame",
-            tuple(rows.columns),
-            len(rows),
-            lambda: rows.iter_rows(named=True),
-            restore=lambda records: type(rows)(records),
-        )
-    if hasattr(rows, "itertuples") and hasattr(rows, "iloc"):
-        return _pandas(rows)
-    if hasattr(rows, "features") and hasattr(rows, "column_names"):
-        total = len(rows) if hasattr(rows, "__len__") else None
-        make = getattr(type(rows), "from_list", None)
-        return RowTable(
-            "the dataset", tuple(rows.column_names), total, lambda: iter(rows), restore=make
+    table = table_of(rows)
+    if table is not None:
+        return table
+    if isinstance(rows, Mapping) and rows and all(hasattr(v, "features") for v in rows.values()):
+        raise SourceError(
+            f"rows cannot be read from a {type(rows).__name__}, which has several tables: give one "
+            f"of them, such as rows[{next(iter(rows))!r}]"
         )
     if isinstance(rows, Mapping | bytes) or not isinstance(rows, Iterable):
         raise SourceError(
@@ -371,7 +322,7 @@ def _list(items: list[Any]) -> RowTable:
     def values() -> Iterator[dict[str, Any] | str]:
         for number, item in enumerate(items):
             if isinstance(item, str):
-                yield {"text": item}
+                yield {"text": str(item)}  # NumPy has its own texts
             elif isinstance(item, Mapping):
                 yield dict(item)
             else:
@@ -380,36 +331,4 @@ def _list(items: list[Any]) -> RowTable:
     columns = dict.fromkeys(
         chain.from_iterable(row for row in values() if not isinstance(row, str))
     )
-    return RowTable("the list", tuple(columns), len(items), values, restore=list)
-
-
-def _arrow(table: Any) -> RowTable:
-    def values() -> Iterator[dict[str, Any] | str]:
-        for batch in table.to_batches(max_chunksize=_BATCH):
-            yield from batch.to_pylist()
-
-    def restore(records: list[dict[str, Any]]) -> Any:
-        return type(table).from_pylist(records)
-
-    return RowTable(
-        "the Arrow table",
-        tuple(table.schema.names),
-        table.num_rows,
-        values,
-        schema=table.schema,
-        restore=restore,
-    )
-
-
-def _pandas(frame: Any) -> RowTable:
-    def values() -> Iterator[dict[str, Any] | str]:
-        for start in range(0, len(frame), _BATCH):
-            yield from frame.iloc[start : start + _BATCH].to_dict(orient="records")
-
-    return RowTable(
-        "the DataFrame",
-        tuple(map(str, frame.columns)),
-        len(frame),
-        values,
-        restore=lambda records: type(frame)(records, index=frame.index),
-    )
+    return RowTable("the list", tuple(columns), len(items), values)

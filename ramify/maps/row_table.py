@@ -1,0 +1,56 @@
+"""A table of rows that is read one row after the other, whatever holds it.
+
+Not here: files and lists (``rows.py``), and tables of other libraries (``frames.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+BATCH = 1000
+"""Rows that are read at once, and rows that decide the columns of a JSONL file."""
+Extend = Callable[[Sequence[int], Mapping[str, Sequence[Any]], Mapping[str, str | None]], Any]
+"""(numbers of rows, name -> values of a new column, name -> its type in a JSON schema) -> the table
+of these rows with the new columns."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One row."""
+
+    number: int
+    """Place in the table, from 0."""
+    values: dict[str, Any]
+    """Column -> value; empty if the row could not be read."""
+    error: str = ""
+    """Why the row could not be read."""
+
+
+class RowTable(msgspec.Struct, frozen=True):
+    """A table whose rows are read one after the other, any number of times."""
+
+    name: str
+    """File, or kind of object, for errors."""
+    columns: tuple[str, ...]
+    total: int | None
+    """Number of rows; None if it is not known without reading them."""
+    values: Callable[[], Iterator[dict[str, Any] | str]]
+    """Reads the rows from the first; a text is the error of a row that cannot be read."""
+    shown: tuple[str, ...] = ()
+    """Columns that a model reads by default; empty: all."""
+    kept: tuple[str, ...] | None = None
+    """Columns that the output repeats; None: all."""
+    schema: Any = None
+    """Arrow schema of the rows, if the table has one."""
+    extend: Extend | None = None
+    """Adds columns to these rows, if the table is of another library."""
+
+    def read(self) -> Iterator[Row]:
+        for number, values in enumerate(self.values()):
+            yield (Row(number, {}, values) if isinstance(values, str) else Row(number, values))
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        return self.columns if self.kept is None else self.kept
