@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ramify import testing
+from ramify.actors.ray_cluster import keep_loopback
 from ramify.maps.ray_rows import PART_ROWS
 
 NUM_LOST, KILL_AT = 3000, 900
@@ -93,9 +94,15 @@ async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
     async with testing.ScriptedServer(reply, keep=False, latency_s=0.05) as server:
         # The nodes, and so the workers, have the environment of this process.
         os.environ.update(environment(folder / "home", server.url))
+        keep_loopback()
         from ray.cluster_utils import Cluster
 
-        node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        node = {
+            "num_cpus": 1,
+            "object_store_memory": _STORE_BYTES,
+            "include_dashboard": False,
+            "node_ip_address": "127.0.0.1",
+        }
         # In the main thread, since Ray installs handlers of signals.
         cluster = started(lambda: Cluster(initialize_head=True, head_node_args=node))
         try:

@@ -20,22 +20,34 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ramify.errors import ConfigError
 
 ADDRESS = "RAY_ADDRESS"
 _REACH_S = 10.0
-"""Seconds until a connection to the cluster must be open."""
+"""Seconds until a connection to the cluster must be open, and until its head must answer."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""First bytes of each gRPC connection: the preface of HTTP/2 and an empty frame of settings."""
+_SETTINGS = 4
+"""Type of the frame with which each server of HTTP/2 begins."""
 
 
 class RayCluster:
     """This process's membership in a cluster."""
 
-    def __init__(self, address: str = "", start_s: float = 120.0, store_bytes: int = 80 << 20):
+    def __init__(
+        self,
+        address: str = "",
+        start_s: float = 120.0,
+        store_bytes: int = 80 << 20,
+        *,
+        is_quiet: bool = False,
+    ) -> None:
         """``start_s``: time limit in seconds for starting a cluster. ``store_bytes``: object store
-        of a cluster that is started here."""
+        of a cluster that is started here. ``is_quiet``: Ray writes no messages of its own to stdout
+        and stderr; what fails is raised anyway."""
         self.address = address or os.environ.get(ADDRESS, "")
         """Empty if a cluster is started here."""
         self._ray = imported()
@@ -44,15 +56,16 @@ class RayCluster:
         self._folder = ""
         self._began = 0.0
         self._is_joined = False
-        self._local: Callable[[], None] = lambda: None
-        """Undoes what keeps a cluster of this machine on loopback."""
+        self._is_quiet = is_quiet
+        self._undo = contextlib.ExitStack()
+        """Undoes what was changed in this process's Ray."""
 
     def leave(self) -> None:
         """Leave the cluster, or end it. Idempotent."""
         if self._is_joined:
             self._is_joined = False
             self._ray.shutdown()
-        self._local()
+        self._undo.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -81,7 +94,7 @@ class RayCluster:
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
             # Without a token in the environment, Ray writes one to the home folder.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            self._local = _keep_loopback()
+            self._undo.callback(keep_loopback())
             options |= {
                 "address": "local",
                 "num_cpus": os.cpu_count(),
@@ -94,10 +107,13 @@ class RayCluster:
             }
         self._began = time.monotonic()
         until = self._began + self._start_s
+        if self._is_quiet:
+            self._undo.callback(_keep_quiet())
         with _own_handlers():
             while True:
                 try:
-                    ray.init(**options)
+                    with _without_stderr() if self._is_quiet else contextlib.nullcontext():
+                        ray.init(**options)
                     self._is_joined = True
                     return
                 except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
@@ -107,17 +123,24 @@ class RayCluster:
                         raise ConfigError(self._why_not_joined(str(error))) from None
 
     def _check_reachable(self) -> None:
-        """Raise ConfigError if nothing listens at the address. Ray itself tries for a minute."""
+        """Raise ConfigError if nothing listens at the address, or no Ray head does. Ray itself
+        tries for minutes."""
         host, _, port = self.address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             return
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+            found = socket.create_connection((host.strip("[]"), int(port)), _REACH_S)
         except OSError as error:
             raise ConfigError(
                 f"the Ray cluster at {self.address} cannot be reached: {error.strerror or error}; "
                 f"start its head (ray start --head --port={port}), or correct {ADDRESS}"
             ) from None
+        with found:
+            if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_grpc(found):
+                raise ConfigError(
+                    f"what listens at {self.address} is not the head of a Ray cluster: give the "
+                    f"address that `ray start --head` prints, or correct {ADDRESS}"
+                )
 
     def _why_not_joined(self, error: str) -> str:
         where = (
@@ -141,7 +164,17 @@ class RayCluster:
         return f"{where} cannot be {'joined' if self.address else 'started'}: {message}"
 
 
-def _keep_loopback() -> Callable[[], None]:
+def _speaks_grpc(connection: socket.socket) -> bool:
+    """Whether a server begins as each gRPC server does."""
+    try:
+        connection.sendall(_PREFACE)
+        frame = connection.recv(4)
+    except OSError:
+        return False
+    return len(frame) == 4 and frame[3] == _SETTINGS
+
+
+def keep_loopback() -> Callable[[], None]:
     """Make Ray keep a loopback address. On Linux, Ray replaces the given address with one that
     other machines can reach. Ray's switch against this is meant for Windows and macOS, and is read
     when a process imports Ray. Returns a function that undoes the change."""
@@ -160,6 +193,38 @@ def _keep_loopback() -> Callable[[], None]:
             os.environ[variable] = given
 
     return undo
+
+
+def _keep_quiet() -> Callable[[], None]:
+    """Make Ray write nothing to stdout and stderr: it prints the last log lines of each lost node,
+    and warnings of its C++ part. Returns a function that undoes the change."""
+    from ray._private import worker
+
+    name, variable = "print_to_stdstream", "RAY_BACKEND_LOG_LEVEL"
+    before, given = getattr(worker, name, None), os.environ.get(variable)
+    setattr(worker, name, lambda *args, **options: None)
+    os.environ.setdefault(variable, "fatal")
+
+    def undo() -> None:
+        setattr(worker, name, before)
+        if given is None:
+            os.environ.pop(variable, None)
+
+    return undo
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what the process writes to its stderr, in C++ too."""
+    sys.stderr.flush()
+    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
 
 
 def imported() -> Any:

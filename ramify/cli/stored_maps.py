@@ -51,12 +51,12 @@ def is_map(name: str) -> bool:
 def find_map(store: RunStore, name: str) -> MapTable:
     """Return the map with this id. Raises StoreError."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.map_table import MapTable
+    from ramify.maps.open_table import open_table
 
     path = MapStore(store.root).path(name) if isinstance(store, Store) else None
     if path is None:
         raise StoreError(f"no map has the id {name}: ramify runs --maps lists them")
-    return MapTable(path).refresh()
+    return open_table(path)
 
 
 def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
@@ -87,7 +87,7 @@ def folded(events: Iterable[AnyEvent]) -> Trajectory:
 def print_maps(store: RunStore, *, as_json: bool) -> None:
     """Print a line for each map, newest first."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.map_table import MapTable, figures_of
+    from ramify.maps.open_table import open_table
 
     if not isinstance(store, Store):
         raise UsageError("--maps: this store has no folder, so it has no maps")
@@ -95,7 +95,7 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
         print("\t".join(_COLUMNS))
     for path in MapStore(store.root).paths():
         try:
-            figures = figures_of(MapTable(path).refresh())
+            figures = open_table(path).figures()
         except (StoreError, OSError) as error:
             error_line(str(error))
             continue
@@ -106,20 +106,21 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
 
 
 def remove_map(store: RunStore, name: str) -> int:
-    """Delete a map and return its bytes. The runs of its rows stay."""
+    """Delete a map and return its bytes. The runs of its rows stay, and so do the parts of a map on
+    a Ray cluster."""
     table = find_map(store, name)
     if table.is_alive:
         raise RunInUse(f"map {table.id} is being written: stop that process first")
-    num_bytes = table.path.stat().st_size
-    table.path.unlink()
+    num_bytes = 0
+    for path in table.files():
+        num_bytes += path.stat().st_size
+        path.unlink()
     return num_bytes
 
 
 def map_lines(table: MapTable, full: bool) -> Iterator[Line]:
     """Yield what ``show`` prints of a map."""
-    from ramify.maps.map_table import figures_of
-
-    figures = figures_of(table)
+    figures = table.figures()
     yield f"map {figures.id}  {moment(figures.started_at)}"
     yield " · ".join(
         [
@@ -137,7 +138,7 @@ def map_lines(table: MapTable, full: bool) -> Iterator[Line]:
     rows = sorted(table.rows, key=lambda row: (not row.error, row.row))
     rows = rows if full else rows[:_SHOWN_ROWS]
     for row in rows:
-        took = f"  {dollars(row.cost)}  {seconds(row.seconds)}"
+        took = f"  {dollars(row.cost)}  {seconds(row.seconds)}" if table.has_runs else ""
         equal = f"  ×{1 + row.equal}" if row.equal else ""
         head = f"{row.number} row {row.row}: {one_line(row.text, 60)} → "
         if row.error:

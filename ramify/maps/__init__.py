@@ -13,11 +13,14 @@
 | `map_journal.py` | what is recorded of a row, and in which bytes |
 | `recorded_map.py` | what a journal says: which rows are answered, and what was spent |
 | `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |
+| `ray_table.py` | the same of a map on a Ray cluster, from the parts of its output |
+| `open_table.py` | which of the two tables a stored map has |
 | `map_output.py` | the columns and the file of the answers |
 | `map_run.py` | the order of the work, one budget for all rows, and when it stops |
 | `estimate.py` | what a whole map will cost and take, from a sample of its rows |
 | `ray_map.py` | a map on a Ray cluster, as one pipeline of Ray Data |
 | `ray_rows.py` | which rows are a part, wherever the files are |
+| `part_output.py` | the folder of the output, with a file for each part |
 | `ray_source.py` | how Ray Data reads and writes parts |
 | `ray_worker.py` | one worker: an engine that answers parts |
 | `ray_asker.py` | the same worker as a stage of other pipelines |

@@ -56,6 +56,23 @@ from ramify.types.message import Finish, Usage
 _VERSION = 1
 
 
+RAY_MAPS = "ray_maps"
+"""Folder of a store that has what the maps on a Ray cluster have spent."""
+
+
+class MapParts(msgspec.Struct, frozen=True):
+    """Where the rows of a map on a Ray cluster are: in the files of its output."""
+
+    record: str
+    """Name of the file in ``ROOT/ray_maps`` that says what is spent (see shared_budget.py)."""
+    shown: tuple[str, ...]
+    """Columns that the model reads."""
+    answers: tuple[str, ...]
+    """Columns of the answers."""
+    error: str
+    """Column of the errors."""
+
+
 class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is asked of every row; the first line."""
 
@@ -68,7 +85,7 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix time."""
     model: str
     out: str = ""
-    """Absolute path of the output; empty for a table in memory."""
+    """Absolute path of the output, or its URL; empty for a table in memory."""
     rows: str = ""
     """Name of the table."""
     answer_schema: dict[str, Any] | None = None
@@ -78,6 +95,8 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """System message of a direct call, if it has one."""
     asked: str = ""
     """What a direct prompt says after the row and the question: the form of the answer."""
+    parts: MapParts | None = None
+    """Where the rows are, if they are not in this journal."""
     version: int = _VERSION
 
 

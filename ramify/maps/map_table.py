@@ -2,10 +2,12 @@
 
     MapTable(path).refresh()     reads what the journal has gained
     table.rows                   one for each question: text, answer, error, cost, run
+    table.figures()              what a list of maps shows of this one
     MapRowRun(table, 5)          question 5 as the events of a run: RunStarted … RunEnded
 
 The events of a direct row are not stored: they follow from the map's header and the lines of the
-row. A row with a session is an ordinary run. Not here: what is drawn (``ramify/viewer``).
+row. A row with a session is an ordinary run. Not here: maps on a Ray cluster (``ray_table.py``),
+and what is drawn (``ramify/viewer``).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from ramify.types.event import (
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Stop, as_text, cut
 
+_STATES = ("answered", "failed", "open")
 MAX_CHARS = 120
 """Characters of a text, an answer or an error in the table."""
 
@@ -78,18 +81,49 @@ class MapTableRow(msgspec.Struct, omit_defaults=True):
         return "open" if self.answer is None else "answered"
 
 
+class MapFigures(msgspec.Struct, frozen=True):
+    """What a listing shows of one map."""
+
+    id: str
+    question: str
+    model: str
+    started_at: float
+    """Unix time."""
+    out: str
+    total: int | None
+    """Rows of the table; None if it is not known."""
+    rows: int
+    """Rows with an answer or an error."""
+    failed: int
+    """Rows with an error."""
+    questions: int
+    calls: int
+    cost: float | None
+    """Dollars; None if the model has no price."""
+    alive: bool
+    """Whether a process is writing it now."""
+
+
 class MapTable:
-    """One stored map."""
+    """One stored map, whose rows are in its journal."""
+
+    has_runs = True
+    """Whether each row opens as a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = path.stem
         self.header: MapHeader | None = None
         self.last_start: MapContinued | None = None
-        self.rows: list[MapTableRow] = []
+        self._rows: list[MapTableRow] = []
         self._offset = 0
         self._lines: list[array[int]] = []
         """Number of a question -> offsets of its lines in the last attempt."""
+
+    @property
+    def rows(self) -> list[MapTableRow]:
+        """The questions, in the order in which they were asked first."""
+        return self._rows
 
     @property
     def is_alive(self) -> bool:
@@ -107,6 +141,30 @@ class MapTable:
         if last >= 0:
             self._offset = _after(self.path, last)
         return self
+
+    def files(self) -> list[Path]:
+        """Return the files of the store that have the map."""
+        return [self.path]
+
+    def figures(self) -> MapFigures:
+        """Return what a list of maps shows of this one."""
+        header, rows = self.header, self.rows
+        costs = [row.cost for row in rows if row.cost is not None]
+        num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
+        return MapFigures(
+            self.id,
+            header.question if header else "",
+            header.model if header else "",
+            header.started_at if header else 0.0,
+            header.out if header else "",
+            self.last_start.total if self.last_start else None,
+            num["answered"] + num["failed"],
+            num["failed"],
+            len(rows),
+            sum(row.calls for row in rows),
+            math.fsum(costs) if costs else None,
+            self.is_alive,
+        )
 
     def question(self, number: int) -> MapTableRow:
         """Return question ``number``. Raises StoreError."""
@@ -144,24 +202,24 @@ class MapTable:
                 row.seconds = end.seconds
                 self._spend(row, end.calls, end.cost)
         elif line.d is not None:
-            self.rows[line.d.number].equal += 1
+            self._rows[line.d.number].equal += 1
         elif line.map is not None:
             self.header = line.map
         elif line.c is not None:
             self.last_start = line.c
 
     def _begin(self, offset: int, number: int, place: int) -> MapTableRow:
-        if number == len(self.rows):
-            self.rows.append(MapTableRow(number, place))
+        if number == len(self._rows):
+            self._rows.append(MapTableRow(number, place))
             self._lines.append(array("q"))
-        row = self.rows[number]
+        row = self._rows[number]
         row.answer, row.error, row.run = None, "", ""
         self._lines[number] = array("q", [offset])
         return row
 
     def _next(self, offset: int, number: int) -> MapTableRow:
         self._lines[number].append(offset)
-        return self.rows[number]
+        return self._rows[number]
 
     @staticmethod
     def _spend(row: MapTableRow, calls: int, cost: float | None) -> None:
@@ -323,64 +381,3 @@ def _request(at_s: float, turn: int, reused: int, prompt: tuple[Message, ...]) -
     return RequestStarted(
         at_s=at_s, call="0", turn=turn, reused=reused, prompt=prompt, prompt_hash=""
     )
-
-
-class MapFigures(msgspec.Struct, frozen=True):
-    """What a listing shows of one map."""
-
-    id: str
-    question: str
-    model: str
-    started_at: float
-    """Unix time."""
-    out: str
-    total: int | None
-    """Rows of the table; None if it is not known."""
-    rows: int
-    """Rows with an answer or an error."""
-    failed: int
-    """Rows with an error."""
-    questions: int
-    calls: int
-    cost: float | None
-    """Dollars; None if the model has no price."""
-    alive: bool
-    """Whether a process is writing it now."""
-
-
-def figures_of(table: MapTable) -> MapFigures:
-    """Return the figures of a map that was read."""
-    header, rows = table.header, table.rows
-    costs = [row.cost for row in rows if row.cost is not None]
-    num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
-    return MapFigures(
-        table.id,
-        header.question if header else "",
-        header.model if header else "",
-        header.started_at if header else 0.0,
-        header.out if header else "",
-        table.last_start.total if table.last_start else None,
-        num["answered"] + num["failed"],
-        num["failed"],
-        len(rows),
-        sum(row.calls for row in rows),
-        math.fsum(costs) if costs else None,
-        table.is_alive,
-    )
-
-
-_STATES = ("answered", "failed", "open")
-
-
-class MapTables:
-    """The maps of stores, each read once, and again only what was added."""
-
-    def __init__(self) -> None:
-        self._tables: dict[Path, MapTable] = {}
-
-    def of(self, path: Path) -> MapTable:
-        """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
-        table = self._tables.get(path)
-        if table is None:
-            table = self._tables[path] = MapTable(path)
-        return table.refresh()

@@ -21,7 +21,8 @@ from ramify.engine.typed import answer_type as as_answer_type
 from ramify.errors import RamifyError
 from ramify.maps.api import budget_of, make_worker
 from ramify.maps.map_output import AnswerColumns
-from ramify.maps.ray_worker import NOT_ASKED, MapTask, RowEngine
+from ramify.maps.part_output import NOT_ASKED
+from ramify.maps.ray_worker import MapTask, RowEngine
 from ramify.maps.rows import open_rows
 from ramify.maps.shared_budget import PartCounts, SharedBudget
 

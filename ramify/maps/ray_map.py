@@ -18,12 +18,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,14 +32,15 @@ from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError, RamifyError, StoreError
-from ramify.maps.map_output import ENDINGS, AnswerColumns
+from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapParts, MapStore, new_map_id
+from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult
-from ramify.maps.ray_rows import filesystem_of, is_part, open_row_files, text_parts
-from ramify.maps.ray_worker import UNFINISHED, MapTask, PartOutput, PartWorker, check_version
+from ramify.maps.part_output import UNFINISHED, PartOutput, is_part, part_output
+from ramify.maps.ray_rows import open_row_files, text_parts
+from ramify.maps.ray_worker import MapTask, PartWorker, check_version
 from ramify.maps.row_question import RowQuestion
-from ramify.maps.shared_budget import SharedBudget, SharedState, SpendingRecord, read_record
+from ramify.maps.shared_budget import SharedBudget, SharedState
 from ramify.progress import report_progress
-from ramify.store.journal import open_locked
 from ramify.store.private_files import make_folder
 from ramify.store.store import Store
 
@@ -88,21 +87,21 @@ class RayMapRun:
         self.request = request
         self._make_rlm = make_rlm
         self._files = open_row_files(urls)
-        self._output = _output_of(out)
-        self._out = out
+        self._output = part_output(out)
+        self._out = out if "://" in out else self._output.folder
         self._store = store
         self._workers = workers
-        self._cluster = RayCluster(address, store_bytes=_STORE_BYTES)
+        self._cluster = RayCluster(address, store_bytes=_STORE_BYTES, is_quiet=True)
         self._stops: list[tuple[str, str]] = []
         kind = None if request.answer_type is None else answer_type(request.answer_type)
         base = Question(request.question, None, kind=kind)
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
         table = self._files.table
-        RowQuestion(
+        self._asking = RowQuestion(
             request.question, table.columns, request.columns or table.shown, base, b""
-        )  # checks the names of columns
-        AnswerColumns(kind, request.prefix, table.kept_columns)
+        )
+        self._added = AnswerColumns(kind, request.prefix, table.kept_columns)
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
@@ -135,23 +134,24 @@ class RayMapRun:
             is_priced=is_priced,
             version=__version__,
         )
-        record = make_folder(self._store.root / "ray_maps") / f"{key[:32]}.json"
+        record = make_folder(self._store.root / RAY_MAPS) / f"{key[:32]}.json"
+        maps = MapStore(self._store.root)
+        found = next((path for path, header in maps.headers() if header.key == key), None)
         # Two processes with one output would ask everything twice.
-        lock = open_locked(record.with_suffix(".lock"), os.O_CREAT)
+        journal = None if found is None else maps.reopen(found)
         try:
             skipped, old = self._prepare(manifest)
-            before = read_record(str(record)) if skipped or old or record.exists() else None
-            if request.retry_failed and before is not None:
-                before = msgspec.structs.replace(before, answered=0, failed=0)
+            journal = journal or maps.create(self._header(manifest, config, record.name))
             output = msgspec.structs.replace(self._output, old=old)
             state = await self._on_cluster(
-                task, output, skipped, str(record), before, is_priced, rlm.limits.max_concurrency
+                task, output, skipped, str(record), is_priced, rlm.limits.max_concurrency
             )
         finally:
-            os.close(lock)
+            if journal is not None:
+                journal.close()
         counts, done = state.counts, state.stop == "done"
         return MapResult(
-            id=key[:10],
+            id=journal.path.stem,
             stop=state.stop,  # type: ignore[arg-type]
             reason=state.reason,
             num_rows=counts.answered + counts.failed + counts.missing,
@@ -165,6 +165,22 @@ class RayMapRun:
             seconds=time.perf_counter() - began_s,
             out=self._out if done else "",
             num_paid_again=state.num_paid_again,
+        )
+
+    def _header(self, manifest: PartManifest, config: dict[str, Any], record: str) -> MapHeader:
+        added, kept = self._added, self._files.table.kept_columns
+        shown = tuple(name for name in self._asking.shown if name in kept)
+        return MapHeader(
+            id=new_map_id(manifest.key),
+            key=manifest.key,
+            question=manifest.question,
+            started_at=time.time(),
+            model=manifest.model,
+            out=self._out,
+            rows=self._files.name,
+            answer_schema=self._schema,
+            config=config,
+            parts=MapParts(record, shown or kept, added.answers, added.error),
         )
 
     # --- the folder of the output
@@ -229,7 +245,6 @@ class RayMapRun:
         output: PartOutput,
         skipped: frozenset[str],
         record: str,
-        before: SpendingRecord | None,
         is_priced: bool,
         max_in_flight: int,
     ) -> SharedState:
@@ -248,7 +263,7 @@ class RayMapRun:
                     max_in_flight,
                     is_priced=is_priced,
                     record=record,
-                    before=before,
+                    counts_again=self.request.retry_failed,
                 )
             )
             run = partial(self._pipeline, task, output, budget, skipped)
@@ -267,11 +282,14 @@ class RayMapRun:
         files = self._files
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         most = self._workers or max(1, int(resources.get("CPU", 1)))
+        # Each writing process takes seconds to start, and a part milliseconds to write.
+        writers = max(2, most // 4)
         with _quiet_context():
             if files.is_texts:
                 parts = [part for part in text_parts(files) if part.name not in skipped]
                 if not parts:
                     return
+                writers = min(writers, len(parts))
                 rows = ray.data.from_arrow([part_block([part]) for part in parts])
             else:
                 rows = ray.data.read_datasource(
@@ -293,8 +311,7 @@ class RayMapRun:
             answered.write_datasink(
                 PartSink(output, budget),
                 ray_remote_args={"num_cpus": 0.1},
-                # Each writing process takes seconds to start, and a part milliseconds to write.
-                concurrency=max(2, most // 4),
+                concurrency=writers,
             )
 
     async def _watched(self, budget: Any, run: Callable[[], None]) -> SharedState:
@@ -327,16 +344,6 @@ class RayMapRun:
             raise _failure(error)
         final: SharedState = await budget.state.remote()
         return final
-
-
-def _output_of(out: str) -> PartOutput:
-    ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
-    if ending not in ENDINGS:
-        raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
-    filesystem, folder = filesystem_of(out)
-    if "://" not in out and Path(folder).is_file():
-        raise ConfigError(f"{out} is a file, and on a Ray cluster the output is a folder of parts")
-    return PartOutput(filesystem, folder.rstrip("/"), ending)
 
 
 def _here(ray: Any) -> Any:

@@ -14,17 +14,18 @@ is done with a part (``ray_worker.py``).
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from ramify.errors import SourceError
 from ramify.maps.row_table import RowTable
 from ramify.maps.rows import ENDINGS, csv_columns, csv_values, jsonl_columns, jsonl_values
+from ramify.sources.remote_urls import shown_url
 
 PART_ROWS = 500
 """Rows of a part, which are asked again if their worker is lost."""
@@ -76,6 +77,11 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
     if "://" not in url:
         return arrow_fs.LocalFileSystem(), str(Path(url).expanduser().absolute())
+    if urlsplit(url).password:
+        raise SourceError(
+            f"{shown_url(url)} was given with a key, which would travel to the workers and into "
+            "records: give keys in the variables of the provider, on all nodes"
+        )
     try:
         return arrow_fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
     except Exception as arrow_error:  # noqa: BLE001 (an unknown scheme, or settings that lack)
@@ -275,11 +281,3 @@ def text_parts(files: RowFiles) -> Iterator[RowPart]:
         names = _encode([file.path for file in chunk])
         yield RowPart(part_name(0, index), names, "text")
         index += 1
-
-
-_NAME = re.compile(r"part-\d{5}-\d{6}")
-
-
-def is_part(name: str) -> bool:
-    """Whether a file of an output has such a name, before its ending."""
-    return _NAME.match(name) is not None

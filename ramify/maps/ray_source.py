@@ -11,8 +11,8 @@ from ray.data import Datasink
 from ray.data.block import BlockAccessor
 from ray.data.datasource import FileBasedDatasource
 
+from ramify.maps.part_output import UNFINISHED, PartOutput
 from ramify.maps.ray_rows import RowFiles, RowPart, parts_of
-from ramify.maps.ray_worker import UNFINISHED, PartOutput
 
 
 class PartSource(FileBasedDatasource):

@@ -6,16 +6,15 @@ rows one after the other.
 Each part is a separate ``MapRun``, so a row is asked, checked, repaired and retried as it is
 without Ray. Equal rows are asked once in a part. A part of an earlier start that lacks answers is
 read from the output, and only its other rows are asked. Not here: which parts there are
-(``ray_rows.py``), and how the workers share a budget (``shared_budget.py``).
+(``ray_rows.py``), their files (``part_output.py``), and how the workers share a budget
+(``shared_budget.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,17 +25,13 @@ from ramify.engine.limits import Ledger, Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError
-from ramify.maps.map_output import AnswerColumns, open_output
+from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.part_output import NOT_ASKED, PartOutput
 from ramify.maps.ray_rows import RowFiles, RowPart
 from ramify.maps.row_table import RowTable
-from ramify.maps.rows import open_paths
 from ramify.maps.shared_budget import UNLIMITED, PartCounts, RemoteBudget
 
-NOT_ASKED = "not asked:"
-"""Beginning of the error of a row that was not asked."""
-UNFINISHED = ".unfinished"
-"""What the name of a part's file has before its ending if some of its rows were not asked."""
 _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
 
 
@@ -188,43 +183,6 @@ class PartWorker:
 
     def _is_asked(self, error: str | None) -> bool:
         return bool(error) and (self._retries or str(error).startswith(NOT_ASKED))
-
-
-class PartOutput(msgspec.Struct, frozen=True):
-    """The folder of the output, with one file for each part."""
-
-    filesystem: Any
-    """Filesystem of pyarrow."""
-    folder: str
-    ending: str
-    """``.jsonl``, ``.csv``, ``.tsv``, ``.parquet``"""
-    old: frozenset[str] = frozenset()
-    """Files of parts that may lack answers."""
-
-    def read(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows of a part of an earlier start; none if it has none."""
-        name = next((f"{part}{m}{self.ending}" for m in ("", UNFINISHED)
-                     if f"{part}{m}{self.ending}" in self.old), "")  # fmt: skip
-        if not name:
-            return []
-        with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
-            path = Path(folder) / f"part{self.ending}"
-            with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:
-                path.write_bytes(file.read())
-            return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
-
-    def encode(self, rows: list[dict[str, Any]], source: RowTable, added: AnswerColumns) -> bytes:
-        """Return the file of a part."""
-        with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
-            path = Path(folder) / f"part{self.ending}"
-            output = open_output(path, source, added)
-            try:
-                for number, row in enumerate(rows):
-                    output.write(row, number)
-                output.finish()
-            finally:
-                output.close()
-            return path.read_bytes()
 
 
 def _file_block(*files: tuple[str, bool, bytes]) -> Any:

@@ -61,7 +61,8 @@ class RowQuestion:
         for name in shown:
             if name not in columns:
                 raise ConfigError(f"the rows have no column '{name}': {nearest(name, columns)}")
-        self._shown = tuple(shown) or tuple(columns)
+        self.shown = self.fields or tuple(shown) or tuple(columns)
+        """Columns that the model reads."""
         self._question = question
         self._settings = settings
 
@@ -91,11 +92,11 @@ class RowQuestion:
         return encodable(_fill(self.text, names)), texts
 
     def _context(self, values: Mapping[str, Any]) -> Any:
-        given = {name: _text(values.get(name)) for name in self._shown}
+        given = {name: _text(values.get(name)) for name in self.shown}
         texts = {name: text for name, text in given.items() if text}
         if not any(text.strip() for text in texts.values()):
-            raise RowProblem(f"the row has nothing in {', '.join(self._shown[:5])}")
-        return texts[self._shown[0]] if len(self._shown) == 1 else texts
+            raise RowProblem(f"the row has nothing in {', '.join(self.shown[:5])}")
+        return texts[self.shown[0]] if len(self.shown) == 1 else texts
 
 
 def _fill(template: str, texts: Mapping[str, str]) -> str:

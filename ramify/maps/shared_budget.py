@@ -28,7 +28,7 @@ import msgspec
 
 from ramify.clients.pool import Limiter
 from ramify.engine.limits import Ledger, Limits, ResourceAmount
-from ramify.errors import LimitReached, RamifyError
+from ramify.errors import LimitReached, RamifyError, RunInUse
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -37,6 +37,8 @@ SILENT_S = 30.0
 _BEAT_S = 5.0
 _POLL_S = 1.0
 _RECORD_BYTES = 1024
+_TAKE_OVER_S = 60.0
+"""Seconds until an earlier start of the map must have ended."""
 UNLIMITED = 10**15
 """Calls, tokens or dollars of a ledger that another one limits."""
 
@@ -122,12 +124,16 @@ class SharedBudget:
         *,
         is_priced: bool,
         record: str = "",
-        before: SpendingRecord | None = None,
+        counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """``record`` is the file that says what is spent; ``before`` is what it said. Without a
-        file, nothing is kept."""
-        before = before or SpendingRecord()
+        """``record`` is the file that says what is spent, also before. Without a file, nothing is
+        kept. ``counts_again``: all rows are counted again. Raises RunInUse if another process has
+        the record."""
+        self._fd = _open_record(record) if record else -1
+        before = (read_record(record) if record else None) or SpendingRecord()
+        if counts_again:
+            before = msgspec.structs.replace(before, answered=0, failed=0)
         self._ledger = Ledger(limits, priced=is_priced, owner="map")
         if before.usage.calls:
             self._ledger.charge(before.usage, before.cost)
@@ -143,7 +149,6 @@ class SharedBudget:
         self._stop, self._reason = "done", ""
         self._silent_s = silent_s
         self._paused_until_s = 0.0
-        self._fd = os.open(record, os.O_WRONLY | os.O_CREAT, 0o600) if record else -1
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self, attempt: str, part: str) -> str:
@@ -325,6 +330,24 @@ def _minus(counts: PartCounts, other: PartCounts) -> PartCounts:
         counts.asked - other.asked,
         counts.known - other.known,
     )
+
+
+def _open_record(path: str) -> int:
+    """Return a descriptor of the record, which this process alone has. The budget of a start that
+    was killed may live for seconds after it."""
+    import fcntl
+
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    until_s = time.monotonic() + _TAKE_OVER_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                os.close(fd)
+                raise RunInUse(f"{path} is in use: another start of the map is running") from None
+            time.sleep(_POLL_S / 10)
 
 
 def read_record(path: str) -> SpendingRecord | None:

@@ -19,7 +19,6 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.evaluate.run import read_evaluation
-from ramify.maps.map_table import figures_of
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile, writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
@@ -318,25 +317,29 @@ class RunLibrary:
         """Figures of all maps, newest first, each with the address of its page."""
         with self._reading_maps:
             rows = [
-                {"key": place.key_of_run(table.id), **msgspec.structs.asdict(figures_of(table))}
+                {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
                 for place, table in self._places.maps()
             ]
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def map(self, key: str) -> dict[str, Any]:
-        """Figures and rows of the map with address ``key``, each row with the address of its run.
-        Raises StoreError if it does not exist."""
+        """Figures and rows of the map with address ``key``, each row with the address of its run,
+        which is empty if there is none. Raises StoreError if it does not exist."""
         with self._reading_maps:
             place, table = self._places.map_of(key)
             rows = [
                 {
                     **msgspec.structs.asdict(row),
                     "state": row.state,
-                    "key": place.key_of_run(row.run or f"{table.id}:{row.number}"),
+                    "key": (
+                        place.key_of_run(row.run or f"{table.id}:{row.number}")
+                        if table.has_runs
+                        else ""
+                    ),
                 }
                 for row in table.rows[:MAX_MAP_ROWS]
             ]
-            figures = msgspec.structs.asdict(figures_of(table))
+            figures = msgspec.structs.asdict(table.figures())
         return {"key": key, **figures, "shown": rows}
 
     # --- single entries

@@ -100,7 +100,9 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         found = read_record(path)
         assert found == SpendingRecord(Usage(10, 110, calls=3, unknown_calls=1), 2.0, 0, 1, 0)
         # The next start of the map has seven calls left, and not ten.
-        rest = remote(shared(max_calls=10, before=found), "next")
+        copy = tmp_path / "copy.json"
+        copy.write_bytes(Path(path).read_bytes())  # the record itself is locked
+        rest = remote(shared(max_calls=10, record=str(copy)), "next")
         await rest.begin("part-1")
         asked = [asyncio.create_task(rest.reserve(ONE)) for _ in range(7)]
         await asyncio.wait_for(asyncio.gather(*asked), 10)

@@ -39,7 +39,7 @@ class SiteServer:
                 if self.command != "HEAD":
                     self.wfile.write(body)
 
-            do_HEAD = do_GET
+            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
             def log_message(self, *args: object) -> None:
                 pass

@@ -96,7 +96,8 @@ class MapView {
       show: (row, index) => showRow(row, this.shown[index]),
       label: "rows",
       pick: (index) => {
-        location.hash = runAddress(this.shown[index].key);
+        const { key } = this.shown[index];
+        if (key) location.hash = runAddress(key); // a row of a Ray cluster has no run
       },
     });
     this.list.onmove = () => {};
@@ -231,7 +232,7 @@ function showRow(row, each) {
   answer.classList.toggle("bad", Boolean(each.error));
   mark.textContent = each.state;
   mark.className = `mark ${TONES[each.state]}`;
-  took.textContent = `${dollars(each.cost ?? null)} · ${seconds(each.seconds || 0)}`;
+  took.textContent = each.key ? `${dollars(each.cost ?? null)} · ${seconds(each.seconds || 0)}` : "";
   leads.textContent = each.equal ? `×${number(1 + each.equal)}` : each.run ? "run →" : "";
   row.title = [each.text, each.answer, each.error].filter(Boolean).join("\n");
 }

@@ -1,0 +1,86 @@
+"""The output of a map on a Ray cluster: a folder with one file for each part of the rows.
+
+    OUT/_map.json                               whose answers these are (see ray_map.py)
+    OUT/part-00000-000000.jsonl                 rows that were asked
+    OUT/part-00000-000001.unfinished.jsonl      some of these were not, and say so in ``error``
+
+The folder is local, or a URL of pyarrow or fsspec. Not here: which rows a part has
+(``ray_rows.py``), and who writes its file (``ray_source.py``).
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.maps.map_output import ENDINGS, AnswerColumns, open_output
+from ramify.maps.ray_rows import filesystem_of
+from ramify.maps.row_table import RowTable
+from ramify.maps.rows import open_paths
+
+NOT_ASKED = "not asked:"
+"""Beginning of the error of a row that was not asked."""
+UNFINISHED = ".unfinished"
+"""What the name of a part's file has before its ending if some of its rows were not asked."""
+_NAME = re.compile(r"part-\d{5}-\d{6}")
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of an output has the name of a part."""
+    return _NAME.match(name) is not None
+
+
+def part_output(out: str) -> PartOutput:
+    """Return the output that ``out``, a folder or its URL, names. Its ending is the format of the
+    parts. Raises ConfigError and SourceError."""
+    ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
+    if ending not in ENDINGS:
+        raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
+    filesystem, folder = filesystem_of(out)
+    if "://" not in out and Path(folder).is_file():
+        raise ConfigError(f"{out} is a file, and on a Ray cluster the output is a folder of parts")
+    return PartOutput(filesystem, folder.rstrip("/"), ending)
+
+
+class PartOutput(msgspec.Struct, frozen=True):
+    """The folder of the output, with one file for each part."""
+
+    filesystem: Any
+    """Filesystem of pyarrow."""
+    folder: str
+    ending: str
+    """``.jsonl``, ``.csv``, ``.tsv``, ``.parquet``"""
+    old: frozenset[str] = frozenset()
+    """Files of parts that may lack answers."""
+
+    def read(self, part: str) -> list[dict[str, Any]]:
+        """Return the rows of a part of an earlier start; none if it has none."""
+        names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
+        name = next((each for each in names if each in self.old), "")
+        return self.rows(name) if name else []
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of the file of a part."""
+        with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
+            path = Path(folder) / f"part{self.ending}"
+            with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:
+                path.write_bytes(file.read())
+            return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
+
+    def encode(self, rows: list[dict[str, Any]], source: RowTable, added: AnswerColumns) -> bytes:
+        """Return the file of a part."""
+        with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
+            path = Path(folder) / f"part{self.ending}"
+            output = open_output(path, source, added)
+            try:
+                for number, row in enumerate(rows):
+                    output.write(row, number)
+                output.finish()
+            finally:
+                output.close()
+            return path.read_bytes()

@@ -1,0 +1,115 @@
+"""A map on a Ray cluster as a table, which is read from the parts of its output.
+
+    maps/ID.jsonl               its header: what was asked, and where the parts are
+    ray_maps/KEY.json           what is spent, and how many rows have an answer
+    OUT/part-00000-000000.jsonl its rows
+
+The store has no replies of such a map, so its rows do not open as runs, and the cost is known of
+all rows together. A list of maps reads no part. Not here: who writes the parts (``ray_worker.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ramify.errors import StoreError
+from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, MapParts
+from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTable, MapTableRow
+from ramify.maps.part_output import NOT_ASKED, is_part, part_output
+from ramify.maps.shared_budget import SpendingRecord, read_record
+from ramify.types.trajectory import as_text, cut
+
+MAX_ROWS = 100_000
+"""Rows of the parts that are read."""
+
+
+class RayMapTable(MapTable):
+    """One map whose rows are in the parts of its output."""
+
+    has_runs = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._read: tuple[object, ...] = ()
+        """(name, bytes, time of change) of each part, when the rows were read."""
+
+    @property
+    def rows(self) -> list[MapTableRow]:
+        """The first rows of the parts that are there. Raises StoreError if the output cannot be
+        read."""
+        import pyarrow.fs as arrow_fs
+
+        header, parts = self._described()
+        try:
+            output = part_output(header.out)
+            selector = arrow_fs.FileSelector(output.folder, allow_not_found=True)
+            files = sorted(
+                (info.base_name, info.size, info.mtime_ns)
+                for info in output.filesystem.get_file_info(selector)
+                if is_part(info.base_name) and info.base_name.endswith(output.ending)
+            )
+            if self._read != (*files,):
+                found = (row for name, *_ in files for row in output.rows(name))
+                self._rows = list(_table_rows(islice(found, MAX_ROWS), parts))
+                self._read = (*files,)
+        except OSError as error:
+            raise StoreError(f"the parts of map {self.id} cannot be read: {error}") from None
+        return self._rows
+
+    def files(self) -> list[Path]:
+        return [self.path, *(path for path in [self._record()] if path.exists())]
+
+    def figures(self) -> MapFigures:
+        header, _ = self._described()
+        spent = read_record(str(self._record())) or SpendingRecord()
+        num = spent.answered + spent.failed
+        return MapFigures(
+            id=self.id,
+            question=header.question,
+            model=header.model,
+            started_at=header.started_at,
+            out=header.out,
+            total=None,
+            rows=num,
+            failed=spent.failed,
+            questions=num,
+            calls=spent.usage.calls,
+            cost=spent.cost,
+            alive=self.is_alive,
+        )
+
+    def lines_of(self, number: int) -> list[MapLine]:
+        raise StoreError(
+            f"map {self.id} ran on a Ray cluster, and its output has the answers without the "
+            f"replies: ramify show {self.id}"
+        )
+
+    def _record(self) -> Path:
+        """Return the file that says what is spent."""
+        _, parts = self._described()
+        return self.path.parents[1] / RAY_MAPS / parts.record
+
+    def _described(self) -> tuple[MapHeader, MapParts]:
+        if self.header is None or self.header.parts is None:
+            raise StoreError(f"{self.path} does not say where the parts of the map are")
+        return self.header, self.header.parts
+
+
+def _table_rows(rows: Iterator[Mapping[str, Any]], parts: MapParts) -> Iterator[MapTableRow]:
+    for number, row in enumerate(rows):
+        text = " ".join(as_text(row[name]) for name in parts.shown if row.get(name) is not None)
+        error = str(row.get(parts.error) or "")
+        error = "" if error.startswith(NOT_ASKED) else error
+        has_answer = not row.get(parts.error)
+        values = {name: row.get(name) for name in parts.answers}
+        answer = values if len(values) > 1 else next(iter(values.values()))
+        yield MapTableRow(
+            number,
+            number,
+            cut(" ".join(text.split()), MAX_CHARS),
+            cut(as_text(answer), MAX_CHARS) if has_answer else None,
+            cut(error, 2 * MAX_CHARS),
+        )
