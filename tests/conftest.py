@@ -32,6 +32,7 @@ LONGEST = (
     "train/backends/test_fsdp.py",
     "train/backends/test_meshes.py",
     "docs/test_demo.py",
+    "maps/test_map_on_ray.py",
     "extras/cluster/test_ray_jobs.py",
 )
 """Files that take minutes, the longest first. They run before all others, so that no worker process

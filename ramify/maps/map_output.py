@@ -70,6 +70,18 @@ class AnswerColumns:
         }
         return {**columns, self.error: error}
 
+    def arrow_array(self, name: str, values: Sequence[Any]) -> Any:
+        """Return a new column as an array of Arrow, typed by the schema even if it has no value. A
+        value that is neither text, number nor boolean is JSON."""
+        import pyarrow
+
+        given = self.types.get(name)
+        kinds = [kind for kind in given if kind != "null"] if isinstance(given, list) else [given]
+        alias = ARROW_TYPES.get(str(kinds[0])) if len(kinds) == 1 else None
+        if alias is None and name != self.error:
+            values = [_json(value) for value in values]
+        return pyarrow.array(values, pyarrow.type_for_alias(alias or "string"), from_pandas=True)
+
 
 class MapOutput(abc.ABC):
     """Takes the rows of a map in their order."""
@@ -227,15 +239,14 @@ class _Parquet(_File):
     def _flush(self) -> None:
         arrow, rows, self._rows = self._pyarrow, self._rows, []
         columns = {name: [row.get(name) for row in rows] for name in self._names}
-        for name in self._added.answers:
-            if self._added.types[name] not in ARROW_TYPES:
-                columns[name] = [_json(value) for value in columns[name]]
         try:
             if self._schema is None:
                 self._schema = self._schema_of(columns)
             batch = arrow.table(
                 [
-                    arrow.array(columns[field.name], type=field.type, from_pandas=True)
+                    self._added.arrow_array(field.name, columns[field.name])
+                    if field.name in self._added.names
+                    else arrow.array(columns[field.name], type=field.type, from_pandas=True)
                     for field in self._schema
                 ],
                 schema=self._schema,
@@ -256,11 +267,8 @@ class _Parquet(_File):
         arrow, given = self._pyarrow, self._source.schema
         fields = []
         for name in self._names:
-            if name == self._added.error:
-                fields.append(arrow.field(name, arrow.string()))
-            elif name in self._added.types:
-                kind = ARROW_TYPES.get(str(self._added.types[name]), "string")
-                fields.append(arrow.field(name, arrow.type_for_alias(kind)))
+            if name in self._added.names:
+                fields.append(arrow.field(name, self._added.arrow_array(name, ()).type))
             elif given is not None:
                 fields.append(given.field(name))
             else:

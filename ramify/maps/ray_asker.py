@@ -81,8 +81,9 @@ class Asker:
         )
 
     def __call__(self, batch: Any) -> Any:
-        """Return ``batch`` with the columns of the answers and the column ``error``. Raises
-        RamifyError if a person must remove a cause: a key, a network."""
+        """Return ``batch`` with the columns of the answers and the column ``error``; a batch of
+        NumPy becomes one of Arrow. Raises RamifyError if a person must remove a cause: a key, a
+        network."""
         table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
         source = open_rows(table)
         task = self._task
@@ -98,7 +99,7 @@ class Asker:
             rows = [added.values(None, f"{NOT_ASKED} {why}")] * len(list(source.read()))
         else:
             rows = result.table
-        return _with_columns(batch, {name: [row.get(name) for row in rows] for name in added.names})
+        return _with_columns(batch, added, rows)
 
 
 def _is_priced(rlm: RLM) -> bool:
@@ -126,21 +127,27 @@ def _as_list(source: Any) -> Any:
     return msgspec.structs.replace(source, extend=None)
 
 
-def _with_columns(batch: Any, columns: Mapping[str, list[Any]]) -> Any:
-    if hasattr(batch, "append_column"):
-        import pyarrow
-
-        for name, values in columns.items():
-            column = pyarrow.array(values)
-            is_null = pyarrow.types.is_null(column.type)
-            # A batch without errors must have the column's type, too.
-            batch = batch.append_column(name, column.cast(pyarrow.string()) if is_null else column)
-        return batch
+def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
+    """Return the batch with the new columns. Each has the same type in all batches, even in those
+    without any value of it, since Ray Data writes the batches separately."""
+    columns = {
+        name: added.arrow_array(name, [row.get(name) for row in rows]) for name in added.names
+    }
     if hasattr(batch, "assign"):
-        return batch.assign(**columns)
-    import numpy
+        import pandas
 
-    more = {name: numpy.empty(len(values), dtype=object) for name, values in columns.items()}
-    for name, values in columns.items():
-        more[name][:] = values
-    return {**batch, **more}
+        return batch.assign(
+            **{
+                name: pandas.Series(
+                    pandas.arrays.ArrowExtensionArray(column), index=batch.index, name=name
+                )
+                for name, column in columns.items()
+            }
+        )
+    if not hasattr(batch, "append_column"):
+        from ray.data.block import BlockAccessor
+
+        batch = BlockAccessor.batch_to_arrow_block(batch)
+    for name, column in columns.items():
+        batch = batch.append_column(name, column)
+    return batch

@@ -31,7 +31,7 @@ from ramify.actors.ray_cluster import RayCluster, imported
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
-from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapParts, MapStore, new_map_id
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult
@@ -266,8 +266,17 @@ class RayMapRun:
                     counts_again=self.request.retry_failed,
                 )
             )
+            try:
+                await budget.state.remote()
+            except ray.exceptions.RayError as error:
+                raise RunInUse(
+                    f"the budget of the map cannot be opened: {_last_line(error)}"
+                ) from None
             run = partial(self._pipeline, task, output, budget, skipped)
-            return await self._watched(budget, run)
+            try:
+                return await self._watched(budget, run)
+            finally:
+                ray.kill(budget)  # the process of the caller may live, and start another map
         finally:
             if not was_joined:
                 self._cluster.leave()

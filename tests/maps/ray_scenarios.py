@@ -88,7 +88,7 @@ class Scenarios:
         )
 
     def texts(self) -> Any:
-        """A folder of texts, one of which is no text."""
+        """A folder of texts, one of which is not text."""
         folder = self.folder / "texts"
         folder.mkdir()
         for n in range(NUM_TEXTS):
@@ -144,12 +144,21 @@ class Scenarios:
             answered = (
                 ray.data.from_items(rows)
                 .repartition(2)
-                .map_batches(asker, batch_format=form, batch_size=2, concurrency=2)
+                .map_batches(
+                    asker,
+                    batch_format=form,
+                    batch_size=2,
+                    compute=ray.data.TaskPoolStrategy(size=2),
+                )
                 .materialize()
             )
             schema = answered.schema()
             types = dict(zip(schema.names, map(str, schema.types), strict=True))
             found[form] = types, sorted(answered.take_all(), key=lambda row: row["id"])
+            folder = self.folder / f"asker-{form}"
+            answered.write_parquet(str(folder))
+            sizes = {str(parquet.read_schema(path).field("size").type) for path in folder.iterdir()}
+            found[f"{form} files"] = sorted(sizes)
         limited = ramify.ray.Asker("Which?", model=MODEL, columns=["text"], max_calls=4)
         rows = [{"text": f"the word is q{n}"} for n in range(9)]
         answered = ray.data.from_items(rows).map_batches(limited, batch_size=3).take_all()

@@ -266,7 +266,8 @@ def test_a_rate_limit_pauses_all_workers(seen: dict[str, Any], cluster: Cluster)
 def test_an_asker_takes_batches_of_each_format(seen: dict[str, Any], form: str) -> None:
     types, rows = seen["asker"][form]
     assert list(types) == ["id", "text", "word", "size", "error"]
-    assert (types["word"], types["size"]) == ("string", "int64")
+    assert (types["word"], types["size"], types["error"]) == ("string", "int64", "string")
+    assert seen["asker"][f"{form} files"] == ["int64"]
     assert [row["word"] for row in rows] == ["w0", "w1", "w2", None, "w4", "w5"]
     assert [row["size"] for row in rows] == [0, 1, 2, None, 4, 5]
     assert [bool(row["error"]) for row in rows] == [n == 3 for n in range(6)]
