@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,17 @@ def set_version(address: str, name: str, version: str) -> str:
     return str(found[name])
 
 
+def started(start: Callable[[], Any]) -> Any:
+    """Start a node, again if Ray gives up: it waits for 30 s, which a busy machine may need."""
+    for _ in range(5):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
+
+
 def main() -> None:
     """Start a node, and follow what stdin says until it ends."""
     from ramify.actors.ray_cluster import keep_loopback
@@ -128,14 +140,14 @@ def main() -> None:
         "include_dashboard": False,
         "node_ip_address": "127.0.0.1",
     }
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=node))
     print(cluster.address, flush=True)
     added: list[Any] = []
     for line in sys.stdin:
         answer = "done"
         match json.loads(line):
             case ["add", environ]:
-                added.append(cluster.add_node(**node, env_vars=environ))
+                added.append(started(partial(cluster.add_node, **node, env_vars=environ)))
             case ["remove"]:
                 cluster.remove_node(added.pop(), allow_graceful=False)
             case ["version", name, version]:
