@@ -9,6 +9,7 @@ one engine. Not here: a whole map with its files (``ray_map.py``).
 
 from __future__ import annotations
 
+import importlib
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -134,8 +135,7 @@ def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) 
         name: added.arrow_array(name, [row.get(name) for row in rows]) for name in added.names
     }
     if hasattr(batch, "assign"):
-        import pandas
-
+        pandas = importlib.import_module("pandas")
         return batch.assign(
             **{
                 name: pandas.Series(
