@@ -46,7 +46,7 @@ class RayCluster:
         is_quiet: bool = False,
     ) -> None:
         """``start_s``: time limit in seconds for starting a cluster. ``store_bytes``: object store
-        of a cluster that is started here. ``is_quiet``: Ray writes no messages of its own to stdout
+        of a cluster that is started here. ``is_quiet``: Ray writes nothing to stdout
         and stderr; what fails is raised anyway."""
         self.address = address or os.environ.get(ADDRESS, "")
         """Empty if a cluster is started here."""
