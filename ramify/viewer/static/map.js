@@ -232,7 +232,9 @@ function showRow(row, each) {
   answer.classList.toggle("bad", Boolean(each.error));
   mark.textContent = each.state;
   mark.className = `mark ${TONES[each.state]}`;
-  took.textContent = each.key ? `${dollars(each.cost ?? null)} · ${seconds(each.seconds || 0)}` : "";
+  took.textContent = each.key
+    ? `${dollars(each.cost ?? null)} · ${seconds(each.seconds || 0)}`
+    : "";
   leads.textContent = each.equal ? `×${number(1 + each.equal)}` : each.run ? "run →" : "";
   row.title = [each.text, each.answer, each.error].filter(Boolean).join("\n");
 }
