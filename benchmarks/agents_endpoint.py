@@ -94,9 +94,10 @@ class EngineDouble:
     version = 0
 
     def __init__(self) -> None:
-        from ramify.clients.base import Price
+        from ramify.clients.base import Price, PromptRendering
 
         self.price = Price(0.0, 0.0)
+        self.rendering = PromptRendering(self._prompt, True, str)
         self._prompt_ids = tuple(range(NUM_PROMPT_IDS))
         self._token_ids = tuple(range(50))
         self._logprobs = tuple(-0.5 for _ in range(50))
@@ -104,9 +105,7 @@ class EngineDouble:
     async def complete(self, request: Any) -> Any:
         from ramify.types.message import Message, Reply, Usage, VersionSpan
 
-        new = NUM_PROMPT_IDS + 60 * (len(request.messages) // 2)
-        known = request.known.ids if request.known is not None else self._prompt_ids
-        prompt_ids = (*known, *range(max(new - len(known), 1)))
+        prompt_ids = self._prompt(request)
         await asyncio.sleep(0)
         return Reply(
             Message("assistant", REPLY),
@@ -121,14 +120,13 @@ class EngineDouble:
     async def stream(self, request: Any) -> AsyncGenerator[Any, None]:
         yield await self.complete(request)
 
-    def num_tokens(self, request: Any) -> int:
-        return NUM_PROMPT_IDS
-
-    def text_of(self, id: int) -> str:
-        return "x"
-
     async def close(self) -> None:
         pass
+
+    def _prompt(self, request: Any) -> tuple[int, ...]:
+        num_ids = NUM_PROMPT_IDS + 60 * (len(request.messages) // 2)
+        known = request.known.ids if request.known is not None else self._prompt_ids
+        return (*known, *range(max(num_ids - len(known), 1)))
 
 
 @contextlib.asynccontextmanager

@@ -191,6 +191,8 @@ class PromptRendering(msgspec.Struct, frozen=True):
     template cannot write its messages."""
     is_append_only: bool
     """Whether the ids of a request with ``known`` always begin with those ids."""
+    text_of: Callable[[int], str]
+    """Returns the text of one token."""
 
 
 def max_tokens_of(message: Message, model: str = "") -> int:

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ramify.clients.base import Request
+from ramify.clients.base import PromptRendering, Request
 from ramify.engine.model_conversations import ModelConversations
 from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import ListenAddress, new_key, presented_key
@@ -37,7 +37,6 @@ from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
 from ramify.http_server.shell import HttpServer
-from ramify.inference.base import token_reader
 from ramify.types.message import Message, Reply
 
 SEAT_HEADER = "X-Session-ID"
@@ -77,7 +76,8 @@ class SeatModel:
     def __init__(self, seat: EndpointSeat) -> None:
         self._seat = seat
         self.window = seat.conversations.window(seat.depth)
-        self._reader = token_reader(seat.conversations.model(seat.depth))
+        client = seat.conversations.model(seat.depth)
+        self._rendering: PromptRendering | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Return replies with the run's own sampling: of the request's, ``max_tokens``, ``stop``
@@ -102,12 +102,12 @@ class SeatModel:
             yield index, reply
 
     def num_tokens(self, request: Request) -> int:
-        if self._reader is None:
+        if self._rendering is None:
             raise Refused("the tokens of this model's prompts cannot be counted here")
-        return self._reader.num_tokens(request)
+        return len(self._rendering.ids(request))
 
     def text_of(self, id: int) -> str:
-        return "" if self._reader is None else self._reader.text_of(id)
+        return "" if self._rendering is None else self._rendering.text_of(id)
 
 
 class ModelEndpoint:

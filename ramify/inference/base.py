@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -75,26 +75,6 @@ class InferenceClient(Client, Protocol):
         """Log-probability of each of ``ids`` except the first, given the ids before it, at
         temperature 1."""
         ...
-
-
-class TokenReader(Protocol):
-    """An engine in this process or behind HTTP whose tokenizer is here."""
-
-    def num_tokens(self, request: Request) -> int:
-        """Number of tokens of the prompt of ``request``."""
-        ...
-
-    def text_of(self, id: int) -> str:
-        """Text of one token."""
-        ...
-
-
-def token_reader(client: object) -> TokenReader | None:
-    """The engine that ``client`` asks, if its tokenizer is here. A client may wrap others
-    (``client.client``)."""
-    while client is not None and not hasattr(client, "text_of"):
-        client = getattr(client, "client", None)
-    return cast("TokenReader | None", client)
 
 
 def need_train_extra(what: str) -> None:

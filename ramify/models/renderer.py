@@ -38,12 +38,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from ramify.clients.base import Request, Tool
+from ramify.clients.base import PromptRendering, Request, Tool
 from ramify.errors import ConfigError
 from ramify.models.template import (
     CANNED,
@@ -372,6 +373,15 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
     if known is None or renderer.unstable:
         return renderer.prompt(request.messages, request.tools)
     return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
+
+
+def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRendering:
+    """How a client of this renderer writes prompts."""
+    return PromptRendering(
+        partial(prompt_ids, renderer),
+        is_append_only=not renderer.unstable,
+        text_of=lambda id: str(tokenizer.decode([id], skip_special_tokens=False)),
+    )
 
 
 def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ()) -> Message:

@@ -231,10 +231,10 @@ class ServedPolicy:
                 yield index, part
 
     def num_tokens(self, request: Request) -> int:
-        return self._client.num_tokens(self._paths.continued(request))
+        return len(self._client.rendering.ids(self._paths.continued(request)))
 
     def text_of(self, id: int) -> str:
-        return self._client.text_of(id)
+        return self._client.rendering.text_of(id)
 
     async def _reply(self, request: Request, schema: JsonSchema | None) -> Reply:
         reply = await self._client.complete(request)

@@ -78,7 +78,7 @@ class ByteTokenIds:
     @property
     def rendering(self) -> PromptRendering:
         """How prompts are written as these ids."""
-        return PromptRendering(self._prompt, self._keeps_ids)
+        return PromptRendering(self._prompt, self._keeps_ids, _token_text)
 
     def added_to(self, reply: Reply, request: Request) -> Reply:
         """Return ``reply`` with its token ids and those of its prompt."""
@@ -100,6 +100,10 @@ class ByteTokenIds:
                 text = [32, *text]
             ids += [_BEGINS[message.role], *text, END]
         return (*ids, _BEGINS["assistant"])
+
+
+def _token_text(id: int) -> str:
+    return bytes([id]).decode(errors="replace") if id < min(_BEGINS.values()) else ""
 
 
 def _text(message: Message) -> list[int]:

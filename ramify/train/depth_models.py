@@ -263,12 +263,11 @@ class DepthClient:
         self.window = client.window
         self.price: Price | None = client.price
         self.rendering: PromptRendering | None = getattr(client, "rendering", None)
-        self.client = client
-        """The policy."""
+        self._client = client
         self._spec = spec
 
     async def complete(self, request: Request) -> Reply:
-        return await self.client.complete(_sampled_by(request, self._spec))
+        return await self._client.complete(_sampled_by(request, self._spec))
 
     async def close(self) -> None:
         """Does nothing: the policy belongs to the run."""
@@ -281,8 +280,7 @@ class FrozenClient:
         self.name = client.name
         self.window = client.window
         self.price: Price | None = client.price
-        self.client = client
-        """The frozen model."""
+        self._client = client
         self._spec = spec
         self._models = models
 
@@ -290,7 +288,7 @@ class FrozenClient:
         request = _sampled_by(request, self._spec)
         sampling = msgspec.structs.replace(request.sampling, logprobs=False)
         request = msgspec.structs.replace(request, sampling=sampling, known=None)
-        reply = await self._models.ask(self.client, request)
+        reply = await self._models.ask(self._client, request)
         return _without_ids(reply)
 
     async def close(self) -> None:

@@ -4,10 +4,9 @@ are not the ones that the tokenizer would give to their text."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from ramify.clients.base import PromptRendering, Request
-from ramify.models.renderer import prompt_ids, renderer_of
+from ramify.clients.base import Request
+from ramify.models.renderer import prompt_ids, prompt_rendering, renderer_of
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 from tests.models.templates import tokenizer_of
 
@@ -29,9 +28,7 @@ class TemplateClient:
         self._tokenizer = tokenizer_of(template)
         end = self._tokenizer.convert_tokens_to_ids(_ENDS.get(template, "<|im_end|>"))
         self._renderer = renderer_of(self._tokenizer, stop_ids=[end])
-        self.rendering = PromptRendering(
-            partial(prompt_ids, self._renderer), not self._renderer.unstable
-        )
+        self.rendering = prompt_rendering(self._renderer, self._tokenizer)
 
     def sampled(self, text: str) -> tuple[int, ...]:
         """Ids of a reply: one for each letter, and its end."""

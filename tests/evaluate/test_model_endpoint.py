@@ -177,4 +177,4 @@ def test_tokens_can_be_counted_where_the_tokenizer_is() -> None:
         client.policy.renderer.prompt([Message("user", "x")])
     )
     asyncio.run(client.close())
-    assert "cannot be counted here" in played(agent).answer
+    assert "cannot be counted here" in played(agent, ScriptedClient(["x"])).answer

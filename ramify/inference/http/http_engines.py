@@ -16,14 +16,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from ramify.actors.launcher import Launcher, LocalLauncher
-from ramify.clients.base import Price, PromptRendering, Request, Sampling
+from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.base import CachePressure, EngineLost, too_long
 from ramify.inference.http.engine_server import EngineServer, SampledIds, combined_pressure
@@ -34,7 +33,7 @@ from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
-from ramify.models.renderer import prompt_ids, spoken
+from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -54,9 +53,7 @@ class HttpEngines:
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
-        self.rendering = PromptRendering(
-            partial(prompt_ids, policy.renderer), not policy.renderer.unstable
-        )
+        self.rendering = prompt_rendering(policy.renderer, policy.tokenizer)
         self.card = policy.card
         self._policy = policy
         self.fleet = EngineFleet(policy, spec, name)
@@ -234,14 +231,6 @@ class HttpEngines:
             else None,
             routes=tuple(so_far.routes) if any(so_far.routes) else None,
         )
-
-    def num_tokens(self, request: Request) -> int:
-        """Number of tokens of the prompt of ``request``."""
-        return len(prompt_ids(self._policy.renderer, request))
-
-    def text_of(self, id: int) -> str:
-        """Text of one token."""
-        return str(self._policy.tokenizer.decode([id], skip_special_tokens=False))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         return await self.fleet.pick("logprobs").score(ids)

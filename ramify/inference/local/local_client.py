@@ -27,7 +27,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ramify.clients.base import Price, PromptRendering, Request, Sampling
+from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import TAGS, CachePressure, too_long
 from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
@@ -37,7 +37,7 @@ from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
 from ramify.models.load import Policy
 from ramify.models.mixture_shape import MixtureShape
-from ramify.models.renderer import prompt_ids, spoken
+from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
 from ramify.models.routing import MixtureRouters, mixture_shape
 from ramify.models.template import settled_reply
 from ramify.models.weights import fingerprint, load_weights
@@ -79,9 +79,7 @@ class LocalClient:
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
-        self.rendering = PromptRendering(
-            partial(prompt_ids, policy.renderer), not policy.renderer.unstable
-        )
+        self.rendering = prompt_rendering(policy.renderer, policy.tokenizer)
         self.card = policy.card
         """The scaffold and the limits that this policy was trained with."""
         is_cpu = policy.device.type == "cpu"
@@ -124,14 +122,6 @@ class LocalClient:
         generation = self._generation(request)
         await self._finished(generation)
         return self._reply(generation, time.perf_counter() - started)
-
-    def num_tokens(self, request: Request) -> int:
-        """Number of tokens of the prompt of ``request``."""
-        return len(prompt_ids(self.policy.renderer, request))
-
-    def text_of(self, id: int) -> str:
-        """Text of one token."""
-        return str(self.policy.tokenizer.decode([id], skip_special_tokens=False))
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
