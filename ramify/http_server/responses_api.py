@@ -29,7 +29,7 @@ from ramify.types.message import Message, Reply, ToolCall, Usage
 PATH = "/responses"
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_STORED = 4096
-_MAX_STORED_BYTES = 256 << 20
+_MAX_STORED_BYTES = 64 << 20
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -58,6 +58,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
     """The conversation without instructions, up to and including the reply."""
     body: bytes
     """The response's body."""
+    num_bytes: int
+    """Size of the request and of the response."""
 
 
 class StoredResponses:
@@ -73,14 +75,14 @@ class StoredResponses:
     def keep(self, id: str, response: StoredResponse) -> None:
         """Remember ``response``, and forget the oldest if there are too many."""
         self._stored[id] = response
-        self._num_bytes += len(response.body)
+        self._num_bytes += response.num_bytes
         while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
             self.forget(next(iter(self._stored)))
 
     def forget(self, id: str) -> bool:
         """Remove a response. Returns False if there is none with this id."""
         response = self._stored.pop(id, None)
-        self._num_bytes -= len(response.body) if response is not None else 0
+        self._num_bytes -= response.num_bytes if response is not None else 0
         return response is not None
 
 
@@ -144,9 +146,13 @@ class ResponsesExchange:
     num_replies = 1
 
     def __init__(
-        self, parsed: ResponsesRequest, model: ServedModel, stored: StoredResponses
+        self,
+        parsed: ResponsesRequest,
+        model: ServedModel,
+        stored: StoredResponses,
+        num_bytes: int,
     ) -> None:
-        """Raises Refused or RequestRejected for a request that cannot be answered."""
+        """``num_bytes`` is the size of the request. Raises Refused or RequestRejected for a request that cannot be answered."""
         before: tuple[Message, ...] = ()
         if parsed.previous_response_id is not None:
             previous = stored.get(parsed.previous_response_id)
@@ -188,6 +194,7 @@ class ResponsesExchange:
         self._parsed = parsed
         self._model = model
         self._stored = stored
+        self._num_bytes = num_bytes
         self._key = uuid.uuid4().hex
         self._id = f"resp_{self._key}"
         self._created = int(time.time())
@@ -244,7 +251,8 @@ class ResponsesExchange:
         body = encode(fields)
         if self._parsed.store is not False:
             messages = (*self._conversation, reply.message)
-            self._stored.keep(self._id, StoredResponse(messages, body))
+            num_bytes = self._num_bytes + len(body)
+            self._stored.keep(self._id, StoredResponse(messages, body, num_bytes))
         return body
 
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
@@ -391,7 +399,7 @@ def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesE
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
         raise Refused(f"max_output_tokens is {parsed.max_output_tokens}: give at least 1")
     model_api.check_sampling(parsed.temperature, parsed.top_p)
-    return ResponsesExchange(parsed, model, stored)
+    return ResponsesExchange(parsed, model, stored, len(body))
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

@@ -164,8 +164,7 @@ class PolicyServer:
 
     @asynccontextmanager
     async def _admitted(self, _: web.Request) -> AsyncIterator[AdmittedCaller]:
-        """Admit one request, which is counted until the block ends. Its errors become
-        rejections."""
+        """Admit one request, which is counted until the block ends. Raises RequestRejected."""
         if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
             raise RequestRejected(
                 f"{self._in_flight + self._waiting} requests are in progress: try again later",
@@ -305,11 +304,11 @@ async def _merged(
     num_left = len(streams)
     try:
         while num_left:
-            index, received_part = await arrived.get()
-            if isinstance(received_part, Exception):
-                raise received_part
-            num_left -= isinstance(received_part, Reply)
-            yield index, received_part
+            index, item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            num_left -= isinstance(item, Reply)
+            yield index, item
     finally:
         for task in reading:
             task.cancel()
