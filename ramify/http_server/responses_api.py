@@ -152,7 +152,10 @@ class ResponsesExchange:
         stored: StoredResponses,
         num_bytes: int,
     ) -> None:
-        """``num_bytes`` is the size of the request. Raises Refused or RequestRejected for a request that cannot be answered."""
+        """``num_bytes`` is the size of the request.
+
+        Raises Refused or RequestRejected for a request that cannot be answered.
+        """
         before: tuple[Message, ...] = ()
         if parsed.previous_response_id is not None:
             previous = stored.get(parsed.previous_response_id)
