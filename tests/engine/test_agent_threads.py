@@ -13,7 +13,7 @@ from ramify.engine.model_conversations import ModelConversations
 from ramify.errors import ModelError
 from ramify.tasks.base import TaskStart
 from ramify.testing import refused
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Fork, Trajectory
 from tests.engine.rerenderings import RERENDERINGS, Rerendering, fault, play
 from tests.engine.template_client import TemplateClient
@@ -104,3 +104,37 @@ def test_a_request_that_failed_is_asked_again_in_its_call() -> None:
 
     trajectory = played(conduct, ScriptedClient(lambda messages: next(replies)))
     assert shape(trajectory) == [("0", "new", None, 1)]
+
+
+def test_a_request_whose_connection_ended_leaves_no_turn_and_is_asked_again_in_its_call() -> None:
+    asked = asyncio.Event()
+    never = asyncio.Event()
+
+    async def reply(messages: tuple[Message, ...]) -> str:
+        if messages[-1].content == "b" and not asked.is_set():
+            asked.set()
+            await never.wait()
+        return "yes"
+
+    async def conduct(model: ModelConversations) -> None:
+        talk = [user("a"), (await model.ask([user("a")])).message, user("b")]
+        lost = asyncio.create_task(model.ask(talk))
+        await asked.wait()
+        lost.cancel()
+        await asyncio.wait([lost])
+        await model.ask(talk)
+
+    trajectory = played(conduct, ScriptedClient(reply))
+    assert shape(trajectory) == [("0", "new", None, 2)]
+
+
+def test_dropped_reasoning_changes_nothing_if_no_ids_are_compared() -> None:
+    answer = Reply(Message("assistant", "yes", reasoning="hm"))
+
+    async def conduct(model: ModelConversations) -> None:
+        await model.ask([user("a")])
+        await model.ask([user("a"), Message("assistant", "yes"), user("b")])
+
+    assert shape(played(conduct, ScriptedClient(lambda messages: answer))) == [
+        ("0", "new", None, 2)
+    ]
