@@ -52,9 +52,9 @@ def figures(quick: bool) -> Iterator[Figure]:
     good = float(len(RERENDERINGS) - len(faults))
     yield Figure("re-rendered histories that give the documented tree", good, "of 12", {}, least=12)
     loss, gradient, num_calls = asyncio.run(_imitated(4 if quick else 12))
-    against: dict[str, float | str] = {"calls": float(num_calls)}
-    yield Figure("our loop and its imitation: loss", loss, "difference", against, floor=1e-6)
-    yield Figure("our loop and its imitation: gradient", gradient, "difference", against, floor=1e-6)  # fmt: skip
+    step = f"our loop and its imitation, {num_calls} rollouts"
+    yield Figure(f"{step}: loss", loss, "difference", {}, floor=1e-6)
+    yield Figure(f"{step}: gradient", gradient, "difference", {}, floor=1e-6)
 
 
 def _rerendered() -> Iterator[tuple[str, str]]:
@@ -156,7 +156,7 @@ async def _asked(http: aiohttp.ClientSession, url: str, talk: Wire, num: int) ->
 
 async def _imitated(num_items: int) -> tuple[float, float, int]:
     """(difference of the losses, largest difference of the gradients, calls) of one step of GRPO
-    over the rollouts of our own loop, and over those of an agent that sends the same messages."""
+    over the rollouts of the engine's loop, and over those of an agent that sends the same messages."""
     own, foreign = [], []
     for item in range(num_items):
         pairs = [await _pair(item, number) for number in range(4)]

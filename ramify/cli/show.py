@@ -151,8 +151,9 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
     question = one_line(call.question, 160)
     yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {question}"
     children = trajectory.children(call)
+    has_turns = call.kind == "rlm" or call.cause is not None
     for number, turn in enumerate(call.turns):
-        if call.kind == "rlm":
+        if has_turns:
             yield f"{indent}  turn {number + 1}{_bill(turn)}"
         for index, cell in enumerate(turn.cells):
             yield from _cell_lines(cell, indent + "    ", full)
@@ -162,7 +163,7 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
                 if c.parent and (c.parent.turn, c.parent.cell) == (number, index)
             ]
             yield from _children_lines(trajectory, subcalls, indent + "    ", full)
-        if not turn.cells and call.kind == "rlm":
+        if not turn.cells and has_turns:
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
     yield f"{indent}  {_end(call, full)}"
 

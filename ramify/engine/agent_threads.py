@@ -16,7 +16,7 @@ has the rule with pictures. Not here: the requests themselves (see model_convers
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -47,6 +47,8 @@ class AgentCall(msgspec.Struct):
     learns: bool
     num_inherited: int = 0
     """Messages of the call that it is a fork of, before its own turns."""
+    origin: tuple[AgentCall, int] | None = None
+    """(the call that it is a fork of, number of that call's own turns that it shares)."""
     turns: list[AgentTurn] = []
     asked: tuple[Message, ...] | None = None
     """New messages of the request that waits for a reply; None if none does."""
@@ -212,7 +214,7 @@ def _by_ids(
         num_common = _num_common_ids(each.call.history.ids, ids)
         for index, turn in enumerate(each.turns):
             now = (turn.num_ids, int(each.is_free_after(index + 1)))
-            if turn.num_ids <= num_common and _is_on_path(each, turn) and now > rank:
+            if turn.num_ids <= num_common and now > rank and _is_on_path(each, turn):
                 best, rank = (each, index), now
     start = None if best is None else chain.start_after(best[0].turns[best[1]])
     if best is None or start is None:
@@ -246,10 +248,9 @@ class _ReplyChain:
             if _is_on_path(sent.call, turn):
                 begin = sent.start
                 self._stand(begin - 1, sent.call, turn, ())
-        replies = [(each, turn) for each in calls for turn in each.turns if _is_on_path(each, turn)]
         for index in range(max(begin, 1), len(messages)):
             if messages[index].role == "assistant":
-                self._add(index, [each for each in replies if _is_reply(each[1], messages[index])])
+                self._add(index, list(_replies_like(messages[index], calls)))
 
     def _add(self, index: int, replies: Sequence[tuple[AgentCall, AgentTurn]]) -> None:
         """Let message ``index`` stand for the ids of one of ``replies``, which have its text: the
@@ -276,9 +277,10 @@ class _ReplyChain:
     def _prompt(self, index: int) -> tuple[int, ...]:
         """Ids of the prompt of the reply ``index``."""
         known = None
-        for num_messages, num_ids in self._ends:
-            if num_messages <= index and self.known is not None:
-                known = KnownPrefix(num_messages, self.known.ids[:num_ids])
+        before = [end for end in self._ends if end[0] <= index]
+        if before and self.known is not None:
+            num_messages, num_ids = before[-1]
+            known = KnownPrefix(num_messages, self.known.ids[:num_ids])
         request = Request(self._messages[:index], tools=self._tools, known=known)
         return tuple(self._rendering.ids(request))
 
@@ -294,8 +296,14 @@ class _ReplyChain:
         return None
 
 
-def _is_reply(turn: AgentTurn, message: Message) -> bool:
-    return _is_as_sent(turn.reply, message)
+def _replies_like(
+    message: Message, calls: Sequence[AgentCall]
+) -> Iterator[tuple[AgentCall, AgentTurn]]:
+    """The turns whose reply is ``message``, if their ids are known."""
+    for each in calls:
+        for turn in each.turns:
+            if turn.num_ids and _is_as_sent(turn.reply, message) and _is_on_path(each, turn):
+                yield each, turn
 
 
 def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:

@@ -197,9 +197,13 @@ class ModelConversations:
         self, thread: AgentThread, origin: AgentCall, num_turns: int, cause: CallCause
     ) -> AgentCall:
         """Return a new call that continues ``origin`` after its first ``num_turns`` turns."""
+        while not num_turns and origin.origin is not None:
+            origin, num_turns = origin.origin
         num_messages = origin.end_of(num_turns)
         call = origin.call.forked(num_turns, num_messages)
-        fork = AgentCall(call, origin.tools, origin.learns, num_messages)
+        fork = AgentCall(
+            call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
+        )
         thread.calls.append(fork)
         self._run.begin(call, Fork(origin.call.id, num_turns - 1), cause)
         return fork

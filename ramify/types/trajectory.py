@@ -88,7 +88,7 @@ class CallCause(enum.StrEnum):
     MERGED = "merged"
     """The client joined several messages to one, or split one into several."""
     TRUNCATED = "truncated"
-    """The client left out messages."""
+    """The client dropped messages."""
     COMPACTED = "compacted"
     """The client replaced messages by one that was not sent before, such as a summary."""
     EDITED = "edited"

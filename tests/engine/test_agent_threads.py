@@ -67,7 +67,7 @@ def test_a_fork_shares_the_ids_of_its_origin_and_each_sampled_id_is_recorded_onc
         ("0", "new", None, 3),
         ("0:1", "branch", Fork("0", 0), 1),
         ("0:2", "repeated", Fork("0", 0), 1),
-        ("0:2:1", "sample", Fork("0:2", -1), 1),
+        ("0:3", "sample", Fork("0", 0), 1),
     ]
     for call, (prompt, sampled) in zip(trajectory.calls, client.log[2:], strict=True):
         path = trajectory.path(call)
