@@ -22,15 +22,14 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.agents.agent_job import AgentJob, new_folder, remove_folder, visible, write_item
-from ramify.agents.agent_run import AgentOutcome, AgentRecord
+from ramify.agents.agent_run import AgentRecord
 from ramify.engine.model_conversations import ModelConversations
 from ramify.errors import RamifyError
 from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
 from ramify.secrets import MARK
 from ramify.tasks.base import Item
+from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 
-RECORD = "agent"
-"""Key of the agent's record in ``Trajectory.metadata``."""
 _QUOTED = 400
 """Characters of stderr that an error quotes."""
 
@@ -129,7 +128,7 @@ class AgentAttempt:
             self._remove()
         if self._record is None:
             return {}
-        return {RECORD: msgspec.to_builtins(self._record)}
+        return {AGENT_RECORD: msgspec.to_builtins(self._record)}
 
     def _job(self, endpoint: ModelEndpoint, key: str, folder: Path) -> AgentJob:
         base_url = endpoint.url()

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ramify.tasks.base import Item
+from ramify.types.agent_outcome import AgentOutcome
 from ramify.types.trajectory import Trajectory
 
 MAX_OUTPUT_CHARS = 1 << 16
 """Characters that are kept of each of an agent's outputs: the last ones."""
 
 
-class AgentOutcome(enum.StrEnum):
-    """How an agent ended.
-
-    >>> train.AgentOutcome("hung") is train.AgentOutcome.HUNG
-    True
-    """
-
-    ENDED = "ended"
-    """By itself, with exit code 0. Only this outcome is scored and learned from."""
-    CRASHED = "crashed"
-    """With another exit code, by a signal, or with an exception."""
-    HUNG = "hung"
-    """It was stopped after its time limit."""
-    NEVER_CALLED = "never_called"
-    """It sent no request to its address."""
-    OUTLIVED = "outlived"
-    """It left processes that still ran some time after it. They were ended."""
-    CANCELLED = "cancelled"
-    """It was stopped with its rollout."""
-
-
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """The end of an agent, as ``Trajectory.metadata["agent"]`` stores it."""
+    """The end of an agent, as ``Trajectory.metadata`` stores it."""
 
     outcome: AgentOutcome
     exit_code: int | None = None

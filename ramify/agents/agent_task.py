@@ -32,7 +32,6 @@ from typing import Any
 import msgspec
 
 from ramify.agents.agent_attempt import (
-    RECORD,
     AgentAttempt,
     AgentLimits,
     RunningAgent,
@@ -58,6 +57,7 @@ from ramify.tasks.data import dataset
 from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring import SCORERS
 from ramify.train.config import TaskSpec
+from ramify.types.agent_outcome import AGENT_RECORD
 from ramify.types.trajectory import Trajectory
 
 _CALL_ID = re.compile(r"\d+([.:]\d+)*")
@@ -168,7 +168,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        found = trajectory.metadata.get(RECORD)
+        found = trajectory.metadata.get(AGENT_RECORD)
         if found is None:
             if self._compares:
                 return as_score(self._reward(trajectory.answer, item))
@@ -186,11 +186,13 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
                 remove_folder(Path(record.folder).parent)
                 found.pop("folder", None)
 
+    @property
+    def needs_rollout(self) -> bool:
+        """True if the reward sees more than an answer, so that no answer alone can prove it."""
+        return not self._compares
+
     def as_answer(self, right: Any) -> Any:
-        """The right answer of an item, by which ``validate`` proves the reward; None if the reward
-        needs a rollout."""
-        if not self._compares:
-            return None
+        """The right answer of an item, by which ``validate`` proves the reward."""
         convert = getattr(self._reward, "as_answer", None)
         return right if convert is None else convert(right)
 

@@ -1,6 +1,5 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.agents.agent_job import AgentJob as AgentJob
-from ramify.agents.agent_run import AgentOutcome as AgentOutcome
 from ramify.agents.agent_run import AgentRun as AgentRun
 from ramify.agents.agent_task import AgentTask as AgentTask
 from ramify.evaluate.evaluation_report import AttemptTotals as AttemptTotals
@@ -25,3 +24,4 @@ from ramify.evaluate.task_env import text_env as text_env
 from ramify.evaluate.verifiers_env import harness as harness
 from ramify.evaluate.verifiers_env import taskset as taskset
 from ramify.evaluate.verifiers_episodes import verifiers_task as verifiers_task
+from ramify.types.agent_outcome import AgentOutcome as AgentOutcome

@@ -2,7 +2,8 @@
 item may be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
-because their score is unknown. Their ids distinguish them: every episode of an environment
+because their score is unknown. Nor are those of a task with ``needs_rollout``, whose score sees
+more than an answer. Their ids distinguish them: every episode of an environment
 may ask the same question. Not here: whether a model can find the answer; the check only shows that
 the score would accept it.
 """
@@ -81,7 +82,7 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
     """Describe the checks that were skipped; empty if none were."""
     if not gold:
         return f"task '{task.name}': the check of its scores with gold answers is switched off"
-    if not without:
+    if not without or getattr(task, "needs_rollout", False):
         return ""
     return (
         f"task '{task.name}': {without} of the {checked} items checked have no gold answer; the "
@@ -96,7 +97,7 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
     right = _right(task, item)
-    if right is None or not gold:
+    if right is None or not gold or getattr(task, "needs_rollout", False):
         return False
     reached, most = _worth(task, item, right), _right_worth(task, item)
     if abs(reached - most) > _TOLERANCE:

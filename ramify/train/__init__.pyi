@@ -1,6 +1,5 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.agents.agent_job import AgentJob as AgentJob
-from ramify.agents.agent_run import AgentOutcome as AgentOutcome
 from ramify.agents.agent_run import AgentRun as AgentRun
 from ramify.agents.agent_task import AgentTask as AgentTask
 from ramify.extras.studies.hindsight import DemonstrationHints as DemonstrationHints
@@ -143,6 +142,7 @@ from ramify.train.signals.weighted_term import AnnealSchedule as AnnealSchedule
 from ramify.train.signals.weighted_term import HybridTerm as HybridTerm
 from ramify.train.trackers.base import RunInfo as RunInfo
 from ramify.train.trackers.base import Tracker as Tracker
+from ramify.types.agent_outcome import AgentOutcome as AgentOutcome
 from ramify.types.sequence import Batch as Batch
 from ramify.types.sequence import TokenSequence as TokenSequence
 from ramify.types.trajectory import Group as Group

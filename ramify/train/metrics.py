@@ -47,7 +47,7 @@ import math
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
@@ -59,6 +59,7 @@ from ramify.evaluate.statistics import pass_at_k
 from ramify.inference.local.step_timings import StepTiming
 from ramify.tasks.base import total
 from ramify.tasks.mixture import part_of
+from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
 
 
@@ -324,8 +325,8 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, f
 def of_rollouts(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
-    """pass@k of the scored rollouts, the mean of each reward if there are several, and the metrics
-    by depth and kind."""
+    """pass@k of the scored rollouts, the mean of each reward if there are several, the metrics by
+    depth and kind, and the number of rollouts by the end of their agent, if they have one."""
     metrics = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -346,7 +347,19 @@ def of_rollouts(
             "truncated": layer.truncated,
         }
         metrics |= {f"{name}/{what}": value for what, value in values.items() if value is not None}
-    return metrics
+    return metrics | _of_agents(trajectories, prefix)
+
+
+def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    """Number of rollouts whose agent ended in each way that is a failure. Empty without agents."""
+    ends = Counter(
+        AgentOutcome(record["outcome"])
+        for tree in trajectories
+        if (record := tree.metadata.get(AGENT_RECORD)) is not None
+    )
+    return {
+        f"{prefix}agent/{end}": float(ends[end]) for end in AgentOutcome if ends and end.is_failure
+    }
 
 
 def of_parts(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.agents.agent_attempt import RECORD
 from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_run import AgentRun
 from ramify.agents.agent_task import AgentTask
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
+from ramify.types.agent_outcome import AGENT_RECORD
 from ramify.types.trajectory import Trajectory
 from tests.agents.small_agent import ask, chat
 
@@ -101,8 +101,8 @@ def test_reward_sees_exit_code_output_files_and_tree(tmp_path: Path) -> None:
     assert folders == ["hello"]
     assert not run.folder.exists()
     assert [len(call.turns) for call in run.trajectory.calls] == [1, 1]
-    assert trajectory.metadata[RECORD]["outcome"] == "ended"
-    assert trajectory.metadata[RECORD]["num_requests"] == 2
+    assert trajectory.metadata[AGENT_RECORD]["outcome"] == "ended"
+    assert trajectory.metadata[AGENT_RECORD]["num_requests"] == 2
 
 
 def test_function_answers_and_writes_files() -> None:
@@ -150,13 +150,13 @@ def test_each_failure_has_its_outcome_and_no_reward(tmp_path: Path) -> None:
     for outcome, (text, options, told) in cases.items():
         task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one, **options)
         (trajectory,) = played(task)
-        assert trajectory.metadata[RECORD]["outcome"] == outcome
+        assert trajectory.metadata[AGENT_RECORD]["outcome"] == outcome
         assert told in trajectory.errors[-1]
         assert trajectory.errors[-1].startswith("task 'agent', item agent/train/")
         assert trajectory.rewards == {}
         assert (
-            "folder" not in trajectory.metadata[RECORD]
-            or not (trajectory.metadata[RECORD]["folder"])
+            "folder" not in trajectory.metadata[AGENT_RECORD]
+            or not (trajectory.metadata[AGENT_RECORD]["folder"])
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import ramify
 from ramify.clients.providers import PriceTable
+from ramify.evaluate.attempt import attempt
 from ramify.tasks.mixture import MixturePart
 from ramify.testing.scripted import ScriptedClient
 from tests.docs import world
@@ -51,6 +52,7 @@ def test_every_block_is_run_or_states_a_reason():
     assert [block.place for block in RUN if block.language not in known] == []
     assert {block.page for block in RUN} == {
         "README.md",
+        "agents.md",
         "answers.md",
         "ask.md",
         "cli.md",
@@ -137,6 +139,12 @@ def test_python_blocks_of_page_run(page, reader):
         ours = logging.getLogger("ramify.clients")
         assert ours.level == logging.INFO
         ours.setLevel(logging.NOTSET)  # as it was
+    elif page == "agents.md":
+        assert namespace["run"]().task.options["items"][3] == {"question": "3 + 3 = ?", "answer": 6}
+        task = namespace["task"]
+        rlm = ramify.RLM(ScriptedClient(lambda messages: "5"))
+        played = asyncio.run(attempt(rlm, task, task.splits["train"][0]))
+        assert played.rewards == {"correct": 1.0}
     elif page == "signals.md":
         assert list(namespace["rl"].signals) == ["process", "teacher"]
     elif page == "tasks.md":
