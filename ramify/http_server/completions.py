@@ -160,7 +160,7 @@ class ChatExchange:
 
     def grow(self, index: int, message: Message) -> bytes:
         reasoning, content = self._growths[index].gained(message)
-        delta = {"reasoning_content": reasoning} if reasoning else {}
+        delta = {"reasoning_content": reasoning} if reasoning is not None else {}
         if content:
             delta["content"] = content
         return self._event(index, delta) if delta else b""

@@ -149,8 +149,9 @@ class MessagesExchange:
     def grow(self, index: int, message: Message) -> bytes:
         reasoning, content = self._growth.gained(message)
         events = b""
-        if reasoning:
+        if reasoning is not None:
             events += self._in_block("thinking", {"thinking": "", "signature": ""})
+        if reasoning:
             events += self._delta({"type": "thinking_delta", "thinking": reasoning})
         if content:
             events += self._in_block("text", {"text": ""})

@@ -11,7 +11,7 @@ also what the APIs share: the choice of tools, ids of tool calls, log-probabilit
 that a streamed message gains.
 
 A model's renderer numbers the tool calls of each reply from ``call_0``. Programs expect ids that
-are unique in a conversation, so the number of the reply is appended when a call is sent, and
+are unique in a conversation, so a random mark of the reply is appended when a call is sent, and
 removed when it comes back. The messages of the next request are then those that the model wrote.
 
     call_0  ──sent_call_id──>  call_0_5f1c0a9be2d34c77  ──own_call_id──>  call_0
@@ -269,18 +269,26 @@ class ReplyGrowth:
     """Compares a streamed message with what has been sent of it."""
 
     def __init__(self) -> None:
-        self._sent = {"reasoning": "", "content": ""}
+        self._reasoning: str | None = None
+        self._content = ""
 
-    def gained(self, message: Message) -> tuple[str, str]:
-        """Return (reasoning, content) that ``message`` has beyond what was sent. Text that was
-        sent and has changed is not sent again."""
-        gained = []
-        for name, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
-            sent = self._sent[name]
-            is_longer = len(text) > len(sent) and text.startswith(sent)
-            gained.append(text[len(sent) :] if is_longer else "")
-            self._sent[name] = text if is_longer else sent
-        return gained[0], gained[1]
+    def gained(self, message: Message) -> tuple[str | None, str]:
+        """Return (reasoning, content) that ``message`` has beyond what was sent. The reasoning is
+        None if there is no more of it; it may begin with an empty text. Text that was sent and has
+        changed is not sent again."""
+        reasoning: str | None = None
+        if message.reasoning is not None:
+            reasoning = _gain(self._reasoning or "", message.reasoning)
+            if self._reasoning is not None and not reasoning:
+                reasoning = None
+            self._reasoning = (self._reasoning or "") + (reasoning or "")
+        content = _gain(self._content, message.content)
+        self._content += content
+        return reasoning, content
+
+
+def _gain(sent: str, now: str) -> str:
+    return now[len(sent) :] if now.startswith(sent) else ""
 
 
 def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[str, Any]]:

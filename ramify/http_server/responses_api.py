@@ -218,7 +218,7 @@ class ResponsesExchange:
     def grow(self, index: int, message: Message) -> bytes:
         reasoning, content = self._growth.gained(message)
         events = b""
-        if reasoning:
+        if reasoning is not None:
             events += self._text_delta("reasoning", reasoning)
         if content:
             events += self._text_delta("message", content)
@@ -227,6 +227,11 @@ class ResponsesExchange:
     def end(self, index: int, reply: Reply) -> bytes:
         events = self.grow(index, reply.message)
         output = self._output(reply)
+        streamed = [item.kind for item in self._items]
+        # Items keep the order in which they began.
+        output.sort(
+            key=lambda item: streamed.index(item["type"]) if item["type"] in streamed else 9
+        )
         for place, item in enumerate(output):
             if item["type"] == "function_call":
                 events += self._call(place, item)

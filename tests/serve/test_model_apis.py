@@ -23,7 +23,6 @@ CHAT_TOOLS: Any = [{"type": "function", "function": {**TOOL, "strict": True}}]
 RESPONSE_TOOLS: Any = [{"type": "function", **TOOL}]
 CLAUDE_TOOLS: Any = [{"name": "look", "description": "Look.", "input_schema": PARAMETERS}]
 ARGUMENTS = '{"line": 1, "b": "\u00fc"}'
-THOUGHT = "<think>\nhm\n</think>\n\nyes"
 
 
 @asynccontextmanager
@@ -382,6 +381,40 @@ def test_message_names_its_stop_reason(
                 found = await client.messages.create(**given)
             text = found.content[0].text
             assert (found.stop_reason, found.stop_sequence, text) == reason
+
+    run(test)
+
+
+EMPTY_THOUGHT = "<think>\n\n</think>\n\nyes"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_empty_thinking_stays_thinking(streams: bool) -> None:
+    """Otherwise the reply that comes back would differ from the one that was sampled."""
+
+    async def test() -> None:
+        model = ScriptedModel(EMPTY_THOUGHT)
+        async with chat(model) as client:
+            given: Any = {"model": "any", "messages": HI, "stream": streams}
+            found: Any = await client.chat.completions.create(**given)
+            if streams:
+                deltas = [each.choices[0].delta.model_extra async for each in found]
+                assert {"reasoning_content": ""} in deltas
+            else:
+                assert found.choices[0].message.model_extra == {"reasoning_content": ""}
+            if streams:
+                async with client.responses.stream(model="any", input="hi") as stream:
+                    response: Any = await stream.get_final_response()
+            else:
+                response = await client.responses.create(model="any", input="hi")
+            assert [item.type for item in response.output] == ["reasoning", "message"]
+        async with claude(model) as other:
+            if streams:
+                async with other.messages.stream(model="any", max_tokens=99, messages=HI) as blocks:
+                    message: Any = await blocks.get_final_message()
+            else:
+                message = await other.messages.create(model="any", max_tokens=99, messages=HI)
+            assert [block.type for block in message.content] == ["thinking", "text"]
 
     run(test)
 
