@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ramify.errors import SourceError
-from ramify.maps.row_table import BATCH, RowTable
+from ramify.maps.row_table import BATCH, RowTable, UnreadRow
 
 ARROW_TYPES = {"string": "string", "integer": "int64", "number": "float64", "boolean": "bool"}
 """Type of a JSON schema -> type of Arrow."""
@@ -62,7 +62,7 @@ def _arrow(table: Any) -> RowTable:
         raise SourceError(f"rows cannot be read from a {type(table).__name__}: give its to_table()")
     columns = _columns_of(table.schema.names, "Arrow table")
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         for batch in table.to_batches(max_chunksize=BATCH):
             yield from batch.to_pylist()
 
@@ -103,7 +103,7 @@ def _pandas(frame: Any) -> RowTable:
         raise SourceError("the DataFrame has several levels of column names: join them into one")
     columns = _columns_of(frame.columns, "DataFrame")
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         for start in range(0, len(frame), BATCH):
             chunk = frame.iloc[start : start + BATCH]
             # NaN, NaT and NA are missing values alike.
@@ -160,7 +160,7 @@ def _dataset(rows: Any) -> RowTable:
         if hasattr(feature, "int2str")
     }
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         for row in rows:
             for name, name_of in labels.items():
                 label = row.get(name)

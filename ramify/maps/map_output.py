@@ -303,6 +303,8 @@ def open_output(out: Path | None, source: RowTable, added: AnswerColumns) -> Map
                 return _Parquet(out, names, source, added)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from None
+    if str(out) == "-":
+        raise ConfigError(f"an output is a file: give a name with the ending {', '.join(ENDINGS)}")
     raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
 
 

@@ -324,6 +324,8 @@ class MapRun:
 
     def _check_output(self, out: Path, is_ours: bool, headers: list[MapHeader]) -> None:
         """Raise ConfigError if ``out`` is not this map's."""
+        if out.is_dir():
+            raise ConfigError(f"the output {out} is a folder: give a file")
         if is_ours:
             return
         other = next((each for each in headers if each.out == str(out.absolute())), None)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.maps.row_table import RowTable
+from ramify.maps.row_table import RowTable, UnreadRow
 from ramify.maps.rows import ENDINGS, csv_columns, csv_values, jsonl_columns, jsonl_values
 from ramify.sources.remote_urls import shown_url
 
@@ -213,21 +213,22 @@ class RowPart(msgspec.Struct, frozen=True):
             values = [_text_row(files, path) for path in msgspec.json.decode(self.rows)]
             schema = None
         else:
-            values, schema = msgspec.json.decode(self.rows), None
+            decoded, schema = msgspec.json.decode(self.rows), None
+            values = [UnreadRow(row) if isinstance(row, str) else row for row in decoded]
         return msgspec.structs.replace(
             files.table, total=len(values), values=lambda: iter(values), schema=schema
         )
 
 
-def _text_row(files: RowFiles, path: str) -> dict[str, Any] | str:
+def _text_row(files: RowFiles, path: str) -> dict[str, Any] | UnreadRow:
     name = path[len(files.base) :].lstrip("/")
     try:
         with files.filesystem.open_input_file(path) as file:
             return {"file": name, "text": file.read().decode("utf-8-sig")}
     except UnicodeDecodeError:
-        return {"file": name, "text": None}
+        return UnreadRow(f"{name} is not text in UTF-8", {"file": name})
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror or error}"
+        return UnreadRow(f"{name} cannot be read: {error.strerror or error}", {"file": name})
 
 
 def part_name(file: int, number: int) -> str:
@@ -248,7 +249,8 @@ def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPart]:
     chunk: list[bytes] = []
     size, index = 0, 0
     for value in values:
-        data = _encode(value)
+        # The error of a row that cannot be read is a text.
+        data = _encode(value.error if isinstance(value, UnreadRow) else value)
         chunk.append(data)
         size += len(data)
         if len(chunk) >= PART_ROWS or size >= PART_BYTES:

@@ -17,13 +17,21 @@ Extend = Callable[[Sequence[int], Mapping[str, Sequence[Any]], Mapping[str, str 
 of these rows with the new columns."""
 
 
+class UnreadRow(msgspec.Struct, frozen=True):
+    """A row that cannot be read."""
+
+    error: str
+    values: dict[str, Any] = {}
+    """Columns that are known nevertheless, such as the name of a file."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """One row."""
 
     number: int
     """Place in the table, from 0."""
     values: dict[str, Any]
-    """Column -> value; empty if the row could not be read."""
+    """Column -> value; what is known of it, if the row could not be read."""
     error: str = ""
     """Why the row could not be read."""
 
@@ -36,8 +44,8 @@ class RowTable(msgspec.Struct, frozen=True):
     columns: tuple[str, ...]
     total: int | None
     """Number of rows; None if it is not known without reading them."""
-    values: Callable[[], Iterator[dict[str, Any] | str]]
-    """Reads the rows from the first; a text is the error of a row that cannot be read."""
+    values: Callable[[], Iterator[dict[str, Any] | UnreadRow]]
+    """Reads the rows from the first."""
     shown: tuple[str, ...] = ()
     """Columns that a model reads by default; empty: all."""
     kept: tuple[str, ...] | None = None
@@ -49,7 +57,10 @@ class RowTable(msgspec.Struct, frozen=True):
 
     def read(self) -> Iterator[Row]:
         for number, values in enumerate(self.values()):
-            yield (Row(number, {}, values) if isinstance(values, str) else Row(number, values))
+            if isinstance(values, UnreadRow):
+                yield Row(number, values.values, values.error)
+            else:
+                yield Row(number, values)
 
     @property
     def kept_columns(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import sqlite3
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -23,7 +24,7 @@ import msgspec
 
 from ramify.errors import SourceError, nearest
 from ramify.maps.frames import table_of
-from ramify.maps.row_table import BATCH, RowTable
+from ramify.maps.row_table import BATCH, RowTable, UnreadRow
 
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -35,6 +36,12 @@ ENDINGS = {
     ".sqlite": "sqlite",
     ".sqlite3": "sqlite",
 }
+_HINTS = {
+    ".json": "write one JSON object in each line, in a .jsonl file",
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip"), "unpack it"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as .csv, or give a DataFrame from Python"),
+}
+"""Ending of a file that has rows in another form -> what to do."""
 FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text files"
 
 
@@ -79,13 +86,19 @@ def _of_paths(paths: Sequence[str | Path], table: str | None) -> RowTable:
 
 
 def _of_path(path: Path, table: str | None) -> RowTable:
+    if str(path) in ("-", "/dev/stdin"):
+        raise SourceError(
+            "rows are read more than once, and standard input can be read only once: write them "
+            "into a file"
+        )
     if path.is_dir():
         return _folder(path)
     if not path.exists():
         raise SourceError(f"{path} does not exist: give {FORMATS}")
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
-        raise SourceError(f"{path} is not a table of rows: give {FORMATS}")
+        hint = _HINTS.get(path.suffix.lower(), f"give {FORMATS}")
+        raise SourceError(f"{path} is not a table of rows: {hint}")
     if table is not None and kind != "sqlite":
         raise SourceError(f"{path} has no table '{table}': only a SQLite file has tables")
     try:
@@ -103,38 +116,40 @@ def _of_path(path: Path, table: str | None) -> RowTable:
 
 
 def _jsonl(path: Path) -> RowTable:
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         with open(path, "rb", buffering=1 << 20) as file:
             yield from jsonl_values(file, path.name)
 
     return RowTable(str(path), jsonl_columns(values(), str(path)), _num_lines(path), values)
 
 
-def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | str]:
-    """Yield the rows of a JSONL file; a text is the error of a line that is not a row. ``name`` is
-    that of the file, for errors."""
+def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
+    """Yield the rows of a JSONL file. ``name`` is that of the file, for errors."""
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
         if not line.strip():
             continue
         try:
             row = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            yield f"{name}, line {number} is not JSON: {error}"
+            yield UnreadRow(f"{name}, line {number} is not JSON: {error}")
             continue
         if isinstance(row, dict):
             yield row
         else:
-            yield f"{name}, line {number} is a {type(row).__name__}, not an object"
+            kind = type(row).__name__
+            yield UnreadRow(f"{name}, line {number} is a {kind}, not an object")
 
 
-def jsonl_columns(values: Iterator[dict[str, Any] | str], name: str) -> tuple[str, ...]:
+def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tuple[str, ...]:
     """Return the columns of the first rows of a JSONL file. Raises SourceError if it has none."""
-    columns = dict.fromkeys(
-        chain.from_iterable(row for row in islice(values, BATCH) if isinstance(row, dict))
-    )
+    first = list(islice(values, BATCH))
+    columns = dict.fromkeys(chain.from_iterable(row for row in first if isinstance(row, dict)))
     if not columns:
-        raise SourceError(f"{name} has no rows: give a file with a JSON object in each line")
+        why = next((f" ({row.error})" for row in first if isinstance(row, UnreadRow)), "")
+        raise SourceError(f"{name} has no rows{why}: give a file with a JSON object in each line")
     return tuple(columns)
 
 
@@ -154,7 +169,7 @@ def _csv(path: Path) -> RowTable:
     with opened() as file:
         columns = csv_columns(file, str(path))
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         with opened() as file:
             yield from csv_values(file, path.name)
 
@@ -173,8 +188,8 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
     return columns
 
 
-def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | str]:
-    """Yield the rows of a CSV file; a text is the error of a record that is not a row."""
+def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
+    """Yield the rows of a CSV file."""
     records = _csv_records(file, name)
     columns = next(records)
     for number, record in enumerate(records, start=2):
@@ -183,7 +198,7 @@ def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | str]:
         if len(record) == len(columns):
             yield dict(zip(columns, record, strict=True))
         else:
-            yield (
+            yield UnreadRow(
                 f"{name}, record {number} has {len(record)} fields, and the header has "
                 f"{len(columns)}"
             )
@@ -212,7 +227,7 @@ def _parquet(path: Path) -> RowTable:
     except pyarrow.ArrowInvalid as error:
         raise SourceError(f"{path} is not a Parquet file: {error}") from None
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=BATCH):
                 yield from batch.to_pylist()
@@ -246,7 +261,7 @@ def _sqlite(path: Path, table: str | None) -> RowTable:
     except sqlite3.Error as error:
         raise SourceError(f"{path} cannot be read as SQLite: {error}") from None
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         database = connect()
         try:
             for record in database.execute(query):
@@ -278,15 +293,15 @@ def _folder(path: Path) -> RowTable:
     if not files:
         raise SourceError(f"the folder {path} has no files")
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         for file in files:
             name = file.relative_to(path).as_posix()
             try:
                 text = file.read_text("utf-8-sig")
             except UnicodeDecodeError:
-                yield {"file": name, "text": None}
+                yield UnreadRow(f"{name} is not text in UTF-8", {"file": name})
             except OSError as error:
-                yield f"{name} cannot be read: {error.strerror}"
+                yield UnreadRow(f"{name} cannot be read: {error.strerror}", {"file": name})
             else:
                 yield {"file": name, "text": text}
 
@@ -319,16 +334,14 @@ def _list(items: list[Any]) -> RowTable:
     if not items:
         raise SourceError("there are no rows: give at least one")
 
-    def values() -> Iterator[dict[str, Any] | str]:
+    def values() -> Iterator[dict[str, Any] | UnreadRow]:
         for number, item in enumerate(items):
             if isinstance(item, str):
                 yield {"text": str(item)}  # NumPy has its own texts
             elif isinstance(item, Mapping):
                 yield dict(item)
             else:
-                yield f"row {number} is a {type(item).__name__}: give a dict or a text"
+                yield UnreadRow(f"row {number} is a {type(item).__name__}: give a dict or a text")
 
-    columns = dict.fromkeys(
-        chain.from_iterable(row for row in values() if not isinstance(row, str))
-    )
+    columns = dict.fromkeys(chain.from_iterable(row for row in values() if isinstance(row, dict)))
     return RowTable("the list", tuple(columns), len(items), values)

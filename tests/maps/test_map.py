@@ -109,7 +109,7 @@ def test_a_folder_has_a_row_for_each_file(tmp_path: Path) -> None:
     assert result.table == [
         {"file": "a.txt", "answer": "a", "error": None},
         {"file": "b.txt", "answer": "b", "error": None},
-        {"file": "image.bin", "answer": None, "error": "the row has nothing in text"},
+        {"file": "image.bin", "answer": None, "error": "image.bin is not text in UTF-8"},
     ]
 
 
@@ -181,6 +181,15 @@ def test_a_large_row_is_answered_by_a_run_of_its_own(tmp_path: Path) -> None:
     (run,) = store.runs()
     assert run.answer == "40000"
     assert result.usage.calls == 2
+
+
+def test_the_session_of_a_large_row_can_search_its_text() -> None:
+    pytest.importorskip("tantivy")
+    text = "\n".join(f"line {number} is dull" for number in range(60_000)) + "\nthe needle: w7"
+    code = '```repl\nFINAL(search("needle")[0]["text"].split()[-1] + str(chunks is not None))\n```'
+    client = testing.ScriptedClient(lambda messages: code)
+    (row,) = ask([{"text": text}], client).table
+    assert (row["answer"], row["error"]) == ("w7True", None)
 
 
 def test_cells_of_all_kinds_are_text_for_the_model() -> None:
@@ -413,3 +422,46 @@ def test_a_request_in_flight_at_the_end_of_a_journal_counts_as_paid(tmp_path: Pa
     assert again.usage.calls == 4
     assert again.usage.unknown_calls == 1
     assert RecordedMap.read(path).usage == again.usage
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.json", b"[]", "one JSON object in each line"),
+        ("a.jsonl.gz", b"\x1f\x8b", "unpack it"),
+        ("a.xlsx", b"PK", "save it as .csv"),
+        ("a.jsonl", b"no\n[1]\n", r"has no rows \(a.jsonl, line 1 is not JSON"),
+        ("a.csv", b"", "has no header"),
+        ("a.csv", b"x,x\n1,2\n", "two columns named 'x'"),
+        ("a.parquet", b"PAR1", "is not a Parquet file"),
+        ("a.db", b"no database", "cannot be read as SQLite"),
+        ("a.pdf", b"%PDF", "is not a table of rows: give a .jsonl"),
+    ],
+)
+def test_files_without_rows_say_what_to_give(
+    tmp_path: Path, name: str, data: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SourceError, match=words):
+        ask(tmp_path / name)
+
+
+def test_standard_input_and_output_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="write them into a file"):
+        ask(Path("-"))
+    with pytest.raises(ConfigError, match="an output is a file"):
+        ask(texts(1), out=Path("-"))
+    with pytest.raises(ConfigError, match="is a folder"):
+        ask(texts(1), out=tmp_path)
+
+
+def test_marks_at_the_beginning_of_files_are_no_text(tmp_path: Path) -> None:
+    quoted = '\ufeffid,text\n1,"the ""word"", on\ntwo lines, is w1"\n'
+    (tmp_path / "a.csv").write_text(quoted, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"id": 1, "text": "the word is w2"}\n', "utf-8")
+    words = testing.ScriptedClient(
+        lambda messages: messages[-1].content.split("\n\n")[0].split()[-1]
+    )
+    for name, word in (("a.csv", "w1"), ("b.jsonl", "w2")):
+        (row,) = ask(tmp_path / name, words).table
+        assert (str(row["id"]), row["answer"]) == ("1", word)
