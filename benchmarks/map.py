@@ -9,7 +9,9 @@
 A map and a bare loop of ``aiohttp`` that reads, asks and writes the same rows run one after the
 other, each in its own process, against a server in a third; compared are the CPU times of the two
 clients, without their imports. Rows per second depend on the machine and on what else runs on it.
-Memory is that of the process: its largest size after a tenth of the rows, less its size there. The
+A map of the same rows with ``batch=True`` is killed once while its batch is at the provider, against a
+server that speaks the batch API; a hundredth of its rows is refused, and its memory is compared with
+that after a tenth of the rows. Memory is that of the process: its largest size after a tenth of the rows, less its size there. The
 estimate is the mean of two, from samples in other stores right before the map and right after it:
 what else runs on the machine changes the rate, and a sample cannot know what will run later. The
 exit code is 1 if a figure misses its limit.
@@ -22,6 +24,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -57,7 +60,11 @@ def main() -> int:
     num_rows = options.rows or (10_000 if options.quick else 100_000)
     num_kills = (2 if options.quick else 10) if options.kills is None else options.kills
     with tempfile.TemporaryDirectory() as folder:
-        found = [*speed(Path(folder), num_rows), *kills(Path(folder), num_rows, num_kills)]
+        found = [
+            *speed(Path(folder), num_rows),
+            *kills(Path(folder), num_rows, num_kills),
+            *batches(Path(folder), num_rows),
+        ]
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))
@@ -167,6 +174,77 @@ def kills(folder: Path, num_rows: int, num_kills: int) -> Iterator[Figure]:
     )
 
 
+def batches(folder: Path, num_rows: int) -> Iterator[Figure]:
+    """A map in batches: killed after the upload, then collected; and a tenth of it, for memory."""
+    home = folder / "batched"
+    with process_with_url([sys.executable, __file__, "--side", "provider", "", str(folder)]) as url:
+        tenth = run_side("tenth", url, folder)
+        killed = subprocess.Popen(
+            [sys.executable, __file__, "--side", "batch", url, str(folder)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        # The server answers a batch some seconds after it was created.
+        while killed.poll() is None and len(batches_of(url)) < 2:
+            time.sleep(0.02)
+        was_running = killed.poll() is None
+        killed.kill()
+        killed.wait()
+        whole = run_side("batch", url, folder)
+        (asked_again,) = (sum(batches_of(url).values()) - num_rows - tenth["rows"],)
+    rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
+    refused = num_refused(num_rows)
+    paid, _ = paid_replies(home)
+    yield Figure(
+        f"batched rows that are missing, twice or wrong, {refused:,} of {num_rows:,} refused, "
+        f"{int(was_running)} kill",
+        sum(
+            row["id"] != number or (row["error"] is None) == is_refused(number)
+            for number, row in enumerate(rows)
+        )
+        + abs(len(rows) - num_rows),
+        "rows",
+        {"answered": whole["answered"], "failed": whole["failed"]},
+        floor=0,
+    )
+    yield Figure(
+        "batched rows that were uploaded or paid twice",
+        asked_again + sum(count - 1 for count in paid.values()),
+        "rows",
+        {},
+        floor=0,
+    )
+    yield Figure(
+        "memory of a batched map, beyond that of a tenth of its rows",
+        round((whole["peak_bytes"] - tenth["peak_bytes"]) / MB, 1),
+        "MB",
+        {"whole": round(whole["peak_bytes"] / MB), "tenth": round(tenth["peak_bytes"] / MB)},
+    )
+    yield Figure(
+        "CPU time of a batched row, collected after a kill",
+        round(1e6 * whole["cpu_s"] / num_rows),
+        "µs",
+        {},
+    )
+
+
+def is_refused(number: int) -> bool:
+    return number % 100 == 7
+
+
+def num_refused(num_rows: int) -> int:
+    return sum(is_refused(number) for number in range(num_rows))
+
+
+def batches_of(url: str) -> dict[str, int]:
+    """Return id -> requests of each batch that the provider has."""
+    request = urllib.request.Request(f"{url}/batches?limit=100")
+    request.add_header("Authorization", "Bearer sk-0123456789")
+    with urllib.request.urlopen(request) as reply:
+        found = json.load(reply)["data"]
+    return {batch["id"]: batch["request_counts"]["total"] for batch in found}
+
+
 def paid_replies(home: Path) -> tuple[Counter[tuple[int, int]], int]:
     """Return (question, turn) -> its replies, and the requests that the map counts as paid."""
     from ramify.maps.map_journal import MapStore, read_lines
@@ -258,19 +336,68 @@ def sampled(url: str, folder: Path) -> dict[str, Any]:
     }
 
 
-SIDES = {"bare": bare, "map": mapped, "sample": sampled}
+def batched(url: str, folder: Path) -> dict[str, Any]:
+    """A whole map in batches. Continues it if it was killed."""
+    return measured_batch(url, folder, folder / "batched", "rows.jsonl", "batch.jsonl")
 
 
-def asked(url: str, folder: Path, home: Path, **options: Any) -> Any:
+def batched_tenth(url: str, folder: Path) -> dict[str, Any]:
+    """A tenth of the map in batches, to compare its memory."""
+    with open(folder / "rows.jsonl") as rows, open(folder / "tenth.jsonl", "w") as tenth:
+        tenth.writelines(line for line in rows if json.loads(line)["id"] % 10 == 0)
+    return measured_batch(url, folder, folder / "batched_tenth", "tenth.jsonl", "batch_10.jsonl")
+
+
+def measured_batch(url: str, folder: Path, home: Path, rows: str, out: str) -> dict[str, Any]:
+    cpu_s = time.process_time()
+    result = asked(url, folder, home, rows=rows, out=folder / out, batch=True)
+    assert result.stop == "done", result.reason
+    return {
+        "rows": result.num_rows,
+        "answered": result.num_answered,
+        "failed": result.num_failed,
+        "cpu_s": time.process_time() - cpu_s,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def provider(url: str, folder: Path) -> dict[str, Any]:
+    """Serve the batch APIs until the process is stopped."""
+    from ramify import testing
+
+    def reply(messages: Any) -> Any:
+        number = int(messages[-1].content.split(":")[0].split()[1])
+        return testing.refused(text="no such ticket") if is_refused(number) else "yes"
+
+    async def serve() -> None:
+        async with testing.BatchServer(reply, holds=True) as server:
+            print(server.url, flush=True)
+            while True:
+                await asyncio.sleep(2.0)
+                await server.finish()
+
+    asyncio.run(serve())
+    return {}
+
+
+SIDES = {
+    "bare": bare,
+    "map": mapped,
+    "sample": sampled,
+    "batch": batched,
+    "tenth": batched_tenth,
+    "provider": provider,
+}
+
+
+def asked(url: str, folder: Path, home: Path, rows: str = "rows.jsonl", **options: Any) -> Any:
     import ramify
 
     model = ramify.Model("openai:m", base_url=url, api_key="sk-0123456789", price=PRICE)
     limits = ramify.Limits(max_concurrency=CONCURRENCY)
     store = ramify.Store(home)
-    rows = folder / "rows.jsonl"
-    return ramify.map(
-        QUESTION, rows, model, columns=["text"], max_cost=1e6, limits=limits, store=store, **options
-    )
+    options = {"columns": ["text"], "max_cost": 1e6, "limits": limits, "store": store, **options}
+    return ramify.map(QUESTION, folder / rows, model, **options)
 
 
 def run_side(side: str, url: str, folder: Path) -> dict[str, Any]:
@@ -318,7 +445,13 @@ def served(folder: Path) -> Iterator[str]:
     """Serve instant replies in another process; gives the base URL."""
     script = folder / "script.json"
     script.write_text('[{"match": ".", "reply": "yes"}]')
-    command = [sys.executable, "-m", "ramify.testing", "serve", str(script)]
+    with process_with_url([sys.executable, "-m", "ramify.testing", "serve", str(script)]) as url:
+        yield url
+
+
+@contextmanager
+def process_with_url(command: list[str]) -> Iterator[str]:
+    """Run a server in another process, which prints its URL first."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
