@@ -246,7 +246,7 @@ class Question(msgspec.Struct, frozen=True):
             not self.direct
             or self.needs_session
             or has_tools
-            or self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)}
+            or (self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
             or self.on_session is not None
             or scaffold.protocol != "notebook"
         ):

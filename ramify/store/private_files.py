@@ -69,9 +69,11 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
     """Write all of ``data``, in a single ``write()`` if the system accepts it. Raises StoreError,
     which names ``path``."""
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
+        written = os.write(fd, data) if data else 0
+        if written < len(data):
+            rest = memoryview(data)[written:]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
