@@ -12,6 +12,7 @@ program may reach. A CPU has no sheet: a matrix product and a copy of this run t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import platform
 import shutil
@@ -314,6 +315,7 @@ def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
+@functools.cache
 def tokenizer() -> Any:
     """A tokenizer of ``VOCABULARY`` tokens."""
     rng = np.random.default_rng(0)

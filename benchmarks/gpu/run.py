@@ -17,8 +17,10 @@ line is {"figures": […]} of all stages.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))  # trees.py
 STAGES = ("parity", "forest", "engine", "train", "sync", "learn", "jail")
 STAGE_S = 600
 """Most seconds of a stage."""
@@ -59,6 +62,8 @@ def main() -> int:
     from kit import check
 
     check(asked.device, out)
+    if asked.device == "cpu":
+        _import_all()
     stages = asked.stages or STAGES
     ends = {stage: _stage(stage, asked, out) for stage in stages}
     return _page(out, ends, as_json=asked.json)
@@ -67,6 +72,8 @@ def main() -> int:
 def _stage(stage: str, asked: argparse.Namespace, out: Path) -> str:
     """Run a stage in a separate process; returns why it failed, or nothing."""
     (out / f"{stage}.json").unlink(missing_ok=True)
+    if asked.device == "cpu":
+        return _fork(stage, asked, out)
     command = [sys.executable, str(HERE / "run.py"), stage, "--here", "--device", asked.device]
     command += ["--out", str(asked.out), *(["--quick"] if asked.quick else [])]
     command += ["--trace"] if asked.trace else []
@@ -77,8 +84,36 @@ def _stage(stage: str, asked: argparse.Namespace, out: Path) -> str:
     return "" if done.returncode == 0 else f"it ended with {done.returncode}"
 
 
+def _fork(stage: str, asked: argparse.Namespace, out: Path) -> str:
+    """Run a stage in a fork of this process, which has imported everything: half the CPU time of a
+    small stage would be imports. A GPU cannot be used in a fork."""
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(_one(stage, asked, out))
+    )
+    process.start()
+    process.join(asked.stage_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"it was stopped after {asked.stage_s:g} s"
+    return "" if process.exitcode == 0 else f"it ended with {process.exitcode}"
+
+
+def _import_all() -> None:
+    """Import what the stages use. A module that is not there is an error of its stage."""
+    from kit import SHAPES
+
+    models = {shape["model_type"] for shape in SHAPES.values()}
+    for name in (
+        "transformers.models.auto.modeling_auto",
+        *(f"transformers.models.{model}.modeling_{model}" for model in models),
+        *(f"stage_{stage}" for stage in STAGES),
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def _one(stage: str, asked: argparse.Namespace, out: Path) -> int:
-    sys.path.append(str(HERE.parent))  # trees.py
     import torch
     from kit import Kit
 

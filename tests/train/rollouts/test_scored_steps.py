@@ -221,6 +221,40 @@ def test_step_of_rollouts_that_run_ahead_scores_the_groups_that_it_takes() -> No
     run_queue(reward, client, test, concurrency=1, items=2, max_staleness=1, grace_steps=0)
 
 
+def test_rollout_that_was_given_up_is_not_in_the_call() -> None:
+    """The second attempt at item 1 never ends; the step is scored without it."""
+    gates = Gates(0, 1)
+    gates.held = {(1, 2): asyncio.Event()}
+    reward = Reward()
+
+    async def test(queue: GroupQueue) -> None:
+        taken = await queue.take(0)
+        assert [len(group.trajectories) for _, group in taken.groups] == [2, 1]
+        assert all(run.rewards for _, group in taken.groups for run in group.trajectories)
+
+    client = ScriptedClient(gates, ids=ByteTokenIds())
+    run_queue(reward, client, test, items=2, straggler_factor=25.0)
+    assert reward.sizes == [3]
+
+
+def test_step_that_is_cancelled_scores_nothing() -> None:
+    """Three of four rollouts have ended when the step is cancelled."""
+    gates = Gates(0, 1)
+    gates.held = {(1, 2): asyncio.Event()}
+    reward = Reward()
+
+    async def test(queue: GroupQueue) -> None:
+        taking = asyncio.create_task(queue.take(0))
+        while sum(each.rolling.num_over for each in queue.open_groups) < 3:
+            await asyncio.sleep(0.001)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+
+    run_queue(reward, ScriptedClient(gates, ids=ByteTokenIds()), test, items=2)
+    assert reward.calls == []
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_groups_without_signal_are_replaced_and_the_others_scored_once(staleness: int) -> None:
     """Items 0 and 1 have no signal. Each round of a step scores its own groups, none twice."""
