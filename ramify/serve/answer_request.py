@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -44,8 +44,6 @@ from ramify.types.event import (
 from ramify.types.message import encodable
 
 T = TypeVar("T")
-
-_any = msgspec.json.Decoder(dict[str, Any])
 
 
 class AttachedFile(msgspec.Struct, frozen=True):
@@ -193,19 +191,6 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestRejected(f"the body is not valid JSON: {error}") from None
-
-
-def refuse_unsupported(body: bytes, harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raise RequestRejected for the first unsupported field with a value that would matter.
-
-    ``harmless`` maps the name of each unsupported field to the values that have no effect.
-    """
-    fields = decode(_any, body)
-    for name, values in harmless.items():
-        if fields.get(name) is not None and fields[name] not in values:
-            raise RequestRejected(
-                f"{name}={fields[name]!r:.100} is not supported: remove it", param=name
-            )
 
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.http_server import completions
+from ramify.http_server.model_api import refuse_unsupported
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import (
     AnswerRequest,
@@ -22,7 +23,6 @@ from ramify.serve.answer_request import (
     Role,
     chat_message,
     decode,
-    refuse_unsupported,
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
@@ -75,6 +75,19 @@ class _Body(msgspec.Struct):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     ramify: RamifyRequestFields | None = None
+    # Rejected unless their value has no effect: see ``_HARMLESS``.
+    n: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    logit_bias: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
+    return_token_ids: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -83,7 +96,7 @@ _decoder = msgspec.json.Decoder(_Body)
 def read(body: bytes) -> AnswerRequest:
     """Read a request body. Raises RequestRejected, which names the wrong field."""
     parsed = decode(_decoder, body)
-    refuse_unsupported(body, _HARMLESS)
+    refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
         raise RequestRejected("messages is empty: give at least one", param="messages")
     schema, field = schema_of(parsed.response_format, "response_format", nested=True)

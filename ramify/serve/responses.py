@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.http_server.completions import encode
+from ramify.http_server.model_api import refuse_unsupported
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import (
     AnswerRequest,
@@ -26,7 +27,6 @@ from ramify.serve.answer_request import (
     Role,
     chat_message,
     decode,
-    refuse_unsupported,
     schema_of,
 )
 from ramify.serve.caller_tools import OfferedFunction, offer_of
@@ -78,6 +78,14 @@ class _Body(msgspec.Struct):
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     ramify: RamifyRequestFields | None = None
+    # Rejected unless their value has no effect: see ``_HARMLESS``.
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: Any = None
+    top_logprobs: Any = None
+    max_tool_calls: Any = None
+    context_management: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -86,7 +94,7 @@ _decoder = msgspec.json.Decoder(_Body)
 def read(body: bytes) -> AnswerRequest:
     """Read a request body. Raises RequestRejected, which names the wrong field."""
     parsed = decode(_decoder, body)
-    refuse_unsupported(body, _HARMLESS)
+    refuse_unsupported(parsed, _HARMLESS)
     items = (
         [_Item(role="user", content=parsed.input)]
         if isinstance(parsed.input, str)
