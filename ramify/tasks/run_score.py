@@ -35,6 +35,9 @@ def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
     if not thread.has_ended:
         place = thread.place()
         thread.stop()
-        raise RamifyError(f"{what} took more than {timeout_s:g} s{place}; it was stopped")
+        raise RamifyError(
+            f"{what} took more than {timeout_s:g} s{place}; it was stopped (a run's limit is "
+            "rl.rollout.grace_s)"
+        )
     result: _T = thread.result()
     return result

@@ -25,7 +25,7 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 WRONG = "(no answer of this task looks like this: qzxvkj)"
 """Wrong answer for an item that names none. It has no digit, which a score may read as a number."""
 SCORE_S = 30.0
-"""Seconds that the score of one answer may take."""
+"""Seconds that a call of a task's score may take by default."""
 _TOLERANCE = 1e-9
 _OFF = (
     "switch this check off if one answer cannot show it (task.validate=false in a recipe, "
@@ -34,9 +34,15 @@ _OFF = (
 
 
 def validate(
-    task: Task, splits: Iterable[str] | None = None, num: int = 8, *, gold: bool = True
+    task: Task,
+    splits: Iterable[str] | None = None,
+    num: int = 8,
+    *,
+    gold: bool = True,
+    score_s: float = SCORE_S,
 ) -> str:
-    """Check the first ``num`` items of each split.
+    """Check the first ``num`` items of each split. A call of the task's score may take ``score_s``
+    seconds.
 
     Raises ConfigError that names the item if it has no question, if its right answer does not score
     1, if a wrong answer (or none) scores 1, or if the item is in two splits.
@@ -58,22 +64,22 @@ def validate(
             raise ConfigError(f"task '{task.name}': its split '{split}' is empty")
         for index in range(min(num, len(items))):
             item = items[index]
-            is_proved = prove(task, item, gold=gold)
+            is_proved = prove(task, item, gold=gold, score_s=score_s)
             if is_proved and is_scored_by_step(task, item):
                 together += [(item, answered(item, each)) for each in (_right(task, item), WRONG)]
             without += not is_proved
             checked += 1
             if gold:
                 _check_once(task, split, item, seen)
-    _check_together(task, together)
+    _check_together(task, together, score_s)
     return _skipped(task, without, checked, gold)
 
 
-def _check_together(task: Task, rollouts: Sequence[EndedRollout]) -> None:
+def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
     """Raise ConfigError unless the task can score ``rollouts`` with one call, as in a step. Their
     rewards may depend on each other, so their values are not checked."""
     if rollouts:
-        errors = score_step_in_time(task, rollouts, SCORE_S)
+        errors = score_step_in_time(task, rollouts, score_s)
         if failed := next((error for error in errors if error is not None), None):
             raise ConfigError(str(failed))
 
@@ -90,7 +96,7 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
     )
 
 
-def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
+def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
     """Check one item. Returns whether its score was checked: False without a gold answer and with
     ``gold=False``."""
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
@@ -99,14 +105,14 @@ def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
     right = _right(task, item)
     if right is None or not gold or getattr(task, "needs_rollout", False):
         return False
-    reached, most = _worth(task, item, right), _right_worth(task, item)
+    reached, most = _worth(task, item, right, score_s), _right_worth(task, item)
     if abs(reached - most) > _TOLERANCE:
         raise ConfigError(
             f"{where}: the right answer {_short(right)} scores {reached:g} and not {most:g}; "
             f"correct the gold, the score or the weights, or {_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
-        reached = _worth(task, item, wrong)
+        reached = _worth(task, item, wrong, score_s)
         if reached >= most - _TOLERANCE:
             raise ConfigError(
                 f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score accepts "
@@ -137,8 +143,8 @@ def answered(item: Item, answer: Any) -> Trajectory:
     )
 
 
-def _worth(task: Task, item: Item, answer: Any) -> float:
-    trajectory = scored_in_time(task, item, answered(item, answer), SCORE_S)
+def _worth(task: Task, item: Item, answer: Any, score_s: float) -> float:
+    trajectory = scored_in_time(task, item, answered(item, answer), score_s)
     return total(trajectory.rewards, task.weights)
 
 

@@ -118,13 +118,17 @@ def check_first_items(run: Run, task: Task) -> None:
     if not len(items):
         return
     item = items[index % len(items)]
-    grace_s = run.rl.rollout.grace_s if run.rl is not None else GRACE_S
     try:
-        threads.run(check_begins(task, item, grace_s))
+        threads.run(check_begins(task, item, _grace_s(run)))
     except RamifyError as error:
         where = f"task '{task.name}', item {item.id}"
         text = str(error)
         raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from error
+
+
+def _grace_s(run: Run) -> float:
+    """Seconds that each call of the task's code may take."""
+    return run.rl.rollout.grace_s if run.rl is not None else GRACE_S
 
 
 def check_scaffold(run: Run, scaffold: Scaffold) -> None:
@@ -145,7 +149,7 @@ def check_task(run: Run, task: Task) -> None:
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
-    skipped = validate(task, splits, gold=run.task.validate)
+    skipped = validate(task, splits, gold=run.task.validate, score_s=_grace_s(run))
     if skipped:
         text = skipped if run.task.validate else f"{skipped} (task.validate=false)"
         _log.warning("task_not_checked", text, shown=True, task=run.task.name)

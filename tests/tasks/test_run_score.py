@@ -39,10 +39,20 @@ def test_endless_score_is_named_with_its_line_and_stopped() -> None:
     with pytest.raises(
         RamifyError,
         match=r"^task 't', item t/test/0: its score took more than 0.2 s, "
-        r"at .*test_run_score.py:\d+ \(endless\); it was stopped$",
+        r"at .*test_run_score.py:\d+ \(endless\); it was stopped \(a run's limit is rl\.rollout\.grace_s\)$",
     ):
         score(endless, 0.2)
     assert ended.wait(30)
+
+
+def test_check_of_a_task_has_the_limit_of_its_run() -> None:
+    def endless(answer: Any, item: Item) -> float:
+        while True:
+            pass
+
+    task = SimpleTask("t", {"test": [ITEM]}, endless)
+    with pytest.raises(RamifyError, match=r"its score took more than 0\.2 s, at .*\(endless\)"):
+        validate(task, score_s=0.2)
 
 
 def test_endless_coroutine_is_cancelled() -> None:
