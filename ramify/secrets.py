@@ -96,6 +96,16 @@ class SecretRedactor:
                 text = text.replace(value, f"«redacted {name}»")
         return text
 
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where ``text`` contains a secret, as half-open ranges of characters."""
+        if len(_remembered) != self._num_remembered:
+            self._prepare()
+        for value in self._names:
+            start = text.find(value)
+            while start >= 0:
+                yield start, start + len(value)
+                start = text.find(value, start + len(value))
+
     def without_beginning(self, text: str) -> str:
         """``text`` without an end that may become a secret, such as ``sk-1`` of ``sk-123…``, for
         text that is shown while it arrives."""
@@ -174,6 +184,19 @@ def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
     for pattern in (_NAMED, _KEY_SHAPED):
         text = pattern.sub(rf"\1{MARK}", text)
     return text
+
+
+def secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
+    """Yield where ``without_secrets`` finds a secret, as half-open ranges of characters.
+
+    ``"https://h/v1?key=k1"`` -> ``(17, 19)``
+    """
+    yield from known.spans(text)
+    for login in LOGIN.finditer(text):
+        yield login.start() + len("//"), login.end() - len("@")
+    for pattern in (QUERY, _NAMED, _KEY_SHAPED):
+        for match in pattern.finditer(text):
+            yield match.end(1), match.end()
 
 
 def without_url_secrets(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.record_options import RECORD_OPTIONS, open_recorder, recording_of
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import StderrNotes
 from ramify.logging import RoomLogger, join_run
@@ -20,6 +21,7 @@ from ramify.progress import report_progress
 if TYPE_CHECKING:
     from ramify.inference.local.local_client import LocalClient
     from ramify.serve.policy import PolicyServer
+    from ramify.serve.traffic_recorder import TrafficRecorder
 
 PORT = 8000
 _log = RoomLogger("serve")
@@ -36,7 +38,7 @@ def serve_policy(
     weight_sync: str | None = None,
     weights_root: str | None = None,
     enable_return_routed_experts: bool | None = None,
-    **listening: Any,
+    **more: Any,
 ) -> int:
     from ramify.inference.base import need_train_extra
     from ramify.policy_card import packaged_policy
@@ -50,8 +52,9 @@ def serve_policy(
         from ramify.inference.weight_sync import WEIGHT_SYNCS
 
         WEIGHT_SYNCS.of(weight_sync)
-    address = listen_address(listening, "serve-policy", PORT)
-    key = chosen_key(listening)
+    address = listen_address(more, "serve-policy", PORT)
+    key = chosen_key(more)
+    recording = recording_of(more)
     folder = str(packaged_policy(words[0]) or words[0].removeprefix("local:"))
 
     join_run(f"engine at port {address.port}")
@@ -74,6 +77,9 @@ def serve_policy(
     client = LocalClient(policy, slots=slots)
     if enable_return_routed_experts:
         client.report_routes()
+    recorder = (
+        None if recording is None else open_recorder(more["record"], recording, policy, notes)
+    )
     server = PolicyServer(
         client,
         name=name or words[0],
@@ -82,18 +88,23 @@ def serve_policy(
         weight_transfer=bool(weight_transfer),
         weight_syncs=[weight_sync] if weight_sync else [],
         weights_root=Path(weights_root) if weights_root else None,
+        recorder=recorder,
     )
-    asyncio.run(_serve(server, client, "" if key else server.key))
+    asyncio.run(_serve(server, client, recorder, "" if key else server.key))
     return ExitCode.ANSWERED
 
 
-async def _serve(server: PolicyServer, client: LocalClient, new_key: str) -> None:
+async def _serve(
+    server: PolicyServer, client: LocalClient, recorder: TrafficRecorder | None, new_key: str
+) -> None:
     stopped = asyncio.Event()
     on_stop(stopped.set)
     async with server:
         announce(server.name, server.url, server.address, new_key)
         _log.info("engine_ready", f"the engine answers at {server.url}", engine=server.url)
         await stopped.wait()
+    if recorder is not None:
+        await recorder.close()
     await client.close()
 
 
@@ -144,6 +155,7 @@ COMMAND = CommandSpec(
             bool,
             "turn thinking of a hybrid model on or off (default: as in its template)",
         ),
+        *RECORD_OPTIONS,
     ),
     epilog=(
         "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or tiny."

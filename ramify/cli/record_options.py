@@ -1,0 +1,100 @@
+"""Options of the servers that record conversations of a local policy: where, what is redacted, and
+how much is kept.
+
+Not here: the recording itself (see ramify/serve/traffic_recorder.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ramify.cli.parser import OptionSpec, UsageError, parse_age
+from ramify.cli.terminal_text import StderrNotes
+
+if TYPE_CHECKING:
+    from ramify.models.load import Policy
+    from ramify.serve.redaction import Redaction
+    from ramify.serve.traffic_recorder import Retention, TrafficRecorder
+
+RECORD_OPTIONS = (
+    OptionSpec(
+        "record",
+        str,
+        "keep the conversations of users with their token ids in the store FOLDER, to train from "
+        "(default: no)",
+        "FOLDER",
+    ),
+    OptionSpec(
+        "redact",
+        list,
+        "regular expression that is redacted in what is recorded; repeat for more",
+        "PATTERN",
+    ),
+    OptionSpec(
+        "redact_defaults",
+        bool,
+        "redact e-mail addresses, phone and card numbers, and keys (default: yes)",
+    ),
+    OptionSpec(
+        "record_max_gib",
+        float,
+        "size at which the oldest recorded conversations are deleted, in GiB (default: 10)",
+    ),
+    OptionSpec(
+        "record_keep",
+        str,
+        "delete recorded conversations without an event for this long, such as 30d (default: when "
+        "space is needed)",
+        "AGE",
+    ),
+)
+
+
+def recording_of(options: Mapping[str, Any]) -> tuple[Redaction, Retention] | None:
+    """What the options redact and keep; None without ``--record``. Raises UsageError and
+    ConfigError."""
+    if not options["record"]:
+        unused = next((each for each in RECORD_OPTIONS if options[each.name] is not None), None)
+        if unused is not None:
+            raise UsageError(f"{unused.long} is about recorded conversations: add --record FOLDER")
+        return None
+    from ramify.serve.redaction import Redaction
+    from ramify.serve.traffic_recorder import Retention
+
+    gib = 10.0 if options["record_max_gib"] is None else options["record_max_gib"]
+    if not 0.001 <= gib < 1e6:
+        raise UsageError(f"--record-max-gib {gib:g}: give a number of GiB from 0.001 up")
+    keep = options["record_keep"]
+    return (
+        Redaction(options["redact"] or (), defaults=options["redact_defaults"] is not False),
+        Retention(
+            max_bytes=int(gib * (1 << 30)),
+            max_age_s=None if keep is None else parse_age(keep, "--record-keep"),
+        ),
+    )
+
+
+def open_recorder(
+    folder: str,
+    recording: tuple[Redaction, Retention],
+    policy: Policy,
+    notes: StderrNotes,
+) -> TrafficRecorder:
+    """Open the recorder of ``policy``, and say what is recorded. Raises ConfigError and
+    StoreError."""
+    from ramify.serve.traffic_recorder import RecordedPolicy, TrafficRecorder
+
+    redaction, retention = recording
+    recorder = TrafficRecorder(
+        Path(folder).expanduser(), RecordedPolicy.of(policy), redaction, retention
+    )
+    age = retention.max_age_s
+    kept = f"for {age / 86_400:g} days, and " if age is not None else ""
+    notes.say(
+        f"ramify: conversations are recorded in {recorder.store.root}, redacted by pattern, and "
+        f"kept {kept}up to {retention.max_bytes / (1 << 30):g} GiB: tell your users "
+        "(docs/traffic.md)"
+    )
+    return recorder

@@ -1,0 +1,27 @@
+"""The identity of a policy, which is recorded beside its token ids.
+
+Ids mean the same text for two policies exactly if their vocabularies are equal. A policy of the
+same architecture can learn from recorded log-probabilities; its weights may differ.
+Not here: whether weights are equal (``weights.fingerprint``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ramify.types.traffic import PolicyIdentity
+
+if TYPE_CHECKING:
+    from ramify.models.load import Policy
+
+
+def identity_of(policy: Policy) -> PolicyIdentity:
+    """The identity of ``policy``."""
+    vocabulary = sorted((id, token) for token, id in policy.tokenizer.get_vocab().items())
+    digest = hashlib.blake2b(msgspec.json.encode(vocabulary), digest_size=16).hexdigest()
+    return PolicyIdentity(
+        policy.name, digest, f"{policy.config.model_type} of {policy.num_parameters:,} parameters"
+    )

@@ -1,0 +1,78 @@
+"""``POST /v1/feedback``: what a user says about a reply that was recorded.
+
+    {"id": "chatcmpl-…", "score": 1, "note": "exactly what I asked for"}  ──>  a score of that turn
+
+``id`` is that of the response; ``index`` chooses one of several choices. ``score`` is any finite
+number, or true and false for 1 and 0: by convention 1 is a thumbs-up and 0 a thumbs-down. A later
+score replaces an earlier one. Not here: who may send it (the server's key), and where it is stored
+(see traffic_recorder.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from ramify.errors import StoreError
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.shell import received
+from ramify.serve.traffic_recorder import TrafficRecorder, UnknownReply
+from ramify.store.reviews import MAX_NOTE
+
+PATH = "/v1/feedback"
+
+
+class _Feedback(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    score: float | bool
+    note: str = ""
+    index: int = 0
+
+
+_decoder = msgspec.json.Decoder(_Feedback)
+
+
+def add_feedback(app: web.Application, recorder: TrafficRecorder | None) -> None:
+    """Add the route to ``app``. Without ``recorder`` it answers that nothing is recorded."""
+
+    async def post(http: web.Request) -> web.StreamResponse:
+        async with received(http) as body:
+            feedback = _read(body)
+        if recorder is None:
+            raise RequestRejected(
+                "this server records no conversations (--record), so no reply has feedback",
+                status=404,
+                code="not_recorded",
+            )
+        try:
+            await recorder.feedback(
+                feedback.id, feedback.index, float(feedback.score), feedback.note
+            )
+        except UnknownReply as error:
+            raise RequestRejected(
+                str(error), param="id", status=404, code="unknown_reply"
+            ) from None
+        except StoreError as error:
+            raise RequestRejected(f"the feedback was not stored: {error}", status=503) from None
+        return web.json_response({"id": feedback.id, "object": "feedback", "stored": True})
+
+    app.router.add_post(PATH, post)
+
+
+def _read(body: bytes) -> _Feedback:
+    """Read a request body. Raises RequestRejected, which names the wrong field."""
+    try:
+        feedback = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestRejected(
+            f"not feedback: {error}; give id, score, and optionally note and index"
+        ) from None
+    if not math.isfinite(feedback.score):
+        raise RequestRejected("score must be a finite number", param="score")
+    if len(feedback.note) > MAX_NOTE:
+        raise RequestRejected(
+            f"note has {len(feedback.note):,} characters: give at most {MAX_NOTE:,}", param="note"
+        )
+    return feedback

@@ -1,0 +1,175 @@
+"""Redaction of what recorded conversations contain of people: text, and the tokens that spell it.
+
+    text   "write to ann@x.org please"   ──> "write to «redacted e-mail» please"
+    ids    [ 5, 17, 80, 81, 82, 31 ]     ──> [ 5, 17, x, x, x, 31 ], and which ones they are
+
+The same number of ids remains, so that positions, log-probabilities and versions of all other
+tokens are unchanged. A token that spells only a part of a redacted span is replaced as a whole.
+Ids are never made from text: a span is found in the text that the ids decode to.
+
+Decides what is redacted by default: e-mail addresses, phone numbers, card numbers with a valid
+check digit, and keys (``ramify/secrets.py``). Patterns find forms, not meaning: names and addresses
+stay. Not here: where conversations are kept (see traffic_recorder.py).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.secrets import SecretRedactor, secret_spans
+from ramify.types.message import Message, ToolCall
+
+_EMAIL = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}")
+_PHONE = re.compile(
+    r"(?<![\w.])(?:(?:\+\d|\(\d|0\d)[\d ()./-]{5,20}\d|\d{3}[-. ]\d{3}[-. ]\d{4})(?!\w)"
+)
+_CARD = re.compile(r"(?<![\w.])\d(?:[ -]?\d){12,18}(?!\w)")
+_PHONE_DIGITS = range(8, 16)
+
+
+class RedactedSpan(NamedTuple):
+    """A range of characters that is redacted."""
+
+    start: int
+    end: int
+    kind: str
+    """``e-mail``, ``phone``, ``card`` or ``key``; empty for a pattern of the user's own."""
+
+
+class Redaction:
+    """What is removed from conversations before they are stored."""
+
+    def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
+        """``patterns`` are regular expressions in addition to the default set; ``defaults=False``
+        leaves that set out. Raises ConfigError for a pattern that does not compile or that matches
+        nothing of a text."""
+        self._patterns = [_compiled(pattern) for pattern in patterns]
+        self._secrets = SecretRedactor() if defaults else None
+
+    def spans(self, text: str) -> list[RedactedSpan]:
+        """What is redacted in ``text``, in order and without overlaps."""
+        merged: list[RedactedSpan] = []
+        for span in sorted(self._found(text)):
+            if merged and span.start < merged[-1].end:
+                last = merged[-1]
+                merged[-1] = last._replace(end=max(last.end, span.end))
+            else:
+                merged.append(span)
+        return merged
+
+    def text(self, text: str) -> str:
+        """``text`` with a mark in the place of each span."""
+        return self._marked(text, set())
+
+    def message(self, message: Message, removed: set[str]) -> Message:
+        """``message`` without what is redacted, which is added to ``removed``."""
+        calls = tuple(
+            ToolCall(call.id, call.name, self._marked(call.arguments, removed))
+            for call in message.tool_calls
+        )
+        reasoning = message.reasoning
+        return msgspec.structs.replace(
+            message,
+            content=self._marked(message.content, removed),
+            reasoning=None if reasoning is None else self._marked(reasoning, removed),
+            tool_calls=calls,
+        )
+
+    def tokens(
+        self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
+    ) -> list[bool]:
+        """Which of ``ids`` spell something that is redacted. ``removed`` are texts that were
+        redacted in the messages: they are looked for in addition to the patterns."""
+        text = decode(ids)
+        spans = [(span.start, span.end) for span in self.spans(text)]
+        for value in removed:
+            spans += [(match.start(), match.end()) for match in re.finditer(re.escape(value), text)]
+        if len(spans) > _MAX_SPANS:
+            return [True] * len(ids)
+        flags = [False] * len(ids)
+        lengths = _PrefixLengths(ids, decode)
+        for start, end in spans:
+            for index in range(lengths.last_up_to(start), lengths.first_from(end)):
+                flags[index] = True
+        return flags
+
+    def _marked(self, text: str, removed: set[str]) -> str:
+        parts, begin = [], 0
+        for span in self.spans(text):
+            removed.add(text[span.start : span.end])
+            parts += [text[begin : span.start], f"«redacted {span.kind}»".replace(" »", "»")]
+            begin = span.end
+        return "".join([*parts, text[begin:]]) if parts else text
+
+    def _found(self, text: str) -> Iterator[RedactedSpan]:
+        for pattern in self._patterns:
+            for match in pattern.finditer(text):
+                if match.end() > match.start():
+                    yield RedactedSpan(match.start(), match.end(), "")
+        if self._secrets is None:
+            return
+        for start, end in secret_spans(text, self._secrets):
+            yield RedactedSpan(start, end, "key")
+        if "@" in text:
+            for match in _EMAIL.finditer(text):
+                yield RedactedSpan(match.start(), match.end(), "e-mail")
+        for match in _CARD.finditer(text):
+            if _has_check_digit(match.group()):
+                yield RedactedSpan(match.start(), match.end(), "card")
+        for match in _PHONE.finditer(text):
+            if sum(char.isdigit() for char in match.group()) in _PHONE_DIGITS:
+                yield RedactedSpan(match.start(), match.end(), "phone")
+
+
+_MAX_SPANS = 256
+"""Spans of one text that are looked for among its ids. If it has more, all ids are redacted, since
+a caller could otherwise keep the server busy."""
+
+
+class _PrefixLengths:
+    """Number of characters that each beginning of some ids decodes to, computed as needed."""
+
+    def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
+        self._ids = ids
+        self._decode = decode
+
+    def last_up_to(self, chars: int) -> int:
+        """The largest number of ids that spell nothing after character ``chars``. A character of
+        which only some bytes are decoded counts."""
+        return bisect_right(range(1, len(self._ids) + 1), chars, key=self._all)
+
+    def first_from(self, chars: int) -> int:
+        """The smallest number of ids that spell the first ``chars`` characters completely."""
+        return bisect_left(range(len(self._ids) + 1), chars, key=self._complete)
+
+    def _all(self, num: int) -> int:
+        return len(self._decode(self._ids[:num]))
+
+    def _complete(self, num: int) -> int:
+        return len(self._decode(self._ids[:num]).rstrip("\ufffd"))
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"--redact {pattern!r} is not a regular expression: {error}") from None
+    if compiled.fullmatch("") is not None:
+        raise ConfigError(
+            f"--redact {pattern!r} also matches an empty text: give a pattern that needs at least "
+            "one character"
+        )
+    return compiled
+
+
+def _has_check_digit(number: str) -> bool:
+    """Whether the digits of ``number`` pass Luhn's test, as all card numbers do."""
+    digits = [int(char) for char in number if char.isdigit()]
+    doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
+    return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0 and any(digits)

@@ -1,0 +1,486 @@
+"""Keeps the conversations that a served policy holds, with their exact token ids, as runs of a
+store, and the feedback about them.
+
+    request ─ reply ──> redact ──> its conversation ──> STORE/runs/RUN_ID.jsonl   one per tree
+    POST /v1/feedback ─> reply's id ──> its turn ──────>        … a score of that turn
+                                        STORE/replies.sqlite    reply's id -> its turn
+                                        STORE/traffic.json      whose conversations these are
+
+A request that continues a reply by exactly its token ids is the next turn of that reply's call. If
+that call has gone on already, or the request asks for several replies, it is another call of the
+same run. Any other request begins a run. After each reply the journal is complete, so that a killed
+server loses only replies that were not sent yet.
+
+Decides also when conversations are deleted: when they have been silent for too long, and the oldest
+first when the store is too large. A conversation that cannot be stored is counted and logged; its
+reply is still sent. Not here: what is redacted (see redaction.py), HTTP (see policy.py and
+feedback.py), and how a training reads the store (see ramify/train/traffic.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sqlite3
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from ramify.clients.base import Request
+from ramify.errors import ConfigError, RamifyError, StoreError, UnknownRun
+from ramify.logging import RoomLogger
+from ramify.serve.redaction import Redaction
+from ramify.store.journal import Journal
+from ramify.store.private_files import FILE_MODE
+from ramify.store.store import Store
+from ramify.types.event import (
+    AnyEvent,
+    CallEnded,
+    CallStarted,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    ScoreAdded,
+)
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.traffic import (
+    FEEDBACK,
+    RECORDER,
+    REDACTED,
+    TASK,
+    TEMPERATURE,
+    PolicyIdentity,
+    read_identity,
+    write_identity,
+)
+from ramify.types.trajectory import Stop, cut
+
+if TYPE_CHECKING:
+    from ramify.models.load import Policy
+
+T = TypeVar("T")
+_INDEX_FILE = "replies.sqlite"
+_INDEX = (
+    "CREATE TABLE IF NOT EXISTS replies (id TEXT, choice INTEGER, run TEXT, call TEXT, "
+    "turn INTEGER, PRIMARY KEY (id, choice)) WITHOUT ROWID"
+)
+_PLACEHOLDER = "x"
+_MAX_PATHS = 8192
+"""Replies that a later request may continue."""
+_MAX_OPEN = 64
+"""Journals that are kept open."""
+_CHECK_S = 60.0
+"""Time between two measurements of the store."""
+_FILL = 0.9
+"""Share of the maximum size to which a store that is too large is reduced."""
+_log = RoomLogger("serve")
+
+
+class RecordedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy whose conversations are recorded."""
+
+    identity: PolicyIdentity
+    decode: Callable[[Sequence[int]], str]
+    """Token ids -> their text, special tokens included."""
+    placeholder: int
+    """Id that takes the place of a redacted one."""
+    temperature: float
+    """Temperature of a request that does not say."""
+    fingerprint: str = ""
+    """Fingerprint of the weights at the start."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> RecordedPolicy:
+        """Describe a policy of this process."""
+        from ramify.models.identity import identity_of
+        from ramify.models.weights import fingerprint
+
+        tokenizer = policy.tokenizer
+        decode = partial(
+            tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return cls(
+            identity=identity_of(policy),
+            decode=lambda ids: str(decode(list(ids))),
+            placeholder=tokenizer.encode(_PLACEHOLDER, add_special_tokens=False)[-1],
+            temperature=policy.defaults.temperature,
+            fingerprint=fingerprint(policy.model),
+        )
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is kept, and for how long."""
+
+    max_bytes: int = 10 << 30
+    max_age_s: float | None = None
+    """Seconds after its last event when a conversation is deleted; None: when space is needed."""
+
+
+class UnknownReply(RamifyError):
+    """No recorded reply has this id."""
+
+
+class _Conversation:
+    """One run that is being recorded."""
+
+    def __init__(self, run: str, question: str) -> None:
+        self.run = run
+        self.question = question
+        self.started_at = time.time()
+        self.num_turns: dict[str, int] = {}
+        """Call -> its turns so far."""
+        self.usage = Usage()
+
+
+class _RecordedTurn(NamedTuple):
+    conversation: _Conversation
+    call: str
+    turn: int
+
+
+class TrafficRecorder:
+    """Records conversations into one store. Its methods may be called from one event loop; the
+    files are written in one thread. ``close`` it at the end."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        policy: RecordedPolicy,
+        redaction: Redaction | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        """Raises ConfigError if ``folder`` holds other runs, or conversations of another policy,
+        or cannot be written."""
+        self._redaction = redaction or Redaction()
+        self._retention = retention or Retention()
+        self._policy = policy
+        try:
+            self.store = Store(folder)
+            _claim(self.store, policy)
+            self._index = _open_index(self.store.root / _INDEX_FILE)
+        except (StoreError, OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"--record {folder}: {error}: give a folder that this user can write"
+            ) from None
+        self._paths: OrderedDict[bytes, _RecordedTurn] = OrderedDict()
+        self._journals: OrderedDict[str, Journal] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "traffic")
+        self._checked_at = 0.0
+        self._pruning: threading.Thread | None = None
+        self._written = 0
+        self.num_recorded = 0
+        """Replies that were stored since the start."""
+        self.num_lost = 0
+        """Replies that could not be stored."""
+
+    async def record(self, id: str, request: Request, replies: Sequence[Reply]) -> None:
+        """Store ``replies`` to ``request``, which are sent under ``id``. Never raises because of
+        the store."""
+        try:
+            await self._run(partial(self._record, id, request, replies))
+        except (RamifyError, OSError, sqlite3.Error) as error:
+            self.num_lost += len(replies)
+            if self.num_lost == len(replies):  # once: a full disk would fill the log, too
+                _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
+
+    async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
+        """Store a score of the reply that was sent under ``id``. Raises UnknownReply, and
+        StoreError if it cannot be written."""
+        await self._run(partial(self._feedback, id, choice, score, note))
+
+    async def close(self) -> None:
+        """Write everything to disk. Idempotent."""
+        if self._pruning is not None:
+            await asyncio.to_thread(self._pruning.join)
+        with contextlib.suppress(RuntimeError):  # already closed
+            await self._run(self._close)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        # A request that is cancelled here must not leave half a turn behind: the thread ends it.
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
+
+    # --- in the thread
+
+    def _record(self, id: str, request: Request, replies: Sequence[Reply]) -> None:
+        for choice, reply in enumerate(replies):
+            if reply.prompt_ids is None or reply.token_ids is None or reply.logprobs is None:
+                raise StoreError("the engine gave no token ids")
+            place = self._add(request, reply)
+            self._index.execute(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)",
+                (id, choice, place.conversation.run, place.call, place.turn),
+            )
+            self._remember((*reply.prompt_ids, *reply.token_ids), place)
+            self.num_recorded += 1
+        if self._pruning is None and (
+            time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
+        ):
+            self._begin_pruning()
+
+    def _add(self, request: Request, reply: Reply) -> _RecordedTurn:
+        """Append one reply to the journal of its conversation, or of a new one."""
+        removed: set[str] = set()
+        messages = tuple(self._redaction.message(each, removed) for each in request.messages)
+        said = self._redaction.message(reply.message, removed)
+        earlier = self._continued(request, reply)
+        conversation = (
+            _Conversation(self.store.new_id("chat"), _question(messages))
+            if earlier is None
+            else earlier.conversation
+        )
+        place, reused, reused_ids = self._place(conversation, earlier, request)
+        stored, redacted = self._without_redacted(reply, reused_ids, said, removed)
+        stop = Stop.MAX_TOKENS if reply.finish == "length" else Stop.FINAL
+        conversation.usage += reply.usage
+        turn = {"call": place.call, "turn": place.turn}
+        events: list[AnyEvent] = [
+            RequestStarted(
+                **turn,
+                reused=reused,
+                prompt=messages[reused:],
+                prompt_hash=hashlib.sha256(msgspec.json.encode(messages)).hexdigest(),
+            ),
+            ReplyReceived(**turn, reply=stored, reused_ids=reused_ids),
+            ScoreAdded(
+                **turn,
+                by=RECORDER,
+                values={TEMPERATURE: self._temperature(request)},
+                tokens={REDACTED: redacted} if any(redacted) else {},
+            ),
+            CallEnded(id=place.call, stop=stop, answer=said.content),
+            RunEnded(stop=stop, answer=said.content, usage=conversation.usage),
+        ]
+        if place.turn == 0:
+            started = CallStarted(
+                id=place.call,
+                kind="lm",
+                model=f"local:{self._policy.identity.name}",
+                depth=0,
+                question=conversation.question,
+            )
+            events.insert(0, started)
+        events.insert(
+            0, self._started(conversation) if earlier is None else RunResumed(limits={}, forgets={})
+        )
+        self._append(conversation, events, reply.seconds)
+        conversation.num_turns[place.call] = place.turn + 1
+        return place
+
+    def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:
+        """The stored turn whose ids the prompt begins with; None if there is none any more."""
+        known = request.known
+        if known is None or (reply.prompt_ids or ())[: len(known.ids)] != known.ids:
+            return None
+        earlier = self._paths.get(_key(known.ids))
+        if earlier is None or self._journal(earlier.conversation.run) is None:
+            return None
+        return earlier
+
+    def _place(
+        self, conversation: _Conversation, earlier: _RecordedTurn | None, request: Request
+    ) -> tuple[_RecordedTurn, int, int]:
+        """(where a reply belongs, how many messages and how many ids its prompt reuses)"""
+        known = request.known
+        if (
+            earlier is not None
+            and known is not None
+            and conversation.num_turns[earlier.call] == earlier.turn + 1
+        ):
+            place = _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
+            return place, known.num_messages, len(known.ids)
+        return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0), 0, 0
+
+    def _without_redacted(
+        self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
+    ) -> tuple[Reply, list[float]]:
+        """(``reply`` as it is stored, 1 for each sampled token that was redacted)"""
+        prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
+        given = prompt[reused_ids:]
+        flags = self._redaction.tokens([*given, *sampled], self._policy.decode, removed)
+        in_prompt, in_reply = flags[: len(given)], flags[len(given) :]
+        stored = msgspec.structs.replace(
+            reply,
+            message=said,
+            prompt_ids=self._replaced(given, in_prompt),
+            token_ids=self._replaced(sampled, in_reply),
+        )
+        if any(in_reply):  # these values would tell which token it was
+            stored = msgspec.structs.replace(
+                stored,
+                logprobs=_blanked(logprobs or (), in_reply, 0.0),
+                kept=None if reply.kept is None else _blanked(reply.kept, in_reply, ()),
+                routes=None if reply.routes is None else _blanked(reply.routes, in_reply, ()),
+            )
+        return stored, list(map(float, in_reply))
+
+    def _replaced(self, ids: Sequence[int], flags: Sequence[bool]) -> tuple[int, ...]:
+        return _blanked(ids, flags, self._policy.placeholder)
+
+    def _temperature(self, request: Request) -> float:
+        given = request.sampling.temperature
+        return self._policy.temperature if given is None else given
+
+    def _started(self, conversation: _Conversation) -> RunStarted:
+        about = {
+            "policy": msgspec.to_builtins(self._policy.identity),
+            "fingerprint": self._policy.fingerprint,
+        }
+        return RunStarted(
+            id=conversation.run,
+            question=conversation.question,
+            started_at=conversation.started_at,
+            task=TASK,
+            config={"traffic": about},
+        )
+
+    def _append(
+        self, conversation: _Conversation, events: Sequence[AnyEvent], seconds: float
+    ) -> None:
+        if isinstance(events[0], RunStarted):
+            journal = self._opened(self.store.create(conversation.run))
+        else:
+            journal = self._journals[conversation.run]
+        now, before = time.time() - conversation.started_at, journal.file.size
+        for event in events:
+            is_before = isinstance(event, RunStarted | RunResumed | CallStarted | RequestStarted)
+            at_s = max(0.0, now - seconds * is_before)
+            journal.append(msgspec.structs.replace(event, at_s=at_s))
+        self._written += journal.file.size - before
+
+    def _journal(self, run: str) -> Journal | None:
+        """The journal of ``run``; None if there is none, or none any more."""
+        journal = self._journals.get(run)
+        if journal is not None:
+            self._journals.move_to_end(run)
+            return journal
+        try:
+            return self._opened(self.store.reopen(run))
+        except UnknownRun:
+            return None
+
+    def _opened(self, journal: Journal) -> Journal:
+        self._journals[journal.id] = journal
+        while len(self._journals) > _MAX_OPEN:
+            self._journals.popitem(last=False)[1].close()
+        return journal
+
+    def _remember(self, ids: Sequence[int], place: _RecordedTurn) -> None:
+        key = _key(ids)
+        self._paths[key] = place
+        self._paths.move_to_end(key)
+        while len(self._paths) > _MAX_PATHS:
+            self._paths.popitem(last=False)
+
+    def _feedback(self, id: str, choice: int, score: float, note: str) -> None:
+        row = self._index.execute(
+            "SELECT run, call, turn FROM replies WHERE id = ? AND choice = ?", (id, choice)
+        ).fetchone()
+        journal = self._journal(row[0]) if row is not None else None
+        if journal is None:
+            raise UnknownReply(f"no recorded reply has the id {id!r}, or it was deleted")
+        event = ScoreAdded(
+            by=FEEDBACK,
+            call=row[1],
+            turn=row[2],
+            rewards={FEEDBACK: score},
+            text=self._redaction.text(note),
+            at_s=0.0,
+        )
+        journal.append(event)
+
+    def _is_filling(self) -> bool:
+        """Whether the replies since the last measurement may have filled the store."""
+        return self._written > self._retention.max_bytes * (1 - _FILL) / 2
+
+    def _begin_pruning(self) -> None:
+        """Look for what has to be deleted, in another thread: nobody waits for it."""
+        self._checked_at, self._written = time.monotonic(), 0
+        self._close_journals()  # an open one would stay
+        self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
+        self._pruning.start()
+
+    def _prune(self) -> None:
+        """Delete conversations that are too old, and the oldest ones if the store is too large."""
+        limits, removed = self._retention, []
+        try:
+            is_large = self.store.size() > limits.max_bytes
+            if is_large or limits.max_age_s is not None:
+                max_bytes = int(limits.max_bytes * _FILL) if is_large else None
+                removed = self.store.prune(limits.max_age_s, max_bytes=max_bytes).runs
+        except (RamifyError, OSError) as error:
+            _log.error("traffic_not_deleted", f"old conversations stay: {error}", shown=True)
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._thread.submit(self._end_pruning, removed)
+
+    def _end_pruning(self, removed: Sequence[str]) -> None:
+        self._pruning = None
+        self._index.executemany("DELETE FROM replies WHERE run = ?", [(run,) for run in removed])
+        if removed:
+            _log.info("traffic_deleted", f"deleted {len(removed)} recorded conversations")
+
+    def _close_journals(self) -> None:
+        while self._journals:
+            self._journals.popitem()[1].close()
+
+    def _close(self) -> None:
+        self._close_journals()
+        self._index.close()
+
+
+def _key(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+
+
+def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
+    """``values`` with ``blank`` in the places that are flagged."""
+    return tuple(blank if flag else value for value, flag in zip(values, flags, strict=True))
+
+
+def _question(messages: Sequence[Message]) -> str:
+    """The first message of the user, for listings."""
+    return cut(next((each.content for each in messages if each.role == "user"), ""))
+
+
+def _claim(store: Store, policy: RecordedPolicy) -> None:
+    """Mark ``store`` as one of this policy's traffic. Raises ConfigError for any other store: its
+    runs would be deleted with old conversations."""
+    identity = read_identity(store.root)
+    if identity is None:
+        if store.ids():
+            raise ConfigError(
+                f"{store.root} holds runs that are not recorded traffic, and old ones would be "
+                "deleted: give --record another folder"
+            )
+        write_identity(store.root, policy.identity)
+    elif difference := identity.difference(policy.identity):
+        raise ConfigError(
+            f"{store.root} holds conversations of {difference}: give --record another folder"
+        )
+
+
+def _open_index(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        path.touch(FILE_MODE)
+    index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        index.execute("PRAGMA journal_mode=WAL")
+        index.execute("PRAGMA wal_autocheckpoint=16")
+        # A commit survives the death of this process, which is what a reply's id needs.
+        index.execute("PRAGMA synchronous=OFF")
+        index.execute(_INDEX)
+    except BaseException:
+        index.close()
+        raise
+    return index
