@@ -42,6 +42,7 @@ from ramify.serve.redaction import Redaction
 from ramify.store.journal import Journal
 from ramify.store.private_files import FILE_MODE
 from ramify.store.store import Store
+from ramify.store.traffic_identity import read_identity, write_identity
 from ramify.types.event import (
     AnyEvent,
     CallEnded,
@@ -61,8 +62,6 @@ from ramify.types.traffic import (
     TASK,
     TEMPERATURE,
     PolicyIdentity,
-    read_identity,
-    write_identity,
 )
 from ramify.types.trajectory import Stop, cut
 
