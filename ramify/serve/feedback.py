@@ -4,7 +4,7 @@
 
 ``id`` is that of the response; ``index`` chooses one of several choices. ``score`` is any finite
 number, or true and false for 1 and 0: by convention 1 is a thumbs-up and 0 a thumbs-down. A later
-score replaces an earlier one. Not here: who may send it (the server's key), and where it is stored
+score replaces an earlier one. Not here: who may send it (the server's key), and how it is stored
 (see traffic_recorder.py).
 """
 

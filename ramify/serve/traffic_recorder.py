@@ -7,9 +7,9 @@ store, and the feedback about them.
                                         STORE/traffic.json      whose conversations these are
 
 A request that continues a reply by exactly its token ids is the next turn of that reply's call. If
-that call has gone on already, or the request asks for several replies, it is another call of the
-same run. Any other request begins a run. After each reply the journal is complete, so that a killed
-server loses only replies that were not sent yet.
+that call has a next turn already, the request is a fork of it, in the same run. Further replies to
+one request are calls of that run, too. Any other request begins a run. After each reply the journal
+is complete, so that a killed server loses only replies that were not sent yet.
 
 Decides also when conversations are deleted: when they have been silent for too long, and the oldest
 first when the store is too large. A conversation that cannot be stored is counted and logged; its
@@ -63,7 +63,7 @@ from ramify.types.traffic import (
     TEMPERATURE,
     PolicyIdentity,
 )
-from ramify.types.trajectory import Stop, cut
+from ramify.types.trajectory import CallCause, Fork, Stop, cut
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
@@ -213,10 +213,12 @@ class TrafficRecorder:
     # --- in the thread
 
     def _record(self, id: str, request: Request, replies: Sequence[Reply]) -> None:
+        first: _RecordedTurn | None = None
         for choice, reply in enumerate(replies):
             if reply.prompt_ids is None or reply.token_ids is None or reply.logprobs is None:
                 raise StoreError("the engine gave no token ids")
-            place = self._add(request, reply)
+            place = self._add(request, reply, first)
+            first = first or place
             self._index.execute(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)",
                 (id, choice, place.conversation.run, place.call, place.turn),
@@ -228,18 +230,23 @@ class TrafficRecorder:
         ):
             self._begin_pruning()
 
-    def _add(self, request: Request, reply: Reply) -> _RecordedTurn:
-        """Append one reply to the journal of its conversation, or of a new one."""
+    def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
+        """Append one reply to the journal of its conversation, or of a new one. ``first`` is where
+        the first reply to the same request is."""
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
         earlier = self._continued(request, reply)
-        conversation = (
-            _Conversation(self.store.new_id("chat"), _question(messages))
-            if earlier is None
-            else earlier.conversation
-        )
-        place, reused, reused_ids = self._place(conversation, earlier, request)
+        is_new = earlier is None and first is None
+        if earlier is not None:
+            conversation = earlier.conversation
+        elif first is not None:
+            conversation = first.conversation
+        else:
+            conversation = _Conversation(self.store.new_id("chat"), _question(messages))
+        known = request.known if earlier is not None else None
+        reused, reused_ids = (known.num_messages, len(known.ids)) if known is not None else (0, 0)
+        place = _place(conversation, earlier)
         stored, redacted = self._without_redacted(reply, reused_ids, said, removed)
         stop = Stop.MAX_TOKENS if reply.finish == "length" else Stop.FINAL
         conversation.usage += reply.usage
@@ -268,10 +275,12 @@ class TrafficRecorder:
                 model=f"local:{self._policy.identity.name}",
                 depth=0,
                 question=conversation.question,
+                fork=None if earlier is None else Fork(earlier.call, earlier.turn),
+                cause=_cause(earlier, first),
             )
             events.insert(0, started)
         events.insert(
-            0, self._started(conversation) if earlier is None else RunResumed(limits={}, forgets={})
+            0, self._started(conversation) if is_new else RunResumed(limits={}, forgets={})
         )
         self._append(conversation, events, reply.seconds)
         conversation.num_turns[place.call] = place.turn + 1
@@ -286,20 +295,6 @@ class TrafficRecorder:
         if earlier is None or self._journal(earlier.conversation.run) is None:
             return None
         return earlier
-
-    def _place(
-        self, conversation: _Conversation, earlier: _RecordedTurn | None, request: Request
-    ) -> tuple[_RecordedTurn, int, int]:
-        """(where a reply belongs, how many messages and how many ids its prompt reuses)"""
-        known = request.known
-        if (
-            earlier is not None
-            and known is not None
-            and conversation.num_turns[earlier.call] == earlier.turn + 1
-        ):
-            place = _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
-            return place, known.num_messages, len(known.ids)
-        return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0), 0, 0
 
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
@@ -404,7 +399,7 @@ class TrafficRecorder:
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Look for what has to be deleted, in another thread: nobody waits for it."""
+        """Look for what has to be deleted, in another thread, so that no reply waits."""
         self._checked_at, self._written = time.monotonic(), 0
         self._close_journals()  # an open one would stay
         self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
@@ -436,6 +431,20 @@ class TrafficRecorder:
     def _close(self) -> None:
         self._close_journals()
         self._index.close()
+
+
+def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
+    """Where a reply belongs whose prompt begins with the turn ``earlier``."""
+    if earlier is not None and conversation.num_turns[earlier.call] == earlier.turn + 1:
+        return _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
+    return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
+
+
+def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> CallCause:
+    """Why a call begins."""
+    if first is not None:
+        return CallCause.SAMPLE
+    return CallCause.NEW if earlier is None else CallCause.BRANCH
 
 
 def _key(ids: Sequence[int]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ramify.clients.base import Request
+from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
@@ -24,7 +24,7 @@ from ramify.serve.redaction import Redaction
 from ramify.serve.traffic_recorder import RecordedPolicy, Retention, TrafficRecorder
 from ramify.store.store import Store
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Fork, Stop, Trajectory
 from tests.inference.helpers import policy
 
 Body = dict[str, Any]
@@ -125,14 +125,14 @@ def test_a_conversation_is_one_run_with_the_engines_ids(tmp_path: Path) -> None:
         assert [turn.prompt for turn in call.turns] == [
             (Message("user", "one"),), (Message("user", "two"),), (Message("user", "three"),)
         ]  # fmt: skip
-        assert run.metrics == {}
+        assert run.metrics == {"calls.new": 1, "turns.continued": 2}
         assert run.task == "traffic"
         assert [mark.values for mark in run.marks] == [{"temperature": 1.0}] * 3
 
     asyncio.run(test())
 
 
-def test_a_second_continuation_is_another_call_of_the_same_run(tmp_path: Path) -> None:
+def test_a_second_continuation_is_a_fork_in_the_same_run(tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(tmp_path) as traffic:
             first = content(await traffic.chat("one"))
@@ -141,9 +141,29 @@ def test_a_second_continuation_is_another_call_of_the_same_run(tmp_path: Path) -
             await traffic.chat("something else")
         tree, other = sorted(traffic.runs(), key=lambda run: -len(run.calls))
         assert [len(call.turns) for call in tree.calls] == [2, 1]
+        assert tree.calls[1].fork == Fork("0", 0)
+        assert tree.calls[1].turns[0].prompt == (Message("user", "two again"),)
         assert [len(call.turns) for call in other.calls] == [1]
         _, reply = traffic.engine.log[2]
         assert ids_of(tree, "1") == [*(reply.prompt_ids or ()), *(reply.token_ids or ())]
+
+    asyncio.run(test())
+
+
+def test_several_replies_to_one_request_are_calls_of_one_run(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as traffic:
+            request = Request((Message("user", "one"),), Sampling(6, 1.0))
+            replies = [await traffic.engine.complete(request) for _ in range(3)]
+            await traffic.recorder.record("chatcmpl-1", request, replies)
+            said = {"id": "chatcmpl-1", "index": 2, "score": 1}
+            assert (await traffic.post("feedback", said))[0] == 200
+        [run] = traffic.runs()
+        assert [call.cause for call in run.calls] == ["new", "sample", "sample"]
+        assert [call.turns[0].reply.token_ids for call in run.calls] == [
+            reply.token_ids for reply in replies
+        ]
+        assert run.marks[-1].call == "2"
 
     asyncio.run(test())
 
