@@ -104,6 +104,7 @@ class CompletionRequest(msgspec.Struct):
     parallel_tool_calls: bool | None = None
     response_format: Any = None
     prompt_cache_key: str | None = None
+    store: bool | None = None
     # Rejected unless their value has no effect: see ``_HARMLESS``.
     frequency_penalty: Any = None
     presence_penalty: Any = None
@@ -141,7 +142,8 @@ class ChatExchange:
         )
         self._parsed = parsed
         self._model = model
-        self._id = f"chatcmpl-{uuid.uuid4().hex[:24]}"
+        self.id = f"chatcmpl-{uuid.uuid4().hex[:24]}"
+        self.is_private = parsed.store is False
         self._created = int(time.time())
         self._growths = [ReplyGrowth() for _ in range(self.num_replies)]
         self._usages: list[Usage] = []
@@ -171,7 +173,7 @@ class ChatExchange:
         if calls:
             delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
             events += self._event(index, delta)
-        last = event(self._id, self._model.name, {}, index, self._created)
+        last = event(self.id, self._model.name, {}, index, self._created)
         last["choices"][0]["finish_reason"] = reply.finish
         self._add_tokens(last["choices"][0], reply)
         if self._parsed.return_token_ids:
@@ -204,10 +206,10 @@ class ChatExchange:
             choice["token_ids"] = reply.token_ids or ()
 
     def _event(self, index: int, delta: dict[str, Any]) -> bytes:
-        return server_sent(event(self._id, self._model.name, delta, index, self._created))
+        return server_sent(event(self.id, self._model.name, delta, index, self._created))
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return head(self._id, self._model.name, kind, self._created)
+        return head(self.id, self._model.name, kind, self._created)
 
 
 def read(body: bytes, model: ServedModel) -> ChatExchange:

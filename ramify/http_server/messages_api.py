@@ -110,6 +110,7 @@ class MessagesExchange:
     """One message: what was asked, and how the reply is written."""
 
     num_replies = 1
+    is_private = False
 
     def __init__(self, parsed: MessagesRequest, model: ServedModel) -> None:
         """Raises Refused or RequestRejected for a request that cannot be answered."""
@@ -119,7 +120,7 @@ class MessagesExchange:
             _choice(parsed.tool_choice), self.request.tools, "tool_choice"
         )
         self._model = model
-        self._id = f"msg_{uuid.uuid4().hex[:24]}"
+        self.id = f"msg_{uuid.uuid4().hex[:24]}"
         self._growth = ReplyGrowth()
         self._open = ""
         """Type of the block that a stream is writing; empty if it writes none."""
@@ -130,7 +131,7 @@ class MessagesExchange:
         message = reply.message
         content: list[dict[str, Any]] = []
         if message.reasoning is not None:
-            signed = {"thinking": message.reasoning, "signature": self._id}
+            signed = {"thinking": message.reasoning, "signature": self.id}
             content.append({"type": "thinking", **signed})
         if message.content:
             content.append({"type": "text", "text": message.content})
@@ -190,7 +191,7 @@ class MessagesExchange:
             return b""
         events = b""
         if self._open == "thinking":
-            events = self._delta({"type": "signature_delta", "signature": self._id})
+            events = self._delta({"type": "signature_delta", "signature": self.id})
         events += _event("content_block_stop", index=self._num_blocks)
         self._open = ""
         self._num_blocks += 1
@@ -201,7 +202,7 @@ class MessagesExchange:
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self._model.name,

@@ -76,6 +76,10 @@ class ModelExchange(Protocol):
     for each reply, and ``close``, or ``fail`` instead of the rest.
     """
 
+    id: str
+    """Id of the response."""
+    is_private: bool
+    """If True, the caller wants nothing of this exchange to be recorded (``store: false``)."""
     request: Request
     num_replies: int
     is_streamed: bool

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from ramify.clients.base import Request
 from ramify.errors import ModelError, RamifyError, RateLimited, Refused
 from ramify.http_server import completions, messages_api, responses_api
 from ramify.http_server.model_api import ModelExchange, ServedModel, encode
@@ -38,11 +39,26 @@ _LARGE_BYTES = 1 << 18
 """Size above which a body is parsed in a thread."""
 
 
+Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
+"""Records a reply: (id of the response, number of the reply in it, request, reply)."""
+
+
 class AdmittedCaller(msgspec.Struct, frozen=True):
     """The model that answers a caller, and the caller's responses."""
 
     model: ServedModel
     stored: StoredResponses
+    recorder: Recorder | None = None
+    """Records each reply before it is sent completely; None if nothing is recorded."""
+
+    async def record(self, exchange: ModelExchange, index: int, reply: Reply) -> None:
+        if self.recorder is not None and not exchange.is_private:
+            await self.recorder(exchange.id, index, exchange.request, reply)
+
+    def notice(self, exchange: ModelExchange) -> dict[str, str]:
+        """Headers that tell a client that its conversation is recorded."""
+        is_recorded = self.recorder is not None and not exchange.is_private
+        return {"Ramify-Recorded": "true"} if is_recorded else {}
 
 
 Admission = Callable[[web.Request], AbstractAsyncContextManager[AdmittedCaller]]
@@ -68,21 +84,21 @@ class ModelRoutes:
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             return await self._answered(
-                http, caller.model, lambda body: completions.read(body, caller.model)
+                http, caller, lambda body: completions.read(body, caller.model)
             )
 
     async def _response(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             return await self._answered(
                 http,
-                caller.model,
+                caller,
                 lambda body: responses_api.read(body, caller.model, caller.stored),
             )
 
     async def _message(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             return await self._answered(
-                http, caller.model, lambda body: messages_api.read(body, caller.model)
+                http, caller, lambda body: messages_api.read(body, caller.model)
             )
 
     async def _count(self, http: web.Request) -> web.StreamResponse:
@@ -108,16 +124,17 @@ class ModelRoutes:
             return _json(encode({"id": id, "object": "response", "deleted": True}))
 
     async def _answered(
-        self, http: web.Request, model: ServedModel, read: Callable[[bytes], ModelExchange]
+        self, http: web.Request, caller: AdmittedCaller, read: Callable[[bytes], ModelExchange]
     ) -> web.StreamResponse:
         with rejections():
             exchange = await _read(http, read)
             if exchange.is_streamed:
-                return await _streamed(http, model, exchange)
-            replies = await model.replies(exchange.request, exchange.num_replies)
-            for reply in replies:
+                return await _streamed(http, caller, exchange)
+            replies = await caller.model.replies(exchange.request, exchange.num_replies)
+            for index, reply in enumerate(replies):
                 _check(reply, exchange)
-            return _json(exchange.body(replies))
+                await caller.record(exchange, index, reply)
+            return _json(exchange.body(replies), caller.notice(exchange))
 
 
 @contextlib.contextmanager
@@ -143,9 +160,13 @@ def rejection_of(error: RamifyError) -> RequestRejected:
             return RequestRejected(str(error))
 
 
-def listed_models(http: web.Request, name: str, window: int | None) -> web.Response:
+def listed_models(
+    http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
+) -> web.Response:
     """The list of models, with the only one, in the format of the API that was asked."""
     about: dict[str, Any] = {} if window is None else {"max_model_len": window}
+    if is_recorded:
+        about["recorded"] = True
     if asks_anthropic(http):
         model = {"type": "model", "id": name, "display_name": name}
         model["created_at"] = "1970-01-01T00:00:00Z"
@@ -163,17 +184,22 @@ async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _streamed(
-    http: web.Request, model: ServedModel, exchange: ModelExchange
+    http: web.Request, caller: AdmittedCaller, exchange: ModelExchange
 ) -> web.StreamResponse:
     response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        headers={
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            **caller.notice(exchange),
+        }
     )
     try:
-        stream = model.stream(exchange.request, exchange.num_replies)
+        stream = caller.model.stream(exchange.request, exchange.num_replies)
         async with contextlib.aclosing(stream) as parts:
             async for index, part in parts:
                 if isinstance(part, Reply):
                     _check(part, exchange)
+                    await caller.record(exchange, index, part)
                 events = b""
                 if not response.prepared:  # the first part has arrived, so the request is valid
                     await response.prepare(http)
@@ -207,8 +233,8 @@ def _check(reply: Reply, exchange: ModelExchange) -> None:
         )
 
 
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+def _json(body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 def _no_response(http: web.Request) -> RequestRejected:

@@ -199,7 +199,8 @@ class ResponsesExchange:
         self._stored = stored
         self._num_bytes = num_bytes
         self._key = uuid.uuid4().hex
-        self._id = f"resp_{self._key}"
+        self.id = f"resp_{self._key}"
+        self.is_private = parsed.store is False
         self._created = int(time.time())
         self._number = 0
         self._growth = ReplyGrowth()
@@ -260,7 +261,7 @@ class ResponsesExchange:
         if self._parsed.store is not False:
             messages = (*self._conversation, reply.message)
             num_bytes = self._num_bytes + len(body)
-            self._stored.keep(self._id, StoredResponse(messages, body, num_bytes))
+            self._stored.keep(self.id, StoredResponse(messages, body, num_bytes))
         return body
 
     def _output(self, reply: Reply) -> list[dict[str, Any]]:
@@ -357,7 +358,7 @@ class ResponsesExchange:
         parsed = self._parsed
         format = parsed.text.format if parsed.text is not None else None
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,

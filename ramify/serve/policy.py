@@ -8,6 +8,7 @@
     POST /v1/messages            } (see ramify/http_server/model_routes.py)
     POST /v1/completions         token ids in, token ids out (see token_completions.py)
     POST /generate               the same in SGLang's format
+    POST /v1/feedback            a score of a recorded reply (see feedback.py)
     GET  /version, /server_info  facts that a trainer compares with its policy
 
 The server remembers the token ids of its last replies. If a conversation comes back with one more
@@ -48,7 +49,9 @@ from ramify.http_server.shell import HttpServer, received
 from ramify.inference.http.engine_server import pressure_text
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
+from ramify.serve.feedback import add_feedback
 from ramify.serve.server_metrics import METRICS_TYPE
+from ramify.serve.traffic_recorder import TrafficRecorder
 from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
@@ -73,11 +76,13 @@ class PolicyServer:
         weight_syncs: Sequence[str] = (),
         weights_root: Path | None = None,
         wait_s: float = WAIT_S,
+        recorder: TrafficRecorder | None = None,
     ) -> None:
         """``name`` is the model's name. ``key`` is the bearer key that clients must send; by
         default the server makes one for this start, if its ``address`` needs one. With
-        ``weight_transfer``, clients may also replace the weights; the last three parameters are
-        those of ``WeightRoutes``.
+        ``weight_transfer``, clients may also replace the weights; the three parameters after it
+        are those of ``WeightRoutes``. ``recorder`` keeps replies and their feedback, except of
+        requests with ``store: false``; the owner closes it.
 
         Raises ConfigError for an open address with ``weight_transfer``.
         """
@@ -93,7 +98,11 @@ class PolicyServer:
         self._client = client
         self._in_flight = 0
         self._waiting = 0
-        self._caller = AdmittedCaller(ServedPolicy(client, name), StoredResponses())
+        self._policy = ServedPolicy(client, name)
+        self._recorder = recorder
+        self._caller = AdmittedCaller(
+            self._policy, StoredResponses(), None if recorder is None else self._record
+        )
         self._weights: WeightRoutes | None = None
         if weight_transfer:
             self._weights = WeightRoutes(
@@ -123,6 +132,7 @@ class PolicyServer:
         ModelRoutes(self._admitted).add_to(app)
         app.router.add_post("/v1/completions", self._sample)
         app.router.add_post("/generate", self._sample)
+        add_feedback(app, self._recorder)
         for path in ("/version", "/server_info", "/model_info"):
             app.router.add_get(path, self._facts)
         if self._weights is not None:
@@ -145,7 +155,9 @@ class PolicyServer:
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
-        return listed_models(http, self.name, self._client.window)
+        return listed_models(
+            http, self.name, self._client.window, is_recorded=self._recorder is not None
+        )
 
     async def _facts(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -181,6 +193,10 @@ class PolicyServer:
         finally:
             self._in_flight -= 1
 
+    async def _record(self, id: str, index: int, request: Request, reply: Reply) -> None:
+        assert self._recorder is not None
+        await self._recorder.record(id, index, self._policy.continued(request), reply)
+
     async def _wait_until_ready(self) -> None:
         """Wait until the engine is awake and its weights are complete.
 
@@ -204,9 +220,13 @@ class ServedPolicy:
         self._client = client
         self._paths = _KnownPaths()
 
+    def continued(self, request: Request) -> Request:
+        """Return ``request`` with the token ids of its longest known prefix."""
+        return self._paths.continued(request)
+
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Return independent replies: with a seed, reply number i is that of ``seed + i``."""
-        request, schema = self._paths.continued(request), await _schema_of(request)
+        request, schema = self.continued(request), await _schema_of(request)
         if num_replies == 1:
             return (await self._reply(request, schema),)
         asking = [
@@ -221,7 +241,7 @@ class ServedPolicy:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        request, schema = self._paths.continued(request), await _schema_of(request)
+        request, schema = self.continued(request), await _schema_of(request)
         streams = [self._client.stream(each) for each in _apart(request, num_replies)]
         async with contextlib.aclosing(_merged(streams)) as parts:
             async for index, part in parts:
@@ -230,7 +250,7 @@ class ServedPolicy:
                 yield index, part
 
     def num_tokens(self, request: Request) -> int:
-        return len(self._client.rendering.ids(self._paths.continued(request)))
+        return len(self._client.rendering.ids(self.continued(request)))
 
     def text_of(self, id: int) -> str:
         return self._client.rendering.text_of(id)

@@ -68,6 +68,7 @@ from ramify.types.trajectory import CallCause, Fork, Stop, cut
 if TYPE_CHECKING:
     from ramify.models.load import Policy
 
+K = TypeVar("K")
 T = TypeVar("T")
 _INDEX_FILE = "replies.sqlite"
 _INDEX = (
@@ -173,6 +174,8 @@ class TrafficRecorder:
                 f"--record {folder}: {error}: give a folder that this user can write"
             ) from None
         self._paths: OrderedDict[bytes, _RecordedTurn] = OrderedDict()
+        self._responses: OrderedDict[str, _RecordedTurn] = OrderedDict()
+        """Id of a response -> where its last reply is."""
         self._journals: OrderedDict[str, Journal] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "traffic")
         self._checked_at = 0.0
@@ -183,14 +186,14 @@ class TrafficRecorder:
         self.num_lost = 0
         """Replies that could not be stored."""
 
-    async def record(self, id: str, request: Request, replies: Sequence[Reply]) -> None:
-        """Store ``replies`` to ``request``, which are sent under ``id``. Never raises because of
-        the store."""
+    async def record(self, id: str, choice: int, request: Request, reply: Reply) -> None:
+        """Store a reply to ``request``, which is sent as number ``choice`` of the response ``id``.
+        Never raises because of the store."""
         try:
-            await self._run(partial(self._record, id, request, replies))
+            await self._run(partial(self._record, id, choice, request, reply))
         except (RamifyError, OSError, sqlite3.Error) as error:
-            self.num_lost += len(replies)
-            if self.num_lost == len(replies):  # once: a full disk would fill the log, too
+            self.num_lost += 1
+            if self.num_lost == 1:  # once: a full disk would fill the log, too
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
 
     async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
@@ -212,19 +215,17 @@ class TrafficRecorder:
 
     # --- in the thread
 
-    def _record(self, id: str, request: Request, replies: Sequence[Reply]) -> None:
-        first: _RecordedTurn | None = None
-        for choice, reply in enumerate(replies):
-            if reply.prompt_ids is None or reply.token_ids is None or reply.logprobs is None:
-                raise StoreError("the engine gave no token ids")
-            place = self._add(request, reply, first)
-            first = first or place
-            self._index.execute(
-                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)",
-                (id, choice, place.conversation.run, place.call, place.turn),
-            )
-            self._remember((*reply.prompt_ids, *reply.token_ids), place)
-            self.num_recorded += 1
+    def _record(self, id: str, choice: int, request: Request, reply: Reply) -> None:
+        if reply.prompt_ids is None or reply.token_ids is None or reply.logprobs is None:
+            raise StoreError("the engine gave no token ids")
+        place = self._add(request, reply, self._responses.get(id))
+        self._index.execute(
+            "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)",
+            (id, choice, place.conversation.run, place.call, place.turn),
+        )
+        _remember(self._paths, _key((*reply.prompt_ids, *reply.token_ids)), place)
+        _remember(self._responses, id, place)
+        self.num_recorded += 1
         if self._pruning is None and (
             time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
         ):
@@ -232,11 +233,13 @@ class TrafficRecorder:
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
         """Append one reply to the journal of its conversation, or of a new one. ``first`` is where
-        the first reply to the same request is."""
+        an earlier reply to the same request is."""
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
         earlier = self._continued(request, reply)
+        if first is not None and self._journal(first.conversation.run) is None:
+            first = None  # deleted meanwhile
         is_new = earlier is None and first is None
         if earlier is not None:
             conversation = earlier.conversation
@@ -370,13 +373,6 @@ class TrafficRecorder:
             self._journals.popitem(last=False)[1].close()
         return journal
 
-    def _remember(self, ids: Sequence[int], place: _RecordedTurn) -> None:
-        key = _key(ids)
-        self._paths[key] = place
-        self._paths.move_to_end(key)
-        while len(self._paths) > _MAX_PATHS:
-            self._paths.popitem(last=False)
-
     def _feedback(self, id: str, choice: int, score: float, note: str) -> None:
         row = self._index.execute(
             "SELECT run, call, turn FROM replies WHERE id = ? AND choice = ?", (id, choice)
@@ -431,6 +427,13 @@ class TrafficRecorder:
     def _close(self) -> None:
         self._close_journals()
         self._index.close()
+
+
+def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTurn) -> None:
+    places[key] = place
+    places.move_to_end(key)
+    while len(places) > _MAX_PATHS:
+        places.popitem(last=False)
 
 
 def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ramify.clients.base import Request, Sampling
+from ramify.clients.base import Request
 from ramify.errors import ConfigError
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
@@ -150,20 +150,39 @@ def test_a_second_continuation_is_a_fork_in_the_same_run(tmp_path: Path) -> None
     asyncio.run(test())
 
 
-def test_several_replies_to_one_request_are_calls_of_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_replies_to_one_request_are_calls_of_one_run(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
         async with serving(tmp_path) as traffic:
-            request = Request((Message("user", "one"),), Sampling(6, 1.0))
-            replies = [await traffic.engine.complete(request) for _ in range(3)]
-            await traffic.recorder.record("chatcmpl-1", request, replies)
-            said = {"id": "chatcmpl-1", "index": 2, "score": 1}
+            body = await traffic.chat("one", n=3, stream=stream)
+            if stream:
+                body = json.loads(body["events"][0].removeprefix("data: "))
+            said = {"id": body["id"], "index": 2, "score": 1}
             assert (await traffic.post("feedback", said))[0] == 200
         [run] = traffic.runs()
         assert [call.cause for call in run.calls] == ["new", "sample", "sample"]
-        assert [call.turns[0].reply.token_ids for call in run.calls] == [
-            reply.token_ids for reply in replies
-        ]
-        assert run.marks[-1].call == "2"
+        assert {call.turns[0].reply.prompt_ids for call in run.calls} == {
+            run.root.turns[0].reply.prompt_ids
+        }
+        scored = {mark.call for mark in run.marks if mark.by == "feedback"}
+        assert len(scored) == 1
+
+    asyncio.run(test())
+
+
+def test_all_apis_are_recorded(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as traffic:
+            _, body = await traffic.post("responses", {"input": "one", "max_output_tokens": 6})
+            _, more = await traffic.post(
+                "responses",
+                {"input": "two", "max_output_tokens": 6, "previous_response_id": body["id"]},
+            )
+            asked = [{"role": "user", "content": "three"}]
+            _, said = await traffic.post("messages", {"messages": asked, "max_tokens": 6})
+            for each in (body, more, said):
+                assert (await traffic.post("feedback", {"id": each["id"], "score": 1}))[0] == 200
+        assert sorted(len(run.root.turns) for run in traffic.runs()) == [1, 2]
 
     asyncio.run(test())
 
