@@ -69,7 +69,7 @@ PUBLIC = {
         GRPO GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
         HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
         JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL
-        ModelCaller NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
+        ModelCaller NextMessageHints NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
         OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
         ProcessRewardSignal ProxApprox PublishedPolicy RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
         RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo

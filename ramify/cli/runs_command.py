@@ -1,13 +1,15 @@
-"""``ramify runs``, and its forms ``review``, ``check``, ``repair``, ``rm`` and ``prune``: list,
-review, check, repair and delete stored runs.
+"""``ramify runs``, and its forms ``review``, ``score``, ``check``, ``repair``, ``rm`` and
+``prune``: list, review, score, check, repair and delete stored runs.
 
 Not here: the files of the store (see ramify/store/store.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -30,6 +32,10 @@ from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheck
 from ramify.store.reviews import RunReview
 from ramify.store.summary import RunSummary
+
+if TYPE_CHECKING:
+    from ramify.evaluate.traffic_scores import ScoringResult
+    from ramify.store.base import RunStore
 
 _SHORT = len("20260301-142501-5gk0x7m")
 """Length of the part of an id that a table shows. It identifies the run; the rest of an id is
@@ -89,6 +95,63 @@ def review(
     store.write_review(run, saved)
     print(f"reviewed {run}")
     return ExitCode.ANSWERED
+
+
+def score(
+    words: list[str],
+    correction: list[str] | None,
+    judge: str | None,
+    max_cost: float | None,
+    by: str | None,
+) -> int:
+    given = [bool(correction), bool(judge), bool(by)]
+    if sum(given) != 1:
+        raise UsageError("score by one of --correction PATTERN, --judge MODEL and --by FILE:NAME")
+    if max_cost is not None and not judge:
+        raise UsageError("--max-cost is about --judge MODEL")
+    from ramify.evaluate import traffic_scores
+    from ramify.plugins import Registry
+    from ramify.store.store import Store
+    from ramify.store.traffic_identity import read_identity
+
+    folder = Path(words[0]).expanduser()
+    if read_identity(folder) is None:
+        raise UsageError(
+            f"{folder} is not a store of recorded traffic: give the folder of --record"
+        )
+    store = Store(folder)
+    if by:
+        done = traffic_scores.score_conversations(
+            store, Registry("function", "ramify.scores", {}).of(by), by
+        )
+    elif correction:
+        rule = traffic_scores.correction_pattern(correction)
+        done = asyncio.run(traffic_scores.score_corrections(store, rule, "correction"))
+    else:
+        done = asyncio.run(_judged(store, str(judge), 1.0 if max_cost is None else max_cost))
+    what = "conversation" if by else "reply"
+    plural = "conversations" if by else "replies"
+    text = f"scored {done.num_scored:,} {what if done.num_scored == 1 else plural}"
+    if not by:
+        text += f", {done.num_corrections:,} of them corrected by the user"
+    if done.num_undecided:
+        text += f"; {done.num_undecided:,} could not be decided"
+    if done.num_busy:
+        text += f"; {many(done.num_busy, 'conversation')} in use by a server: score again later"
+    print(text)
+    return ExitCode.ANSWERED
+
+
+async def _judged(store: RunStore, model: str, max_cost: float) -> ScoringResult:
+    from ramify.clients.pool import ClientPool
+    from ramify.evaluate.traffic_scores import CorrectionJudge, score_corrections
+
+    pool = ClientPool()
+    try:
+        judge = CorrectionJudge(pool.client(model), max_cost)
+        return await score_corrections(store, judge, f"judge {model}")
+    finally:
+        await pool.close()
 
 
 def check(words: list[str], all: bool | None) -> int:
@@ -279,6 +342,35 @@ which stays as it is. Without options, it is printed.""",
             OptionSpec("note", str, "replace the note", "TEXT"),
             OptionSpec(
                 "score", list, "correct a score; NAME= restores the recorded one", "NAME=NUMBER"
+            ),
+        ),
+    ),
+    CommandSpec(
+        "runs score",
+        """\
+Score the recorded conversations of STORE (serve-policy --record), to train from. A reply is
+accepted unless the user's next message corrects it: by a pattern, or by a judge model with a fixed
+prompt (docs/traffic.md). Or score whole conversations by a function of yours.""",
+        score,
+        "STORE",
+        1,
+        1,
+        options=(
+            OptionSpec(
+                "correction",
+                list,
+                "a next message with this regular expression is a correction; repeat for more",
+                "PATTERN",
+            ),
+            OptionSpec("judge", str, "model that decides what is a correction", "MODEL"),
+            OptionSpec(
+                "max_cost", float, "dollars after which the judge is not asked (default: 1)"
+            ),
+            OptionSpec(
+                "by",
+                str,
+                "function of a trajectory that returns a number, or rewards by name",
+                "FILE:NAME",
             ),
         ),
     ),

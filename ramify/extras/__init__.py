@@ -38,6 +38,7 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "demonstrations": "ramify.extras.studies.hindsight:DemonstrationHints",
         "feedback": "ramify.extras.studies.hindsight:FeedbackHints",
         "hindsight": "ramify.extras.studies.hindsight:Hindsight",
+        "next_message": "ramify.extras.studies.hindsight:NextMessageHints",
     },
     "ramify.sandboxes": {
         "daytona": "ramify.extras.sandboxes.daytona",

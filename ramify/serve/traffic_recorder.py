@@ -253,27 +253,29 @@ class TrafficRecorder:
         stored, redacted = self._without_redacted(reply, reused_ids, said, removed)
         stop = Stop.MAX_TOKENS if reply.finish == "length" else Stop.FINAL
         conversation.usage += reply.usage
-        turn = {"call": place.call, "turn": place.turn}
+        call, turn = place.call, place.turn
         events: list[AnyEvent] = [
             RequestStarted(
-                **turn,
+                call=call,
+                turn=turn,
                 reused=reused,
                 prompt=messages[reused:],
                 prompt_hash=hashlib.sha256(msgspec.json.encode(messages)).hexdigest(),
             ),
-            ReplyReceived(**turn, reply=stored, reused_ids=reused_ids),
+            ReplyReceived(call=call, turn=turn, reply=stored, reused_ids=reused_ids),
             ScoreAdded(
-                **turn,
+                call=call,
+                turn=turn,
                 by=RECORDER,
                 values={TEMPERATURE: self._temperature(request)},
                 tokens={REDACTED: redacted} if any(redacted) else {},
             ),
-            CallEnded(id=place.call, stop=stop, answer=said.content),
+            CallEnded(id=call, stop=stop, answer=said.content),
             RunEnded(stop=stop, answer=said.content, usage=conversation.usage),
         ]
-        if place.turn == 0:
+        if turn == 0:
             started = CallStarted(
-                id=place.call,
+                id=call,
                 kind="lm",
                 model=f"local:{self._policy.identity.name}",
                 depth=0,
@@ -286,7 +288,7 @@ class TrafficRecorder:
             0, self._started(conversation) if is_new else RunResumed(limits={}, forgets={})
         )
         self._append(conversation, events, reply.seconds)
-        conversation.num_turns[place.call] = place.turn + 1
+        conversation.num_turns[call] = turn + 1
         return place
 
     def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:

@@ -6,6 +6,7 @@ from ramify.extras.studies.hindsight import DemonstrationHints as DemonstrationH
 from ramify.extras.studies.hindsight import FeedbackHints as FeedbackHints
 from ramify.extras.studies.hindsight import Hindsight as Hindsight
 from ramify.extras.studies.hindsight import HintFilter as HintFilter
+from ramify.extras.studies.hindsight import NextMessageHints as NextMessageHints
 from ramify.extras.studies.programs.judges import OracleJudge as OracleJudge
 from ramify.extras.studies.programs.judges import RuleJudge as RuleJudge
 from ramify.extras.studies.programs.judges import ShuffledHints as ShuffledHints

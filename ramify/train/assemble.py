@@ -53,6 +53,7 @@ from ramify.train.preflight import (
 from ramify.train.resolve import ResolvedRun
 from ramify.train.resource_counts import engines_of, settled
 from ramify.train.stages import SftStage, TrainingStage, WarmUpStage
+from ramify.train.traffic import TrafficTask
 from ramify.types.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -151,6 +152,10 @@ def assemble(resolved: ResolvedRun) -> RunParts:
     dtype = "float32" if run.deterministic else precision.engine
     policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
     policy.card = card_of(run, policy)
+    if isinstance(task, TrafficTask):
+        from ramify.models.identity import identity_of
+
+        task.check(identity_of(policy))
     if not run.policy.path:
         _check_model(run, kind, device, policy.config)
     compute = msgspec.structs.replace(

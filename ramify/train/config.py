@@ -170,6 +170,9 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A name in ``tasks.base.TASKS``, or ``module:attribute``."""
     options: dict[str, Any] = {}
     """Arguments of the function that builds the task."""
+    traffic: str = ""
+    """Store of recorded traffic (``ramify serve-policy --record``), whose replies with a reward
+    take the place of rollouts. Evaluations keep the task's other splits. Empty: none."""
     validate: bool = True
     """Check before training that gold answers score 1 and wrong answers do not. Items without a
     gold answer are skipped. False: check no scores, e.g. for an environment whose gold answer takes

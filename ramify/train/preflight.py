@@ -41,6 +41,7 @@ from ramify.train.objectives import estimator_of, why_impossible
 from ramify.train.presets import policy_losses_of
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import scheduled
+from ramify.train.traffic import TrafficTask
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
@@ -103,6 +104,38 @@ def check_policy_files(run: Run) -> None:
             f"limits.max_reply_tokens={reply} leaves no room for a prompt: the policy's window has "
             f"{window} tokens ({where}): give less, or leave it out"
         )
+
+
+def traffic_task(run: Run, task: Task) -> Task:
+    """``task`` with the recorded traffic that ``run`` names as its training split; ``task`` itself
+    if it names none. Raises ConfigError if the run's options need rollouts of its own."""
+    if not run.task.traffic:
+        return task
+    if run.rl is None:
+        raise ConfigError(
+            f"task.traffic={run.task.traffic} is learned from by reinforcement learning: give rl, "
+            "or imitate the store's runs with sft.trajectories"
+        )
+    needs, rollout = needs_of(run.rl.algorithm), run.rl.rollout
+    reasons = {
+        "rl.rollout.branch forks sessions": rollout.branch is not None,
+        "the algorithm needs a greedy rollout of each prompt": needs.greedy,
+        "the algorithm needs rollouts that fork": needs.branches,
+        "policies and depths divide the calls of a rollout": bool(run.policies or run.depths),
+    }
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    if reason:
+        raise ConfigError(
+            f"task.traffic={run.task.traffic}: {reason}, and recorded conversations have none: "
+            "choose another option, such as rl.algorithm=reinforce_pp"
+        )
+    return TrafficTask(
+        task,
+        Path(run.task.traffic).expanduser(),
+        group=rollout.group,
+        temperature=rollout.temperature,
+        seed=run.seed,
+    )
 
 
 def check_first_items(run: Run, task: Task) -> None:

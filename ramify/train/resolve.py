@@ -36,6 +36,7 @@ from ramify.train.preflight import (
     check_scaffold,
     check_signals,
     check_task,
+    traffic_task,
 )
 from ramify.train.recipe import with_defaults
 from ramify.train.trackers.base import RunTrackers
@@ -82,6 +83,7 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
         check_scaffold(run, scaffold)
         check_first_items(run, task)
         check_task(run, task)
+    task = traffic_task(run, task)
     run = with_policy_defaults(run)
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:

@@ -45,6 +45,7 @@ from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.sampling_metrics import of_comparison, of_samples, sample_rows
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
+from ramify.train.traffic import TrafficTask, without_redacted
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group
 
@@ -362,7 +363,9 @@ class RlStage:
         metrics |= of_rollouts(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = of_parts(groups, self._task.weights) | metrics
-        metrics["staleness_allowed"] = float(self._sample.max_token_staleness)
+        is_recorded = isinstance(self._task, TrafficTask)
+        allowed = self.num_steps if is_recorded else self._sample.max_token_staleness
+        metrics["staleness_allowed"] = float(allowed)
         data.metrics = metrics
         if reader is not None:
             data.metrics |= reader.metrics(groups)
@@ -386,6 +389,8 @@ class RlStage:
             groups, self._task.weights, every_token=self.loss.wants_every_token
         )
         self.memory = {**self.memory, **assigned.memory}
+        if isinstance(self._task, TrafficTask):
+            without_redacted(assigned)
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
             _note_advantages(assigned.rollouts)

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ramify.types.message import Message
+from ramify.types.trajectory import Call, Fork, Trajectory
+
 TASK = "traffic"
 """Task of a recorded conversation."""
 RECORDER = "traffic"
@@ -23,6 +26,8 @@ REDACTED = "redacted"
 """Token numbers of a turn: 1 for each sampled token that was redacted. None if none was."""
 TEMPERATURE = "temperature"
 """Number of a turn: the temperature that it was sampled at."""
+NEXT_MESSAGE = "next_message"
+"""Name in a rollout's ``metadata`` of what the user wrote after the reply."""
 
 
 class PolicyIdentity(msgspec.Struct, frozen=True):
@@ -44,3 +49,12 @@ class PolicyIdentity(msgspec.Struct, frozen=True):
         if self.architecture != other.architecture:
             return f"another base model ({self.architecture}; here it is {other.architecture})"
         return ""
+
+
+def next_message(run: Trajectory, call: Call, turn: int) -> Message | None:
+    """What the user wrote after the reply of ``turn``; None if nothing is recorded."""
+    following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []
+    forks = [each for each in run.calls if each.turns and each.fork == Fork(call.id, turn)]
+    following += [each.turns[0] for each in forks]
+    messages = (message for each in following for message in each.prompt)
+    return next((message for message in messages if message.role == "user"), None)

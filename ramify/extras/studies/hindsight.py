@@ -37,6 +37,7 @@ from ramify.train.signals.base import (
 )
 from ramify.train.signals.hints import TrajectoryHints
 from ramify.train.signals.judge import judge_of, judged, known_judge
+from ramify.types.traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
@@ -283,6 +284,48 @@ class DemonstrationHints(
         else:
             place = (trajectory.root.id, 0)
             hints.at[place] = [f"A solution of this task, by somebody else:\n{texts[0]}"]
+            hints.reading.notes[place] = hints.at[place][0]
+        return hints
+
+
+class NextMessageHints(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="next_message",
+):
+    """Self-distillation from live traffic: the hint is what the user wrote after the reply
+    (``task.traffic``); implements ``HintSource``.
+
+    Example:
+        train.TeacherSignal(hints=train.NextMessageHints())
+    """
+
+    only: Literal["all", "failed"] = "failed"
+    """Which replies get a hint: after a good reply, the next message is often about something
+    else."""
+    passed: float = 0.5
+    """Minimum total reward of a reply that did not fail."""
+    max_chars: int = 1000
+
+    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+        return [self._hints(trajectory, context) for trajectory in group.trajectories]
+
+    def _hints(self, trajectory: Trajectory, context: SignalContext) -> TrajectoryHints:
+        hints = TrajectoryHints(SignalScore())
+        text = trajectory.metadata.get(NEXT_MESSAGE, "").strip()
+        if not trajectory.calls or not trajectory.rewards:
+            hints.reading.abstained = "not scored"
+        elif self.only == "failed" and total(trajectory.rewards, context.weights) >= self.passed:
+            hints.reading.abstained = "did not fail"
+        elif not text:
+            hints.reading.abstained = "no next message"
+        else:
+            place = (trajectory.root.id, len(trajectory.root.turns) - 1)
+            text = text[: self.max_chars]
+            hints.at[place] = [f"The user's answer to your reply will be:\n{text}"]
             hints.reading.notes[place] = hints.at[place][0]
         return hints
 

@@ -52,6 +52,7 @@ from ramify.tasks.step_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, forking
 from ramify.train.config_fields import check_optional
 from ramify.train.placement.rollout_workers import RolloutWorkers
+from ramify.train.traffic import TrafficTask, is_recorded
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Group, Stop, Trajectory
 
@@ -377,14 +378,12 @@ class Rollouter:
         ``over`` is called after each. End it with ``close``."""
 
         def one(number: int | str) -> RolloutAttempt:
-            rollout_name = f"{name}/rollout={number}"
-            return RolloutAttempt(
-                rollout_name,
-                item,
-                self.room,
-                lambda: self._rollout(item, rollout_name, number == "greedy"),
-                over,
-            )
+            rollout_name, task = f"{name}/rollout={number}", self._task
+            if isinstance(task, TrafficTask) and is_recorded(item) and isinstance(number, int):
+                run = functools.partial(task.recorded, item, rollout_name, number)
+            else:
+                run = functools.partial(self._rollout, item, rollout_name, number == "greedy")
+            return RolloutAttempt(rollout_name, item, self.room, run, over)
 
         return GroupRollout(
             item,
@@ -412,6 +411,8 @@ class Rollouter:
     async def roots(self, items: Sequence[Item]) -> RootCount:
         """How the roots of ``items`` will begin. This calls no model."""
         options = self._options
+        if isinstance(self._task, TrafficTask):
+            return RootCount(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
         # Without plain calls, all items of a task begin alike.
         looked_at = items if options.direct else items[:1]
         checks = (
@@ -523,17 +524,22 @@ class RootCount(msgspec.Struct, frozen=True):
     """``limits.max_depth``: with 0 no root may call a child, so none is recursive."""
     is_conducted: bool = False
     """True if the task itself holds the conversations of its items."""
+    is_recorded: bool = False
+    """True if the items are recorded traffic."""
 
     @property
     def recursive(self) -> int:
         """Number of items whose root has a session and may call children."""
-        return self.items - self.direct if self.depth and not self.is_conducted else 0
+        is_other = self.is_conducted or self.is_recorded
+        return self.items - self.direct if self.depth and not is_other else 0
 
     def metrics(self) -> dict[str, float]:
         return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
 
     def sentence(self) -> str:
         """The result as a sentence."""
+        if self.is_recorded:
+            return "the rollouts are replies that were recorded from live traffic"
         if self.is_conducted:
             return "the task itself holds the conversations of its items, without sessions"
         head = f"{self.recursive} of the first {self.items} items begin with a recursive root"

@@ -1,0 +1,257 @@
+"""Recorded traffic as rollouts: ``ramify train RECIPE task.traffic=STORE``.
+
+    STORE (``ramify serve-policy --record``) ── replies with a reward ──> groups of rollouts
+                                                                          instead of new ones
+    the recipe's task ── its other splits ──> evaluations, as in any run
+
+Decides what a rollout is: one recorded reply that has a reward, with the conversation before it as
+its prompt. Prompt, sampled ids and log-probabilities are those of the recording; nothing is
+tokenized or sampled again. A reply's rewards are its own (``feedback``, scorers of turns), then
+those of its call and of its run, reviews included. The trainer corrects for older weights as for
+any stale rollout (``losses/``): all recorded tokens count as sampled before the first step.
+
+A group is a sample of replies in random order, since a user's prompt is answered once: algorithms
+that compare within a group compare a reply with those to other prompts. Redacted tokens have no
+weight. Not here: recording (``serve/traffic_recorder.py``), and what rewards are worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.store.store import Store
+from ramify.store.traffic_identity import read_identity
+from ramify.tasks.base import Item, LazySequence, Score, Task, TaskStart
+from ramify.tasks.step_scoring import is_scored_by_step
+from ramify.train.advantages.base import AssignedStep, TokenCredit
+from ramify.types.message import VersionSpan
+from ramify.types.traffic import (
+    NEXT_MESSAGE,
+    RECORDER,
+    REDACTED,
+    TEMPERATURE,
+    PolicyIdentity,
+    next_message,
+)
+from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, Turn
+
+
+class RecordedReply(NamedTuple):
+    """One reply that can be learned from."""
+
+    run: str
+    call: str
+    turn: int
+    rewards: Mapping[str, float]
+
+
+class TrafficTask:
+    """A task whose training split is recorded traffic. Its other splits are those of ``task``."""
+
+    def __init__(
+        self, task: Task, store: Path, *, group: int, temperature: float, seed: int = 0
+    ) -> None:
+        """``group`` replies are one item. Only replies that were sampled at ``temperature`` are
+        used. Raises ConfigError if ``store`` is not one of traffic, or has too few rewards."""
+        identity = read_identity(store)
+        if identity is None:
+            raise ConfigError(
+                f"task.traffic={store} is not a store of recorded traffic: give the folder of "
+                "`ramify serve-policy --record`"
+            )
+        self.identity: PolicyIdentity = identity
+        self.name = task.name
+        self.weights = task.weights
+        self.store = Store(store)
+        self._task = task
+        self.replies, self.skipped = _rewarded(self.store, temperature)
+        """The replies that are learned from, and why others with a reward are not -> how many."""
+        if len(self.replies) < group:
+            raise ConfigError(_too_few(store, len(self.replies), self.skipped, group, temperature))
+        random.Random(f"traffic/{seed}").shuffle(self.replies)
+        self.splits = {**task.splits, "train": _ReplyGroups(len(self.replies), group)}
+
+    async def prepare(self, item: Item) -> TaskStart:
+        return TaskStart() if is_recorded(item) else await self._task.prepare(item)
+
+    def score(self, item: Item, trajectory: Trajectory) -> Score:
+        return self._task.score(item, trajectory)
+
+    def is_scored_by_step(self, item: Item) -> bool:
+        return not is_recorded(item) and is_scored_by_step(self._task, item)
+
+    def score_step(
+        self, rollouts: Sequence[tuple[Item, Trajectory]]
+    ) -> Sequence[Score | RamifyError]:
+        own: Any = self._task
+        scores: Sequence[Score | RamifyError] = own.score_step(rollouts)
+        return scores
+
+    def check(self, identity: PolicyIdentity) -> None:
+        """Raise ConfigError if a policy with this identity cannot learn from the traffic."""
+        if difference := self.identity.difference(identity):
+            raise ConfigError(
+                f"task.traffic={self.store.root} has conversations of {difference}: its token ids "
+                "and log-probabilities mean nothing to this policy"
+            )
+
+    async def recorded(self, item: Item, name: str, number: int) -> Trajectory:
+        """Rollout ``number`` of ``item``. One that was deleted meanwhile has no reward."""
+        reply = self.replies[item.metadata["replies"][number]]
+        try:
+            run = await asyncio.to_thread(self.store.load, reply.run)
+        except StoreError as error:
+            return Trajectory(name, "", task=item.id, errors=[str(error)], stop=Stop.ERROR)
+        return _rollout(run, reply, name, item.id)
+
+
+class _ReplyGroups(LazySequence[Item]):
+    """Groups of consecutive replies. The last one is filled up with the first replies."""
+
+    def __init__(self, num_replies: int, group: int) -> None:
+        self._num_replies = num_replies
+        self._group = group
+
+    def __len__(self) -> int:
+        return -(-self._num_replies // self._group)
+
+    def at(self, index: int) -> Item:
+        first = index * self._group
+        replies = [number % self._num_replies for number in range(first, first + self._group)]
+        return Item(id=f"traffic/{index}", metadata={"replies": replies})
+
+
+def without_redacted(assigned: AssignedStep) -> None:
+    """Take the loss weight of redacted tokens, in place. Denominators stay, so that the weight of
+    other tokens does not depend on how many were redacted."""
+    for rollout in assigned.rollouts:
+        for mark in rollout.trajectory.marks:
+            credit = rollout.credits.get((mark.call, mark.turn))
+            if REDACTED in mark.tokens and credit is not None:
+                flags = mark.tokens[REDACTED]
+                rollout.credits[mark.call, mark.turn] = _masked(credit, flags)
+
+
+def _masked(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
+    weights = {
+        name: [
+            0.0 if flag else value for value, flag in zip(getattr(credit, name), flags, strict=True)
+        ]
+        for name in ("rl", "ce", "kd")
+        if getattr(credit, name)
+    }
+    return msgspec.structs.replace(credit, **weights)
+
+
+def is_recorded(item: Item) -> bool:
+    """True for an item of a ``TrafficTask`` whose rollouts are recorded."""
+    return item.id.startswith("traffic/") and "replies" in item.metadata
+
+
+def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Counter[str]]:
+    """(replies with a reward that can be learned from, why others cannot -> how many)"""
+    found: list[RecordedReply] = []
+    skipped: Counter[str] = Counter()
+    for id in sorted(store.ids()):
+        run = store.load(id)
+        of_run = {**run.rewards, **store.review(id).rewards}
+        for call in run.calls:
+            for index, turn in enumerate(call.turns):
+                marks = [each for each in run.marks if (each.call, each.turn) == (call.id, index)]
+                rewards = {**of_run, **run.call_rewards.get(call.id, {})}
+                for mark in marks:
+                    rewards |= {} if mark.by == RECORDER else mark.values
+                if not rewards:
+                    continue
+                reason = _why_not(turn, marks, temperature)
+                if reason:
+                    skipped[reason] += 1
+                else:
+                    found.append(RecordedReply(id, call.id, index, rewards))
+    return found, skipped
+
+
+def _why_not(turn: Turn, marks: Sequence[Annotation], temperature: float) -> str:
+    """Why a reply cannot be learned from; empty if it can."""
+    if not turn.reply.token_ids or turn.reply.logprobs is None:
+        return "have no token ids"
+    sampled_at = next(
+        (each.values[TEMPERATURE] for each in marks if TEMPERATURE in each.values), 1.0
+    )
+    if sampled_at != temperature:
+        return f"were sampled at temperature {sampled_at:g}"
+    flags = next((each.tokens[REDACTED] for each in marks if REDACTED in each.tokens), [])
+    return "are redacted completely" if flags and all(flags) else ""
+
+
+def _too_few(
+    store: Path, num: int, skipped: Mapping[str, int], group: int, temperature: float
+) -> str:
+    others = "".join(f"; {count} more {reason}" for reason, count in skipped.items())
+    if not num and not skipped:
+        return (
+            f"task.traffic={store} has no rewards: collect feedback (POST /v1/feedback), or score "
+            "its conversations with `ramify runs score`"
+        )
+    return (
+        f"task.traffic={store} has {num} replies with a reward that were sampled at temperature "
+        f"{temperature:g}{others}: with rl.rollout.group={group} at least that many are needed; "
+        "lower it, or set rl.rollout.temperature"
+    )
+
+
+def _rollout(run: Trajectory, reply: RecordedReply, name: str, task: str) -> Trajectory:
+    """The rollout of one reply: a call with one turn, whose prompt is the conversation before."""
+    source = run.call(reply.call)
+    turn, path = source.turns[reply.turn], run.path(source, reply.turn)
+    sampled = turn.reply.token_ids or ()
+    assert path is not None
+    conversation = run.conversation(source, reply.turn)
+    call = Call(
+        "0",
+        "lm",
+        "traffic",
+        0,
+        run.question,
+        turns=[
+            Turn(
+                0,
+                tuple(conversation[:-1]),
+                msgspec.structs.replace(
+                    turn.reply,
+                    prompt_ids=tuple(path.ids[: len(path.ids) - len(sampled)]),
+                    versions=(VersionSpan(0, len(sampled), 0),),
+                ),
+            )
+        ],
+        answer=turn.reply.message.content,
+        stop=Stop.MAX_TOKENS if turn.reply.finish == "length" else Stop.FINAL,
+    )
+    about: dict[str, Any] = {"run": reply.run, "call": reply.call, "turn": reply.turn}
+    about["versions"] = [span.version for span in turn.reply.versions or ()]
+    marks = [
+        msgspec.structs.replace(each, call="0", turn=0)
+        for each in run.marks
+        if (each.call, each.turn) == (reply.call, reply.turn)
+    ]
+    after = next_message(run, source, reply.turn)
+    return Trajectory(
+        name,
+        run.question,
+        task=task,
+        calls=[call],
+        rewards=dict(reply.rewards),
+        marks=marks,
+        answer=call.answer,
+        stop=call.stop,
+        usage=turn.reply.usage,
+        metadata={"traffic": about} | ({} if after is None else {NEXT_MESSAGE: after.content}),
+    )
