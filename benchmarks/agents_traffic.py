@@ -129,7 +129,7 @@ def _learning(folder: Path, num_replies: int, steps: int) -> Iterator[Figure]:
                 rollout=RolloutOptions(group=8),
                 optim=OptimizerSpec(lr=1e-3, schedule="linear"),
             ),
-            evaluate=EvaluateSpec(num=2, final=()),
+            evaluate=EvaluateSpec(num=2, final=(), keep="last"),
             schedule=Schedule(evaluate_every=None),
             seed=seed,
             scaffold="bare",
