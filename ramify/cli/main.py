@@ -48,6 +48,7 @@ COMMANDS = {
     "runs repair": ("ramify.cli.runs_command", "cut a damaged run before the damage"),
     "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
     "runs review": ("ramify.cli.runs_command", "label a run, or correct its scores"),
+    "runs score": ("ramify.cli.runs_command", "score recorded conversations, to train from"),
     "runs prune": ("ramify.cli.runs_command", "delete old runs"),
     "show": ("ramify.cli.show", "print the turns, code and answers of a run"),
     "replay": ("ramify.cli.show", "re-run a run's code against its recorded replies"),

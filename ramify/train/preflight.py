@@ -108,7 +108,7 @@ def check_policy_files(run: Run) -> None:
 
 def traffic_task(run: Run, task: Task) -> Task:
     """``task`` with the recorded traffic that ``run`` names as its training split; ``task`` itself
-    if it names none. Raises ConfigError if the run's options need rollouts of its own."""
+    if it names none. Raises ConfigError if the run's options need new rollouts."""
     if not run.task.traffic:
         return task
     if run.rl is None:
