@@ -45,7 +45,7 @@ NUM_TOKENS = 8
 def figures(quick: bool) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         yield from _recording(Path(folder), 16 if quick else 64)
-        yield from _learning(Path(folder), 256 if quick else 512, 20 if quick else 40)
+        yield from _learning(Path(folder), 512 if quick else 1024, 32 if quick else 64)
 
 
 def _recording(folder: Path, num_users: int) -> Iterator[Figure]:
@@ -125,9 +125,9 @@ def _learning(folder: Path, num_replies: int, steps: int) -> Iterator[Figure]:
             rl=RlSpec(
                 steps=steps,
                 algorithm=ReinforcePP(),
-                sample=StepSampleSpec(items=4),
+                sample=StepSampleSpec(items=8),
                 rollout=RolloutOptions(group=8),
-                optim=OptimizerSpec(lr=1e-3, schedule="linear"),
+                optim=OptimizerSpec(lr=1e-2, schedule="linear"),
             ),
             evaluate=EvaluateSpec(num=2, final=(), keep="last"),
             schedule=Schedule(evaluate_every=None),

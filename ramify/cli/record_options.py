@@ -6,14 +6,16 @@ Not here: the recording itself (see ramify/serve/traffic_recorder.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.parser import OptionSpec, UsageError, parse_age
 from ramify.cli.terminal_text import StderrNotes
+from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ramify.clients.base import Client
     from ramify.models.load import Policy
     from ramify.serve.redaction import Redaction
     from ramify.serve.traffic_recorder import Retention, TrafficRecorder
@@ -74,6 +76,23 @@ def recording_of(options: Mapping[str, Any]) -> tuple[Redaction, Retention] | No
             max_age_s=None if keep is None else parse_age(keep, "--record-keep"),
         ),
     )
+
+
+def policy_among(clients: Sequence[Client]) -> Policy:
+    """The local policy that answers a server's runs. Raises ConfigError if another model does, or
+    several."""
+    from ramify.inference.local.local_client import LocalClient
+
+    others = [each.name for each in clients if not isinstance(each, LocalClient)]
+    if others:
+        raise ConfigError(
+            f"--record keeps token ids, and {others[0]} gives none: serve a local policy "
+            "(--model local:FOLDER), or leave --record out"
+        )
+    policies = {id(each.policy): each.policy for each in clients if isinstance(each, LocalClient)}
+    if len(policies) != 1:
+        raise ConfigError(f"--record keeps token ids of one policy, and {len(policies)} answer")
+    return next(iter(policies.values()))
 
 
 def open_recorder(

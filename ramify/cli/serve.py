@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +29,28 @@ from ramify.cli.ask import (
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
 from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.record_options import (
+    RECORD_OPTIONS,
+    open_recorder,
+    policy_among,
+    recording_of,
+)
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import ends_if_blocked, on_stop
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, write
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger, run_log
+from ramify.policy_card import folder_of
 from ramify.store.private_files import make_folder
 
 if TYPE_CHECKING:
+    from ramify.clients.base import Client
     from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
     from ramify.serve.keys import ApiKeys
     from ramify.serve.run_server import RunServer
+    from ramify.serve.traffic_recorder import TrafficRecorder
     from ramify.store.store import Store
 
 
@@ -92,6 +101,7 @@ OF_A_SERVER = (
         "grace", float, "seconds that current runs get after the first Ctrl-C (default: 30)"
     ),
     OptionSpec("log", str, "log file (default: serve.log in the store, if there is one)", "FILE"),
+    *RECORD_OPTIONS,
 )
 
 
@@ -109,7 +119,7 @@ def serve(words: list[str], **given: Any) -> int:
     store = open_folder(settings, "ramify serve")
     logged = _logged(server_options["log"], store)
     with logged, exporting(notes), mcp_tools(settings) as tools:
-        server = _server(settings, server_options, store, tools)
+        server = _server(settings, server_options, store, tools, notes)
         with ends_if_blocked("ramify ask --resume {run}"):
             asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
@@ -131,7 +141,11 @@ def _logged(given: str | None, store: Store | None) -> Iterator[None]:
 
 
 def _server(
-    settings: dict[str, Any], options: dict[str, Any], store: Store | None, tools: McpTools | None
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    store: Store | None,
+    tools: McpTools | None,
+    notes: StderrNotes,
 ) -> RunServer:
     from ramify.clients.base import Sampling
     from ramify.http_server.capacity import raise_descriptor_limit
@@ -147,7 +161,24 @@ def _server(
         max_body_bytes=options["max_body"],
         max_runs=options["max_runs"],
         sampling=Sampling(temperature=settings.get("temperature")),
+        open_recorder=_recorder(settings, options, notes),
     )
+
+
+def _recorder(
+    settings: dict[str, Any], options: dict[str, Any], notes: StderrNotes
+) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
+    """What opens the recorder once the policy is loaded; None without ``--record``. Raises
+    ConfigError at once for a model that is not local."""
+    recording = recording_of(options)
+    if recording is None:
+        return None
+    if folder_of(settings["model"]) is None:
+        raise ConfigError(
+            f"--record keeps token ids, and {settings['model']} gives none: serve a local policy "
+            "(--model local:FOLDER), or leave --record out"
+        )
+    return lambda clients: open_recorder(options["record"], recording, policy_among(clients), notes)
 
 
 def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:

@@ -148,6 +148,8 @@ class AnswerRequest(msgspec.Struct, frozen=True):
     """Client functions that the answer may call."""
     with_usage: bool = True
     """Whether the last event of a streamed chat completion has the usage."""
+    is_private: bool = False
+    """If True, the caller wants nothing of this request to be recorded (``store: false``)."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -74,6 +74,7 @@ class _Body(msgspec.Struct):
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = None
     ramify: RamifyRequestFields | None = None
     # Rejected unless their value has no effect: see ``_HARMLESS``.
     n: Any = None
@@ -132,6 +133,7 @@ def read(body: bytes) -> AnswerRequest:
         tuple(stops),
         offer_of(tools, parsed.tool_choice, parsed.parallel_tool_calls is not False, schema, field),
         parsed.stream_options is not None and parsed.stream_options.include_usage,
+        parsed.store is False,
     )
 
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ramify.errors import ConfigError
 from ramify.secrets import SecretRedactor, secret_spans
 from ramify.types.message import Message, ToolCall
+from ramify.types.trajectory import Cell
 
 _EMAIL = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){1,8}")
 _PHONE = re.compile(
@@ -79,6 +80,27 @@ class Redaction:
             content=self._marked(message.content, removed),
             reasoning=None if reasoning is None else self._marked(reasoning, removed),
             tool_calls=calls,
+        )
+
+    def value(self, value: Any) -> Any:
+        """An answer in JSON, with every text in it redacted."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list | tuple):
+            return [self.value(each) for each in value]
+        if isinstance(value, dict):
+            return {self.value(key): self.value(each) for key, each in value.items()}
+        return value
+
+    def cell(self, cell: Cell) -> Cell:
+        """``cell`` without what is redacted. Its full output is not stored."""
+        return msgspec.structs.replace(
+            cell,
+            code=self.text(cell.code),
+            stdout=self.text(cell.stdout),
+            value=None if cell.value is None else self.text(cell.value),
+            error=None if cell.error is None else self.text(cell.error),
+            stdout_digest=None,
         )
 
     def tokens(

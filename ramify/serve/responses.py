@@ -76,6 +76,7 @@ class _Body(msgspec.Struct):
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = None
     stream: bool | None = None
     ramify: RamifyRequestFields | None = None
     # Rejected unless their value has no effect: see ``_HARMLESS``.
@@ -126,6 +127,7 @@ def read(body: bytes) -> AnswerRequest:
             schema,
             field,
         ),
+        is_private=parsed.store is False,
     )
 
 

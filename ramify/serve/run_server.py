@@ -3,6 +3,7 @@
     GET  /v1/models, /v1/models/NAME     the only model
     POST /v1/chat/completions            when streamed: progress as reasoning, then the answer
     POST /v1/responses                   the same
+    POST /v1/feedback                    a score of a recorded run (see feedback.py)
     GET  /metrics                        Prometheus metrics; needs a key
     GET  /healthz                        {"status": "ok", …}; 503 during shutdown
 
@@ -18,13 +19,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from ramify.clients.base import Sampling
+from ramify.clients.base import Client, Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
 from ramify.http_server.access import ListenAddress
@@ -36,11 +37,13 @@ from ramify.http_server.shell import CALLER, HttpServer, received
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStream
+from ramify.serve.feedback import add_feedback
 from ramify.serve.keys import ApiKeys
 from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
 from ramify.serve.responses import ResponseStream
 from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
+from ramify.serve.traffic_recorder import TrafficRecorder
 
 PING = b": waiting\n\n"
 """Comment in the event stream: clients ignore it, and proxies see that the connection is alive."""
@@ -93,12 +96,15 @@ class RunServer:
         max_runs: int | None = None,
         sampling: Sampling | None = None,
         ping_s: float = 15.0,
+        open_recorder: Callable[[Sequence[Client]], TrafficRecorder] | None = None,
     ) -> None:
         """``name`` is the model's name. Without ``keys``, the server makes one for this start, if
         its ``address`` needs one (``key``). ``max_runs`` is the maximum of concurrent runs, by
         default as many as this machine can hold; further requests get status 429. ``sampling`` is
         the default; a request may change its temperature, top_p and seed. ``ping_s`` is the maximum
-        silence of a stream in seconds.
+        silence of a stream in seconds. ``open_recorder`` opens what keeps the runs
+        and their feedback, except of requests with ``store: false``, given the clients of the
+        models; the server closes it.
         """
         self.address = address = address or ListenAddress()
         self.key = ""
@@ -111,13 +117,16 @@ class RunServer:
         self._rlm = rlm
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
+        self._open_recorder = open_recorder
+        self._recorder: TrafficRecorder | None = None
+        self._sampling = sampling or Sampling()
         self._long_chars = LONG_CHARS
         self._questions = ServedQuestions(
             rlm,
             self.keys,
             self.metrics,
             max_runs or runs_of_this_machine(),
-            sampling or Sampling(),
+            self._sampling,
         )
         self._http = HttpServer(
             address,
@@ -150,6 +159,8 @@ class RunServer:
         try:
             window = await self._questions.prepare()
             self._long_chars = min(LONG_CHARS, window)
+            if self._open_recorder is not None:
+                self._recorder = self._open_recorder(await self._rlm.prepare())
             app = web.Application()
             for path, get in (
                 ("/healthz", self._health),
@@ -160,6 +171,7 @@ class RunServer:
                 app.router.add_get(path, get)
             for api in APIS:
                 app.router.add_post(api.PATH, self._handler(api))
+            add_feedback(app, self._recorder)
             await self._http.start(app)
             self._is_open = True
         except BaseException:
@@ -176,6 +188,8 @@ class RunServer:
             self._is_open = False
             await self._questions.close()
             await self._http.close()
+            if self._recorder is not None:
+                await self._recorder.close()
             await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
@@ -213,7 +227,12 @@ class RunServer:
         return web.json_response(self._described())
 
     def _described(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "ramify"}
+        about = {"id": self.name, "object": "model", "created": self._created}
+        return {
+            **about,
+            "owned_by": "ramify",
+            **({} if self._recorder is None else {"recorded": True}),
+        }
 
     # --- one question
 
@@ -225,11 +244,28 @@ class RunServer:
                 async with self._questions.ask(caller, request, prompt) as question:
                     if request.stream:
                         return await self._streamed(http, api, question)
-                    answer = await question.answer()
-                    body = api.response_body(answer, request, api.new_id(), self.name)
-                    return web.Response(body=encode(body), content_type="application/json")
+                    answer, id = await question.answer(), api.new_id()
+                    await self._record(id, question)
+                    body = api.response_body(answer, request, id, self.name)
+                    return web.Response(
+                        body=encode(body),
+                        content_type="application/json",
+                        headers=self._notice(request),
+                    )
 
         return handle
+
+    async def _record(self, id: str, question: ServedQuestion) -> None:
+        """Record a run before the end of its answer is sent."""
+        request, running = question.request, question.watch.running
+        if self._recorder is not None and running is not None and not request.is_private:
+            temperature = request.sampling(self._sampling).temperature
+            await self._recorder.record_run(id, running.recorder.trajectory, temperature)
+
+    def _notice(self, request: AnswerRequest) -> dict[str, str]:
+        """Headers that tell a client that its run is recorded."""
+        is_recorded = self._recorder is not None and not request.is_private
+        return {"Ramify-Recorded": "true"} if is_recorded else {}
 
     async def _read(self, http: web.Request, api: ApiFormat) -> tuple[AnswerRequest, RunPrompt]:
         def read(body: bytes) -> tuple[AnswerRequest, RunPrompt]:
@@ -251,9 +287,14 @@ class RunServer:
         written as the last event.
         """
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                **self._notice(question.request),
+            }
         )
-        stream = api.open_stream(question.request, api.new_id(), self.name)
+        id = api.new_id()
+        stream = api.open_stream(question.request, id, self.name)
 
         async def send(part: Callable[[], bytes]) -> None:
             data = b""
@@ -269,6 +310,7 @@ class RunServer:
                 async for text in texts:
                     await send(partial(stream.progress, text) if text else lambda: PING)
             answer = await question.answer()
+            await self._record(id, question)
             await send(lambda: b"".join(stream.end(answer)))
         except RequestRejected as error:
             if not response.prepared:

@@ -27,7 +27,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from ramify.types.event import (
     AnyEvent,
     CallEnded,
     CallStarted,
+    CellRan,
     ReplyReceived,
     RequestStarted,
     RunEnded,
@@ -63,7 +64,7 @@ from ramify.types.traffic import (
     TEMPERATURE,
     PolicyIdentity,
 )
-from ramify.types.trajectory import CallCause, Fork, Stop, cut
+from ramify.types.trajectory import Call, CallCause, Fork, Stop, Trajectory, cut
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
@@ -189,12 +190,21 @@ class TrafficRecorder:
     async def record(self, id: str, choice: int, request: Request, reply: Reply) -> None:
         """Store a reply to ``request``, which is sent as number ``choice`` of the response ``id``.
         Never raises because of the store."""
+        await self._kept(partial(self._record, id, choice, request, reply))
+
+    async def _kept(self, work: Callable[[], None]) -> None:
+        """Do ``work`` in the thread, and count what the store cannot take."""
         try:
-            await self._run(partial(self._record, id, choice, request, reply))
+            await self._run(work)
         except (RamifyError, OSError, sqlite3.Error) as error:
             self.num_lost += 1
             if self.num_lost == 1:  # once: a full disk would fill the log, too
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
+
+    async def record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
+        """Store a run of ``ramify serve``, whose answer is sent under ``id``. Never raises because
+        of the store."""
+        await self._kept(partial(self._record_run, id, run, temperature))
 
     async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
         """Store a score of the reply that was sent under ``id``. Raises UnknownReply, and
@@ -226,10 +236,65 @@ class TrafficRecorder:
         _remember(self._paths, _key((*reply.prompt_ids, *reply.token_ids)), place)
         _remember(self._responses, id, place)
         self.num_recorded += 1
-        if self._pruning is None and (
-            time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
-        ):
-            self._begin_pruning()
+        self._look_at_size()
+
+    def _record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
+        """Store a redacted copy of a run. Its contexts stay out."""
+        conversation = _Conversation(self.store.new_id("run"), self._redaction.text(run.question))
+        conversation.started_at = run.started_at
+        self._append(conversation, [self._started(conversation)], 0.0)
+        journal = self._journals[conversation.run]
+        sampled_at = self._policy.temperature if temperature is None else temperature
+        for call in run.calls:
+            for event in self._events_of(call, sampled_at):
+                journal.append(msgspec.structs.replace(event, at_s=run.seconds))
+        answer = self._redaction.value(run.answer)
+        end = RunEnded(
+            stop=run.stop or Stop.FINAL, answer=answer, usage=run.usage, at_s=run.seconds
+        )
+        journal.append(end)
+        self._written += journal.file.size
+        self._index.execute(
+            "INSERT OR REPLACE INTO replies VALUES (?, 0, ?, '', -1)", (id, conversation.run)
+        )
+        self.num_recorded += 1
+        self._look_at_size()
+
+    def _events_of(self, call: Call, temperature: float) -> Iterator[AnyEvent]:
+        """The events of one call of a run, redacted."""
+        redaction = self._redaction
+        yield CallStarted(
+            id=call.id,
+            kind=call.kind,
+            model=call.model,
+            depth=call.depth,
+            question=redaction.text(call.question),
+            parent=call.parent,
+            fork=call.fork,
+        )
+        for index, turn in enumerate(call.turns):
+            removed: set[str] = set()
+            prompt = tuple(redaction.message(each, removed) for each in turn.prompt)
+            said = redaction.message(turn.reply.message, removed)
+            reply, redacted = msgspec.structs.replace(turn.reply, message=said), list[float]()
+            if reply.prompt_ids is not None and reply.token_ids is not None:
+                reply, redacted = self._without_redacted(turn.reply, 0, said, removed)
+            digest = hashlib.sha256(msgspec.json.encode(prompt)).hexdigest()
+            yield RequestStarted(
+                call=call.id, turn=index, reused=turn.reused, prompt=prompt, prompt_hash=digest
+            )
+            yield ReplyReceived(call=call.id, turn=index, reply=reply, reused_ids=turn.reused_ids)
+            yield ScoreAdded(
+                by=RECORDER,
+                call=call.id,
+                turn=index,
+                values={TEMPERATURE: temperature},
+                tokens={REDACTED: redacted} if any(redacted) else {},
+            )
+            for number, cell in enumerate(turn.cells):
+                yield CellRan(call=call.id, turn=index, cell=number, result=redaction.cell(cell))
+        answer = redaction.value(call.answer)
+        yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
         """Append one reply to the journal of its conversation, or of a new one. ``first`` is where
@@ -391,6 +456,12 @@ class TrafficRecorder:
             at_s=0.0,
         )
         journal.append(event)
+
+    def _look_at_size(self) -> None:
+        """Begin to delete what is too much, if it is time."""
+        is_time = time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
+        if self._pruning is None and is_time:
+            self._begin_pruning()
 
     def _is_filling(self) -> bool:
         """Whether the replies since the last measurement may have filled the store."""

@@ -69,7 +69,7 @@ class TrafficTask:
             )
         self.identity: PolicyIdentity = identity
         self.name = task.name
-        self.weights = task.weights
+        self.weights: Mapping[str, float] = task.weights
         self.store = Store(store)
         self._task = task
         self.replies, self.skipped = _rewarded(self.store, temperature)
@@ -77,7 +77,8 @@ class TrafficTask:
         if len(self.replies) < group:
             raise ConfigError(_too_few(store, len(self.replies), self.skipped, group, temperature))
         random.Random(f"traffic/{seed}").shuffle(self.replies)
-        self.splits = {**task.splits, "train": _ReplyGroups(len(self.replies), group)}
+        groups = _ReplyGroups(len(self.replies), group)
+        self.splits: Mapping[str, Sequence[Item]] = {**task.splits, "train": groups}
 
     async def prepare(self, item: Item) -> TaskStart:
         return TaskStart() if is_recorded(item) else await self._task.prepare(item)

@@ -14,18 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
+from ramify import RLM, Limits
 from ramify.clients.base import Request
 from ramify.errors import ConfigError
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
 from ramify.serve.redaction import Redaction
+from ramify.serve.run_server import RunServer
 from ramify.serve.traffic_recorder import RecordedPolicy, Retention, TrafficRecorder
 from ramify.store.store import Store
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Fork, Stop, Trajectory
 from tests.inference.helpers import policy
+from tests.serve.serving import SANDBOX
 
 Body = dict[str, Any]
 POLICY = policy(max_position_embeddings=2048)
@@ -451,3 +455,33 @@ def test_a_killed_server_loses_only_replies_in_flight(tmp_path: Path) -> None:
     assert received <= stored
     assert all(store.check(id).num_damaged == 0 for id in store.ids())
     assert any(store.load(id).stop in (Stop.FINAL, Stop.MAX_TOKENS) for id in store.ids())
+
+
+def test_runs_are_recorded_with_their_ids_and_scored(tmp_path: Path) -> None:
+    async def test() -> None:
+        engine = LoggingClient()
+        recorder = TrafficRecorder(tmp_path / "traffic", RecordedPolicy.of(POLICY))
+        limits = Limits(max_turns=2, max_reply_tokens=8)
+        rlm = RLM(engine, scaffold="bare", sandbox=SANDBOX, limits=limits)
+        async with RunServer(rlm, name="mine", open_recorder=lambda _: recorder) as server:
+            traffic = Traffic(server, recorder, engine)  # type: ignore[arg-type]
+            asked = [{"role": "user", "content": "write to ann@example.org"}]
+            body = {"messages": asked, "temperature": 1.0}
+            status, answer = await traffic.post("chat/completions", body)
+            assert status in (200, 502), answer
+            if status == 200:
+                said = {"id": answer["id"], "score": 1}
+                assert (await traffic.post("feedback", said))[0] == 200
+                assert traffic.headers[0]["Ramify-Recorded"] == "true"
+            await traffic.post("chat/completions", {**body, "store": False})
+        await recorder.close()
+        await engine.close()
+        [run] = traffic.runs()
+        assert run.task == "traffic"
+        assert run.rewards == {"feedback": 1.0}
+        assert "ann@" not in json.dumps(msgspec.to_builtins(run))
+        replies = {reply.token_ids for _, reply in engine.log}
+        assert {turn.reply.token_ids for call in run.calls for turn in call.turns} <= replies
+        assert all(turn.num_ids for call in run.calls for turn in call.turns)
+
+    asyncio.run(test())
