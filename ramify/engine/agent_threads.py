@@ -37,6 +37,7 @@ class AgentTurn(msgspec.Struct, frozen=True):
     num_ids: int
     """Ids up to and including those that were sampled; 0 if they are unknown."""
     reply: Message
+    """The reply as it was recorded."""
 
 
 class AgentCall(msgspec.Struct):
@@ -44,7 +45,9 @@ class AgentCall(msgspec.Struct):
 
     call: LiveCall
     tools: tuple[Tool, ...]
+    """Tools that its requests offer."""
     learns: bool
+    """Whether training learns from its replies."""
     num_inherited: int = 0
     """Messages of the call that it is a fork of, before its own turns."""
     origin: tuple[AgentCall, int] | None = None
@@ -311,16 +314,12 @@ def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
 
 
-_CHUNK = 512
-
-
 def _num_common_ids(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
     """Length of the common prefix of both."""
     num, most = 0, min(len(ours), len(theirs))
-    while num < most and ours[num : num + _CHUNK] == theirs[num : num + _CHUNK]:
-        num += _CHUNK
-    while num < most and ours[num] == theirs[num]:
-        num += 1
+    for size in (4096, 256, 16, 1):  # comparing slices is faster than comparing ids
+        while num < most and ours[num : num + size] == theirs[num : num + size]:
+            num += size
     return min(num, most)
 
 
