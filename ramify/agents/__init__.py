@@ -11,6 +11,7 @@
     agent_attempt.py    one rollout: limits, and which of its outcomes are learned from
     agent_function.py   a Python function as the agent
     agent_command.py    a command as the agent: its arguments, its environment, its process
+    agent_container.py  Docker as the place of a command
     agent_run.py        what a reward sees
 
 Not here: the HTTP endpoint (``evaluate/model_endpoint.py``), and which request continues which call

@@ -23,12 +23,14 @@ import os
 import shlex
 import shutil
 import string
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ramify.actors.child_process import ChildProcess
+from ramify.agents.agent_container import AgentContainer
 from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_run import MAX_OUTPUT_CHARS, end_of
 from ramify.engine.threads import in_thread
@@ -64,6 +66,8 @@ _END_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _LEFT_S = 1.0
 """Seconds that children of an agent may take to end after it."""
+_CLEANUP_S = 30.0
+"""Seconds that removing a container may take."""
 _BLOCK = 1 << 16
 _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 
@@ -71,9 +75,15 @@ _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 class CommandTemplate:
     """A command with placeholders."""
 
-    def __init__(self, command: str | Sequence[str], *, shell: bool) -> None:
-        """Raises ConfigError for an empty command, an unknown placeholder, and a program that does
-        not exist."""
+    def __init__(
+        self, command: str | Sequence[str], *, shell: bool = False, container: str = ""
+    ) -> None:
+        """``container`` is the image in which the command runs; empty: it runs here.
+
+        Raises ConfigError for an empty command, an unknown placeholder, and a program that does not
+        exist."""
+        self.container: AgentContainer | None = None
+        """Where the command runs; None: here."""
         self._shell = command if shell and isinstance(command, str) else ""
         if shell and not self._shell:
             raise ConfigError("AgentTask: shell=True needs the command as one text")
@@ -85,12 +95,14 @@ class CommandTemplate:
             raise ConfigError("AgentTask: command is empty")
         for word in words:
             _check_placeholders(word)
-        self._words = [_absolute(word) for word in words]
-        if not shell:
+        self._words = [word if container else _absolute(word) for word in words]
+        if container:
+            self.container = AgentContainer(container)
+        elif not shell:
             self._check_program(self._words[0])
 
     def words(self, job: AgentJob) -> list[str]:
-        """The command of one rollout."""
+        """The command of one rollout, within its container if it has one."""
         values = {
             "item_file": str(job.item_file),
             "question": job.item.question,
@@ -98,7 +110,7 @@ class CommandTemplate:
             "kind": job.item.kind,
             "folder": str(job.folder),
             "here": str(Path.cwd()),
-            "python": sys.executable,
+            "python": "python3" if self.container else sys.executable,
             "base_url": job.base_url,
             "anthropic_base_url": job.anthropic_base_url,
             "model": job.model,
@@ -109,6 +121,10 @@ class CommandTemplate:
         words = [word.format_map(values) for word in self._words]
         # No argument of a process can hold a null character.
         return [word.replace("\0", "\N{REPLACEMENT CHARACTER}") for word in words]
+
+    def cleanup(self, job: AgentJob) -> list[str]:
+        """A command that removes what the agent may leave if it is stopped; empty if nothing."""
+        return [] if self.container is None else self.container.removal(job)
 
     def _check_program(self, word: str) -> None:
         if "{" not in word and shutil.which(word) is None:
@@ -146,10 +162,11 @@ def _absolute(word: str) -> str:
 
 
 def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """The environment of an agent. ``names`` are variables that are passed on, or ``NAME=value``.
+    """The variables of an agent, in addition to those of ``PASSED_ON``. ``names`` are variables
+    that are passed on, or ``NAME=value``.
 
     Raises RamifyError if this process does not have one of them."""
-    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment = {}
     for each in names:
         name, sign, value = each.partition("=")
         if not sign and name not in os.environ:
@@ -167,8 +184,14 @@ def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
 async def start_command(
     template: CommandTemplate, job: AgentJob, names: Sequence[str]
 ) -> AgentProcess:
-    """Start the agent of one rollout. Raises RamifyError if it cannot be started."""
-    words, environment = template.words(job), environment_of(job, names)
+    """Start the agent of one rollout, with the variables ``names``. Raises RamifyError if it cannot
+    be started."""
+    own = environment_of(job, names)
+    usual = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    words, cleanup = template.words(job), template.cleanup(job)
+    if template.container is not None:
+        words = template.container.words(words, job, own)
+    environment = {**usual, **own}
     with contextlib.ExitStack() as opened:
         outputs = [_AgentOutput(), _AgentOutput()]
         for output in outputs:
@@ -188,7 +211,20 @@ async def start_command(
                 f"the agent's command {words[0]!r:.200} cannot be started: {error.strerror}"
             ) from None
         opened.pop_all()
-    return AgentProcess(child, outputs[0], outputs[1])
+    return AgentProcess(child, outputs[0], outputs[1], cleanup)
+
+
+def _run_quietly(command: Sequence[str]) -> None:
+    """Run a command to its end, and ignore its result."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_CLEANUP_S,
+            check=False,
+        )
 
 
 def _started(
@@ -253,7 +289,15 @@ class _AgentOutput:
 class AgentProcess:
     """One run of a command. Implements ``RunningAgent``."""
 
-    def __init__(self, child: ChildProcess, output: _AgentOutput, errors: _AgentOutput) -> None:
+    def __init__(
+        self,
+        child: ChildProcess,
+        output: _AgentOutput,
+        errors: _AgentOutput,
+        cleanup: Sequence[str] = (),
+    ) -> None:
+        """``cleanup`` is a command that runs once the process has been stopped."""
+        self._cleanup = list(cleanup)
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.answer: Any = None
@@ -277,6 +321,8 @@ class AgentProcess:
         if not self.ended.done():
             self._is_stopped = True
             await in_thread(self._child.end, _END_S)
+            if self._cleanup:
+                await in_thread(_run_quietly, self._cleanup)
             self._look()
 
     def _look(self) -> None:

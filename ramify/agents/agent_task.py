@@ -88,6 +88,9 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     agent: Any = None
     """The agent as a Python function of an ``AgentJob``, async or not, or its place:
     ``file.py:name``. What it returns is its answer."""
+    container: str = ""
+    """Image in which Docker runs the command, with the agent's folder. Empty: the command runs
+    here, as a plain process."""
     items: Any = ""
     """The items: rows in a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, a list of rows, split ->
     one of these, the name of another task, or a task."""
@@ -118,6 +121,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
             )
         if self.command and self.agent is not None:
             raise ConfigError("AgentTask has a command and a function: give one of them")
+        if not self.command and (self.container or self.shell or self.env):
+            raise ConfigError("AgentTask: container, shell and env are for a command")
         if not self.reward:
             raise ConfigError(
                 "AgentTask has no reward: give a function of an AgentRun, file.py:name, or the "
@@ -202,7 +207,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def _start(self) -> StartAgent:
         """Starts the agent of one rollout. Raises ConfigError if it cannot."""
         if self.command:
-            template = CommandTemplate(self.command, shell=self.shell)
+            template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
             async def start_process(job: AgentJob) -> RunningAgent:
                 return await start_command(template, job, self.env)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
+import sys
 import textwrap
 import time
 import urllib.error
@@ -299,3 +303,133 @@ def test_reward_that_raises_names_the_item_and_the_line() -> None:
     assert text.startswith("task 'agent', item agent/train/")
     assert "KeyError: 'missing'" in text
     assert "test_agent_outcomes.py" in text
+
+
+TRAINER = """
+import asyncio
+from ramify import RLM, ScriptedClient
+from ramify.agents.agent_task import AgentTask
+from ramify.evaluate.attempt import attempt
+
+async def play():
+    rows = [{{"question": f"q {{number}}", "answer": "a"}} for number in range(10)]
+    task = AgentTask(command={command!r}, items=rows, reward="exact")
+    async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
+        await attempt(rlm, task, task.splits["train"][0])
+
+asyncio.run(play())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_killed_trainer_leaves_no_agent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    text = f"""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    ask("q")
+    open({str(pid_file)!r}, "w").write(f"{{os.getpid()}} {{child.pid}} ")
+    time.sleep(600)
+    """
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(TRAINER.format(command=program(tmp_path, text)))
+    process = subprocess.Popen([sys.executable, trainer])
+    while not (pid_file.exists() and pid_file.read_text().endswith(" ")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    pids = pid_file.read_text().split()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_mistakes_are_found_without_a_tensor_library() -> None:
+    code = (
+        "import sys\n"
+        "from ramify import errors, train\n"
+        "try:\n"
+        "    train.AgentTask(command='echo {quest}', items='rows.jsonl', reward='exact')\n"
+        "except errors.ConfigError as error:\n"
+        "    assert 'question' in str(error), error\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+DOCKER = """#!/bin/sh
+# A stand-in for docker's client: it runs the command here, with the variables that are named.
+echo "$@" >> {log}
+[ "$1" = run ] || exit 0
+while [ "$1" != the-image ]; do
+    [ "$1" = --workdir ] && cd "$2"
+    shift
+done
+shift
+exec "$@"
+"""
+
+
+def test_container_gets_the_folder_and_the_variables_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER.format(log=log))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    command = program(tmp_path, "open('made.txt', 'w').write(ask('q'))")
+    task = AgentTask(
+        command=command.replace("{python}", sys.executable),
+        container="the-image",
+        items=ROWS,
+        reward=lambda run: float((run.folder / "made.txt").read_text() == "hello"),
+        env=("MODE=fast",),
+    )
+    (trajectory,) = played(task)
+    assert (trajectory.errors, trajectory.rewards) == ([], {"correct": 1.0})
+    (line,) = log.read_text().splitlines()
+    words = line.split()
+    named = [words[at + 1] for at, word in enumerate(words) if word == "--env"]
+    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "MODE"} <= {*named}
+    assert "rk-" not in line
+    stopped = AgentTask(
+        command=f"{sys.executable} -c 'import time; time.sleep(600)'",
+        container="the-image",
+        items=ROWS,
+        reward=one,
+        first_request_s=1.0,
+    )
+    assert "never called its address" in error_of(stopped)
+    name = words[words.index("--name") + 1]
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith("rm --force ramify-agent-")
+    assert name not in last
+    with pytest.raises(ConfigError, match="a jail has no network"):
+        AgentTask(command="a", container="jail", items=ROWS, reward=one)
+
+
+@pytest.mark.skipif(
+    shutil.which("docker") is None
+    or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0,
+    reason="there is no Docker daemon",
+)
+def test_container_of_docker_reaches_its_endpoint() -> None:
+    code = (
+        "import json, os, urllib.request; "
+        'body = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode(); '
+        'headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], '
+        '"Content-Type": "application/json"}; '
+        'url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"; '
+        "reply = urllib.request.urlopen(urllib.request.Request(url, body, headers)); "
+        'print(json.load(reply)["choices"][0]["message"]["content"])'
+    )
+    task = AgentTask(
+        command=["python3", "-c", code.replace("{", "{{").replace("}", "}}")],
+        container="python:3-slim",
+        items=ROWS,
+        reward="exact",
+    )
+    (trajectory,) = played(task)
+    assert (trajectory.errors, trajectory.rewards) == ([], {"correct": 1.0})

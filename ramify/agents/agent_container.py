@@ -1,0 +1,65 @@
+"""A container as the place of an agent: ``docker run`` of its command.
+
+    docker run --rm --init --name … --network host --user … --volume FOLDER:FOLDER --workdir …
+        --env OPENAI_BASE_URL …  IMAGE  COMMAND …
+
+The folder of the rollout has the same path inside, so the item file and the agent's files are where
+the command names them. The network is that of this machine, on whose loopback address the endpoint
+listens. The agent's variables are passed by name, so no key is on a command line. The container is
+removed when it ends, and when the rollout is stopped. If the trainer is killed, the client of
+Docker gets SIGTERM from its guard and passes it on.
+
+Not here: the command itself (``agent_command.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+
+from ramify.agents.agent_job import AgentJob
+from ramify.errors import ConfigError
+from ramify.sandbox.base import SANDBOXES
+
+_PROGRAM = "docker"
+
+
+class AgentContainer:
+    """The image in which an agent runs."""
+
+    def __init__(self, image: str) -> None:
+        """Raises ConfigError if ``image`` is the name of a sandbox, or if Docker's client is
+        missing."""
+        if image in SANDBOXES.ours:
+            raise ConfigError(
+                f"AgentTask: container={image!r} is a sandbox for sessions. An agent needs a way "
+                "to its endpoint, and a jail has no network: give the name of an image, or leave "
+                "container out"
+            )
+        if shutil.which(_PROGRAM) is None:
+            raise ConfigError(
+                f"AgentTask: container={image!r} needs the program {_PROGRAM}, which is not here: "
+                "install it, or leave container out"
+            )
+        self._image = image
+
+    def words(self, command: Sequence[str], job: AgentJob, names: Iterable[str]) -> list[str]:
+        """The command that runs ``command`` in a container with the variables ``names``."""
+        folder = str(job.folder.parent)
+        variables = [word for name in names for word in ("--env", name)]
+        return [
+            *(_PROGRAM, "run", "--rm", "--init", "--name", _name(job), "--network", "host"),
+            *("--user", f"{os.getuid()}:{os.getgid()}", "--volume", f"{folder}:{folder}"),
+            *("--workdir", str(job.folder), "--env", "HOME=/tmp", *variables),
+            *(self._image, *command),
+        ]
+
+    def removal(self, job: AgentJob) -> list[str]:
+        """A command that removes the container of ``job``."""
+        return [_PROGRAM, "rm", "--force", _name(job)]
+
+
+def _name(job: AgentJob) -> str:
+    """Name of the container of a rollout: that of its folder, which no other rollout has."""
+    return job.folder.parent.name
