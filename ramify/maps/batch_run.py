@@ -34,7 +34,6 @@ from ramify.clients.batches import (
 )
 from ramify.engine.direct_calls import DirectCalls, bound_of
 from ramify.engine.limits import ResourceAmount
-from ramify.engine.question import Question
 from ramify.errors import (
     ConfigError,
     ModelError,
@@ -88,8 +87,13 @@ class BatchRow(msgspec.Struct, frozen=True):
     number: int
     """Number of the question in the journal; -1 if it has none."""
     digest: bytes
-    question: Question
-    request: Request
+    question: str | None
+    """None if every row has the same."""
+    context: Any
+    """What the model reads of the row."""
+    most: ResourceAmount
+    """The most that its request can use."""
+    max_output_tokens: int
 
 
 class RowBatches:
@@ -184,7 +188,7 @@ class RowBatches:
         """Return the number of requests to upload, and the most that they can use."""
         num, most = 0, ResourceAmount()
         for each in self._rows():
-            num, most = num + 1, most.plus(bound_of(each.request, self._price))
+            num, most = num + 1, most.plus(each.most)
             if num % _BREATH == 0:
                 await asyncio.sleep(0)
         return num, most
@@ -226,7 +230,16 @@ class RowBatches:
         request = calls.first_request(question)
         if not calls.is_allowed(request, self._price):
             return None  # the map says why it cannot be asked
-        return BatchRow(row.number, number, digest, question, request)
+        most, text = bound_of(request, self._price), question.text
+        return BatchRow(
+            row.number,
+            number,
+            digest,
+            None if text == self._asking.text else text,
+            question.context,
+            most,
+            request.sampling.max_tokens,
+        )
 
     def _too_dear(self, num: int, most: ResourceAmount) -> ConfigError:
         limit, spent = self._calls.budget.limit, self._calls.budget.spent
@@ -245,7 +258,9 @@ class RowBatches:
 
     async def _upload(self) -> None:
         api = self._api
-        rows = ((api.body(each.request), each) for each in self._rows())
+        rows = (
+            (api.body(self._request(each.question, each.context)), each) for each in self._rows()
+        )
         for part in split(rows, self._max_rows):
             if self._halted.is_set():
                 return
@@ -255,6 +270,7 @@ class RowBatches:
                 api.line(f"{key}-{number}", body)
                 for number, (body, _) in zip(numbers, part, strict=True)
             ]
+            part.clear()  # a batch is large, and it is sent as one text
             await self._create(batch, lines)
 
     def _prepared(self, rows: list[BatchRow]) -> OpenBatch:
@@ -271,17 +287,16 @@ class RowBatches:
         return batch
 
     def _first_request(self, row: BatchRow) -> FirstRequest:
-        text, most = row.question.text, bound_of(row.request, self._price)
         return FirstRequest(
             self._journal.number_of(row.number),
             row.row,
             round(time.perf_counter() - self._began, 3),
             digest_text(row.digest),
-            None if text == self._asking.text else text,
-            row.question.context,
-            most.tokens - row.request.sampling.max_tokens,
-            row.request.sampling.max_tokens,
-            None if self._price is None else round(most.cost, 12),
+            row.question,
+            row.context,
+            row.most.tokens - row.max_output_tokens,
+            row.max_output_tokens,
+            None if self._price is None else round(row.most.cost, 12),
         )
 
     async def _create(self, batch: OpenBatch, lines: list[bytes]) -> None:
@@ -369,7 +384,8 @@ class RowBatches:
             return
         lines = list[bytes]()
         for number, (offset, _) in batch.waiting.items():
-            body = self._api.body(self._request(self._first(offset)))
+            first = self._first(offset)
+            body = self._api.body(self._request(first.question, first.context))
             lines.append(self._api.line(f"{batch.sent.key}-{number}", body))
         await self._create(batch, lines)
 
@@ -411,7 +427,7 @@ class RowBatches:
         if key != batch.sent.key or number not in batch.waiting:
             return
         first = self._first(batch.waiting[number][0])
-        request = self._request(first)
+        request = self._request(first.question, first.context)
         try:
             reply = await self._api.read(result, request)
         except ModelError as error:
@@ -463,7 +479,7 @@ class RowBatches:
         amount = batch.waiting.pop(number)[1]
         cost, counts = None, tuple[int, ...]()
         if error.may_be_paid:
-            usage = self._request(first).max_usage()
+            usage = self._request(first.question, first.context).max_usage()
             cost, counts = first.cost, counts_of(usage)
             self._calls.budget.settle(amount, usage, cost)
         else:
@@ -528,9 +544,9 @@ class RowBatches:
         assert first is not None
         return first
 
-    def _request(self, first: FirstRequest) -> Request:
-        text = self._asking.text if first.question is None else first.question
-        return self._calls.first_request(self._asking.question_of(text, first.context))
+    def _request(self, question: str | None, context: Any) -> Request:
+        text = self._asking.text if question is None else question
+        return self._calls.first_request(self._asking.question_of(text, context))
 
 
 class _Collected(msgspec.Struct):
