@@ -124,7 +124,7 @@ async def amap(
     request = MapRequest(
         question=question,
         answer_type=answer_type,
-        columns=tuple(columns),
+        columns=(columns,) if isinstance(columns, str) else tuple(columns),
         prefix=prefix,
         out=_path_of(out),
         budget=budget_of(max_calls, max_tokens, max_cost),

@@ -95,7 +95,8 @@ class RowQuestion:
         given = {name: _text(values.get(name)) for name in self.shown}
         texts = {name: text for name, text in given.items() if text}
         if not any(text.strip() for text in texts.values()):
-            raise RowProblem(f"the row has nothing in {', '.join(self.shown[:5])}")
+            names = ", ".join(self.shown[:5])
+            raise RowProblem(f"the row has nothing in {names}" if names else "the row is empty")
         return texts[self.shown[0]] if len(self.shown) == 1 else texts
 
 

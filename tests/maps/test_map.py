@@ -465,3 +465,10 @@ def test_marks_at_the_beginning_of_files_are_no_text(tmp_path: Path) -> None:
     for name, word in (("a.csv", "w1"), ("b.jsonl", "w2")):
         (row,) = ask(tmp_path / name, words).table
         assert (str(row["id"]), row["answer"]) == ("1", word)
+
+
+def test_one_column_may_be_named_alone_and_a_row_may_be_empty() -> None:
+    (row,) = ask(texts(1), columns="text").table
+    assert row["answer"] == "w0"
+    (row,) = ask([{}], columns=()).table
+    assert row["error"] == "the row is empty"
