@@ -167,7 +167,7 @@ class TrafficRecorder:
         self._retention = retention or Retention()
         self._policy = policy
         try:
-            self.store = Store(folder)
+            self.store = _opened(folder)
             _claim(self.store, policy)
             self._index = _open_index(self.store.root / _INDEX_FILE)
         except (StoreError, OSError, sqlite3.Error) as error:
@@ -535,6 +535,14 @@ def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, .
 def _question(messages: Sequence[Message]) -> str:
     """The first message of the user, for listings."""
     return cut(next((each.content for each in messages if each.role == "user"), ""))
+
+
+def _opened(folder: str | Path) -> Store:
+    """The store in ``folder``. Raises StoreError if it cannot be written."""
+    try:
+        return Store(folder)
+    except ConfigError as error:  # it speaks of the usual store's folder
+        raise StoreError(str(error).partition(";")[0]) from None
 
 
 def _claim(store: Store, policy: RecordedPolicy) -> None:

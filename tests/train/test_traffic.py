@@ -33,8 +33,11 @@ from ramify.train.metrics import read_metrics
 from ramify.train.resolve import resolve
 from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.train.signals.base import SignalContext
+from ramify.train.signals.hints import hints_of
 from ramify.train.traffic import TrafficTask, without_redacted
 from ramify.types.message import Message
+from ramify.types.trajectory import Group
 from tests.inference.helpers import policy
 from tests.shown import train
 from tests.train.small import even, small
@@ -233,3 +236,24 @@ def test_a_verifier_and_a_review_score_whole_conversations(tmp_path: Path) -> No
     store.write_review(store.ids()[0], RunReview(rewards={"long": 0.5}))
     task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     assert sorted(each.rewards["long"] for each in task.replies) == [0.0, 0.5]
+
+
+def test_the_next_message_is_a_hint_for_a_reply_that_failed(tmp_path: Path) -> None:
+    made = served(tmp_path / "policy")
+    thumbs = iter([0.0, 1.0])
+    record(made, tmp_path / "store", 1, lambda ids: next(thumbs), texts=["No, I meant blue"])
+    task = TrafficTask(even, tmp_path / "store", group=2, temperature=1.0)
+    [item] = task.splits["train"]
+    rollouts = [asyncio.run(task.recorded(item, f"r{number}", number)) for number in range(2)]
+    context = SignalContext(step=0, items={item.id: item}, weights={})
+    hints = hints_of("next_message")
+    assert hints is not None
+    found = asyncio.run(hints.hints(Group(item.id, rollouts), context))
+    by_turn = {
+        rollout.metadata["traffic"]["turn"]: each
+        for rollout, each in zip(rollouts, found, strict=True)
+    }
+    [text] = by_turn[0].at["0", 0]
+    assert "No, I meant blue" in text
+    assert not by_turn[1].at
+    assert by_turn[1].reading.abstained == "did not fail"
