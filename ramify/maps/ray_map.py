@@ -20,7 +20,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,11 +142,13 @@ class RayMapRun:
         journal = None if found is None else maps.reopen(found)
         try:
             skipped, old = self._prepare(manifest)
-            journal = journal or maps.create(self._header(manifest, config, record.name))
             output = msgspec.structs.replace(self._output, old=old)
-            state = await self._on_cluster(
-                task, output, skipped, str(record), is_priced, rlm.limits.max_concurrency
-            )
+            async with self._joined() as ray:
+                self._claim(manifest)
+                journal = journal or maps.create(self._header(manifest, config, record.name))
+                state = await self._on_cluster(
+                    ray, task, output, skipped, str(record), rlm.limits.max_concurrency
+                )
         finally:
             if journal is not None:
                 journal.close()
@@ -187,7 +190,7 @@ class RayMapRun:
 
     def _prepare(self, manifest: PartManifest) -> tuple[frozenset[str], frozenset[str]]:
         """Return (names of the parts that are done, files of parts that may lack answers). Raises
-        ConfigError if the folder has something else."""
+        ConfigError if the folder has something else. Nothing but the folder itself is written."""
         import pyarrow.fs as arrow_fs
 
         output = self._output
@@ -206,13 +209,8 @@ class RayMapRun:
                 raise ConfigError(
                     f"{self._out} is not empty, and no map wrote it: give another folder"
                 )
-            with files.open_output_stream(path) as file:
-                file.write(msgspec.json.encode(manifest))
-            for name in names:
-                if name.startswith("_part-"):  # a worker was lost while it wrote this
-                    files.delete_file(f"{folder}/{name}")
         except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"cannot write {self._out}: {error}") from None
+            raise self._not_written(error) from None
         parts = [name for name in names if is_part(name) and name.endswith(output.ending)]
         whole = {name for name in parts if UNFINISHED not in name}
         unfinished = {name for name in parts if UNFINISHED in name}
@@ -220,6 +218,24 @@ class RayMapRun:
             return frozenset(), frozenset(whole | unfinished)
         done = frozenset(name.removesuffix(output.ending) for name in whole)
         return done, frozenset(unfinished)
+
+    def _claim(self, manifest: PartManifest) -> None:
+        """Write the manifest, and delete what workers wrote when they were lost. Raises
+        ConfigError."""
+        import pyarrow.fs as arrow_fs
+
+        files, folder = self._output.filesystem, self._output.folder
+        try:
+            with files.open_output_stream(f"{folder}/{_MANIFEST}") as file:
+                file.write(msgspec.json.encode(manifest))
+            for info in files.get_file_info(arrow_fs.FileSelector(folder)):
+                if info.base_name.startswith("_part-"):
+                    files.delete_file(info.path)
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def _not_written(self, error: Exception) -> ConfigError:
+        return ConfigError(f"cannot write {self._out}: {error}")
 
     def _check(self, found: PartManifest, ours: PartManifest) -> None:
         if found.key != ours.key:
@@ -239,47 +255,53 @@ class RayMapRun:
 
     # --- the cluster
 
-    async def _on_cluster(
-        self,
-        task: MapTask,
-        output: PartOutput,
-        skipped: frozenset[str],
-        record: str,
-        is_priced: bool,
-        max_in_flight: int,
-    ) -> SharedState:
-        """Run the pipeline, and return how the map ended."""
+    @contextlib.asynccontextmanager
+    async def _joined(self) -> AsyncIterator[Any]:
+        """Join the cluster unless this process has, and yield Ray. Raises ConfigError if a node has
+        another version."""
         ray = imported()
         if not (was_joined := ray.is_initialized()):
             await asyncio.to_thread(self._cluster.join)
         try:
-            await asyncio.to_thread(_check_nodes, ray, task.version)
-            # On this node, where the record is.
-            budget = (
-                ray.remote(SharedBudget)
-                .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=_here(ray))
-                .remote(
-                    self.request.budget,
-                    max_in_flight,
-                    is_priced=is_priced,
-                    record=record,
-                    counts_again=self.request.retry_failed,
-                )
-            )
-            try:
-                await budget.state.remote()
-            except ray.exceptions.RayError as error:
-                raise RunInUse(
-                    f"the budget of the map cannot be opened: {_last_line(error)}"
-                ) from None
-            run = partial(self._pipeline, task, output, budget, skipped)
-            try:
-                return await self._watched(budget, run)
-            finally:
-                ray.kill(budget)  # the process of the caller may live, and start another map
+            await asyncio.to_thread(_check_nodes, ray, __version__)
+            yield ray
         finally:
             if not was_joined:
                 self._cluster.leave()
+
+    async def _on_cluster(
+        self,
+        ray: Any,
+        task: MapTask,
+        output: PartOutput,
+        skipped: frozenset[str],
+        record: str,
+        max_in_flight: int,
+    ) -> SharedState:
+        """Run the pipeline, and return how the map ended."""
+        # On this node, where the record is.
+        budget = (
+            ray.remote(SharedBudget)
+            .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=_here(ray))
+            .remote(
+                self.request.budget,
+                max_in_flight,
+                is_priced=task.is_priced,
+                record=record,
+                counts_again=self.request.retry_failed,
+            )
+        )
+        try:
+            await budget.state.remote()
+        except ray.exceptions.RayError as error:
+            raise RunInUse(f"the map's budget cannot be opened: {_last_line(error)}") from None
+        try:
+            return await self._watched(
+                budget, partial(self._pipeline, task, output, budget, skipped)
+            )
+        finally:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                ray.kill(budget)  # the caller's process may live, and start another map
 
     def _pipeline(
         self, task: MapTask, output: PartOutput, budget: Any, skipped: frozenset[str]
@@ -385,9 +407,11 @@ def _check_nodes(ray: Any, version: str) -> None:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Settings of Ray Data for one pipeline: one part in each block, and no progress bars of its
-    own."""
+    """Settings of Ray Data for one pipeline: one part in each block, and neither progress bars nor
+    advice to users of Ray."""
     from ray.data import DataContext
+
+    warnings.filterwarnings("ignore", "The maximum number of concurrent tasks", UserWarning)
 
     context = DataContext.get_current()
     names = ("target_max_block_size", "enable_progress_bars", "max_errored_blocks")

@@ -23,6 +23,7 @@ from ramify import testing
 from ramify.actors.ray_cluster import RayCluster
 from ramify.engine import threads
 from ramify.errors import ConfigError, SourceError
+from ramify.maps.map_journal import MapStore
 from ramify.maps.ray_rows import PART_ROWS, open_row_files, parts_of
 from tests.maps.ray_nodes import ROOT, RayNodes
 from tests.maps.s3_server import WritableS3Server
@@ -324,6 +325,11 @@ def test_a_node_with_another_version_is_named_before_anything_is_asked(
     assert (process.returncode, stdout, stderr.count("\n")) == (2, "", 1), stderr
     assert "has ramify 0.0.9, and this map was begun with ramify" in stderr
     assert cluster.model.asked.total() == num
+    assert list((cluster.folder / "versions").iterdir()) == []
+    assert not any(
+        header.out.endswith("/versions")
+        for _, header in MapStore(cluster.folder / "home").headers()
+    )
 
 
 @pytest.mark.slow
