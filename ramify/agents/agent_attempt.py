@@ -181,8 +181,8 @@ class AgentAttempt:
                 )
             case _:
                 text = (
-                    f"the agent ended, and left {record.num_left} processes that still ran; they "
-                    "were ended: let it wait for its children"
+                    f"the agent ended, and {record.num_left} of its processes still ran; they were "
+                    "ended: let it wait for its children"
                 )
         if seat.last_refusal:
             text += f"; its last refused request: {seat.last_refusal:.300}"

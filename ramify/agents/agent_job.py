@@ -16,10 +16,8 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import RamifyError
+from ramify.evaluate.model_endpoint import MODEL
 from ramify.tasks.base import Item
-
-MODEL = "policy"
-"""Name of the model, for an agent that must name one. Any other name is accepted, too."""
 
 
 class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +44,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     """Key of this rollout alone. It ends with the rollout."""
     model: str = MODEL
-    """Name of the model."""
+    """A name of the model, for an agent that must give one. Any other is accepted, too."""
 
 
 def visible(item: Item) -> Item:

@@ -134,8 +134,13 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
                 "or the name of a task"
             )
         for field in ("max_seconds", "first_request_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"AgentTask: {field}={getattr(self, field)!r} must be above 0")
+            value = getattr(self, field)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"AgentTask: {field}={value!r:.80} must be a number above 0")
+        if isinstance(self.env, str):
+            raise ConfigError(
+                f"AgentTask: env={self.env!r:.80}: give a list of names, {[self.env]}"
+            )
         _ = self._start, self._reward
         msgspec.structs.force_setattr(self, "options", self._options())
 

@@ -148,7 +148,7 @@ def test_each_failure_has_its_outcome_and_no_reward(tmp_path: Path) -> None:
         "outlived": (
             "ask('q'); subprocess.Popen(['sleep', '600'], start_new_session=True)",
             {},
-            "left 1 processes",
+            "1 of its processes still ran",
         ),
     }
     for outcome, (text, options, told) in cases.items():
@@ -283,6 +283,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "cannot be called with one argument, an AgentRun",
     ),
     "place": ({"agent": "nowhere.py:f", "reward": one, "items": ROWS}, "does not exist"),
+    "env": (
+        {"command": "echo", "reward": one, "items": ROWS, "env": "HF_HOME"},
+        "give a list of names, ['HF_HOME']",
+    ),
+    "text": ({"agent": ask, "reward": one, "items": ROWS, "max_seconds": "60"}, "a number above 0"),
     "seconds": ({"agent": ask, "reward": one, "items": ROWS, "max_seconds": 0}, "above 0"),
 }
 
