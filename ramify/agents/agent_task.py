@@ -82,7 +82,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     (docs/agents.md). It is split into words as a shell does, but no shell reads it."""
     shell: bool = False
     """Whether a shell runs the command. Values are quoted."""
-    env: tuple[str, ...] = ()
+    env: Sequence[str] = ()
     """Variables that the command gets in addition to a few usual ones: names, whose values are
     those of the trainer, or ``NAME=value``."""
     agent: Any = None
