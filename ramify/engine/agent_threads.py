@@ -222,7 +222,10 @@ def _by_ids(
     start = None if best is None else chain.start_after(best[0].turns[best[1]])
     if best is None or start is None:
         return RequestPlace(None, 0, 0, chain.known, None)
-    return RequestPlace(best[0], best[1] + 1, start, chain.known, None)
+    known = chain.known
+    if known is not None and known.num_messages <= start:
+        known = None  # the call itself knows the ids of its turns
+    return RequestPlace(best[0], best[1] + 1, start, known, None)
 
 
 class _ReplyChain:

@@ -160,9 +160,13 @@ class ModelConversations:
         for each in calls:
             each.asked = new
             each.first = each.first or new
-        results = await asyncio.gather(
-            *(self._turn(each, new, request, known) for each in calls), return_exceptions=True
-        )
+        try:
+            results = await asyncio.gather(
+                *(self._turn(each, new, request, known) for each in calls), return_exceptions=True
+            )
+        finally:
+            for each in calls:
+                each.asked = None
         replies = [each for each in results if isinstance(each, Reply)]
         for result in results:
             if isinstance(result, BaseException):
@@ -234,8 +238,7 @@ class ModelConversations:
         except LimitReached as error:
             each.stop = Stop(error.stop)
             raise
-        finally:
-            each.asked = None
+        each.asked = None
         ids = call.history.ids
         num_prompt_ids = len(ids) - len(reply.token_ids or ()) if ids else 0
         each.turns.append(

@@ -21,10 +21,18 @@ class TemplateClient:
     window = 100_000
     price = None
 
-    def __init__(self, script: Callable[[Sequence[Message]], str], template: str = "qwen3") -> None:
+    def __init__(
+        self,
+        script: Callable[[Sequence[Message]], str],
+        template: str = "qwen3",
+        *,
+        is_canonical: bool = False,
+    ) -> None:
+        """With ``is_canonical``, it samples the ids that the tokenizer would give."""
         self.name = f"scripted:{template}"
         self.log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._script = script
+        self._is_canonical = is_canonical
         self._tokenizer = tokenizer_of(template)
         end = self._tokenizer.convert_tokens_to_ids(_ENDS.get(template, "<|im_end|>"))
         self._renderer = renderer_of(self._tokenizer, stop_ids=[end])
@@ -32,8 +40,9 @@ class TemplateClient:
 
     def sampled(self, text: str) -> tuple[int, ...]:
         """Ids of a reply: one for each letter, and its end."""
-        letters = (self._tokenizer.encode(each, add_special_tokens=False) for each in text)
-        return (*(id for ids in letters for id in ids), self._renderer.stop_ids[0])
+        parts = [text] if self._is_canonical else text
+        encoded = (self._tokenizer.encode(part, add_special_tokens=False) for part in parts)
+        return (*(id for ids in encoded for id in ids), self._renderer.stop_ids[0])
 
     async def complete(self, request: Request) -> Reply:
         prompt = tuple(prompt_ids(self._renderer, request))

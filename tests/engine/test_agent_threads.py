@@ -138,3 +138,41 @@ def test_dropped_reasoning_changes_nothing_if_no_ids_are_compared() -> None:
     assert shape(played(conduct, ScriptedClient(lambda messages: answer))) == [
         ("0", "new", None, 2)
     ]
+
+
+@pytest.mark.parametrize(("is_canonical", "calls"), [(True, 1), (False, 2)])
+def test_other_messages_with_the_same_ids_continue_the_call(is_canonical: bool, calls: int) -> None:
+    """A client writes the reasoning into the content, which the template writes alike. Its ids are
+    those that were sampled only if the model sampled them as the tokenizer would."""
+    text = "<think>\nhm\n</think>\n\nyes"
+    client = TemplateClient(lambda messages: text, is_canonical=is_canonical)
+
+    async def conduct(model: ModelConversations) -> None:
+        talk = [user("a")]
+        for question in "bc":
+            await model.ask(talk)
+            talk += [Message("assistant", text), user(question)]
+        await model.ask(talk[:3])
+
+    trajectory = played(conduct, client)
+    assert len(trajectory.calls) == calls + 1
+    assert trajectory.calls[-1].cause == "repeated" if is_canonical else "merged"
+    for call, (prompt, sampled) in zip(trajectory.calls, client.log[-calls - 1 :], strict=True):
+        path = trajectory.path(call)
+        assert path is not None
+        assert path.ids == (*prompt, *sampled)
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+def test_a_request_cancelled_at_any_step_does_not_occupy_its_call(num_steps: int) -> None:
+    async def conduct(model: ModelConversations) -> None:
+        talk = [user("a"), (await model.ask([user("a")])).message, user("b")]
+        lost = asyncio.create_task(model.ask(talk))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        lost.cancel()
+        await asyncio.wait([lost])
+        await model.ask(talk)
+
+    client = ScriptedClient(lambda messages: "yes", latency_s=0.01)
+    assert shape(played(conduct, client)) == [("0", "new", None, 2)]
