@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ramify.errors import StoreError
+from ramify.errors import SourceError, StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, MapParts
 from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTable, MapTableRow
 from ramify.maps.part_output import NOT_ASKED, is_part, part_output
@@ -40,8 +40,12 @@ class RayMapTable(MapTable):
     def rows(self) -> list[MapTableRow]:
         """The first rows of the parts that are there. Raises StoreError if the output cannot be
         read."""
-        import pyarrow.fs as arrow_fs
-
+        try:
+            import pyarrow.fs as arrow_fs
+        except ModuleNotFoundError:
+            raise StoreError(
+                f"the parts of map {self.id} need pyarrow: pip install 'ramify[ray]'"
+            ) from None
         header, parts = self._described()
         try:
             output = part_output(header.out)
@@ -55,7 +59,7 @@ class RayMapTable(MapTable):
                 found = (row for name, *_ in files for row in output.rows(name))
                 self._rows = list(_table_rows(islice(found, MAX_ROWS), parts))
                 self._read = (*files,)
-        except OSError as error:
+        except (OSError, SourceError) as error:
             raise StoreError(f"the parts of map {self.id} cannot be read: {error}") from None
         return self._rows
 

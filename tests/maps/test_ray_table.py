@@ -84,6 +84,9 @@ def test_its_rows_are_read_again_if_a_part_changes(tmp_path: Path) -> None:
     assert table.refresh().rows[0].answer == "maybe"
     with pytest.raises(StoreError, match="answers without the replies"):
         row_events(table, 0)
+    first.write_text("")
+    with pytest.raises(StoreError, match=f"^the parts of map {ID} cannot be read: .* has no rows"):
+        _ = table.rows
 
 
 def test_the_page_shows_it_without_runs(tmp_path: Path) -> None:
