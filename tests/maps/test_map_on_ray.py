@@ -29,6 +29,7 @@ from tests.maps.ray_nodes import ROOT, RayNodes
 from tests.maps.s3_server import WritableS3Server
 
 pytest.importorskip("ray.data", reason="needs the extra ray")
+pytestmark = pytest.mark.timeout(900)  # Ray starts slowly on a busy machine
 KEY = "sk-0123456789"
 IN_FLIGHT = 16
 LONG = 400_000
@@ -118,7 +119,7 @@ def seen(cluster: Cluster) -> dict[str, Any]:
         [sys.executable, "-m", "tests.maps.ray_scenarios", str(cluster.folder), str(LONG)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
         cwd=ROOT,
         env=cluster.nodes.environ,
     )
@@ -131,7 +132,6 @@ def seen(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_each_row_is_once_in_the_output_whatever_is_killed(cluster: Cluster) -> None:
     """One map: its command is killed, then a worker, until a limit ends it; Ctrl-C; then a node."""
     nodes, model, num = cluster.nodes, cluster.model, 6 * PART_ROWS
@@ -190,7 +190,6 @@ def test_each_row_is_once_in_the_output_whatever_is_killed(cluster: Cluster) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_csv_files_and_urls(seen: dict[str, Any]) -> None:
     part = ["id,text,word,size,error", '1,"an object: {0}, a",{0},0,']
     assert [row["line"] for row in seen["csv"]] == [
@@ -305,7 +304,6 @@ def test_the_map_is_listed_and_keys_are_in_no_file(seen: dict[str, Any], cluster
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_node_with_another_version_is_named_before_anything_is_asked(
     cluster: Cluster,
 ) -> None:
@@ -333,7 +331,6 @@ def test_a_node_with_another_version_is_named_before_anything_is_asked(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["ray_version", "python_version"])
 def test_a_cluster_of_another_ray_or_python_is_one_sentence(cluster: Cluster, name: str) -> None:
     rows = cluster.folder / "versions.jsonl"
