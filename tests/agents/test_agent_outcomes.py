@@ -337,7 +337,9 @@ def test_killed_trainer_leaves_no_agent(tmp_path: Path) -> None:
     """
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER.format(command=program(tmp_path, text)))
-    process = subprocess.Popen([sys.executable, trainer])
+    # The folder of a rollout outlives a trainer that was killed.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, trainer], env=environment)
     while not (pid_file.exists() and pid_file.read_text().endswith(" ")):
         assert process.poll() is None
         time.sleep(0.02)
