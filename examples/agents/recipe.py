@@ -20,7 +20,7 @@ BUILT = HERE.parents[1] / "build/agents"
 
 
 def command(name: str) -> str:
-    """The command of the agent ``name``, in the environment that ``scripts/setup --agents`` made."""
+    """The command of an agent, in the environment that ``scripts/setup --agents`` made."""
     if name.endswith("_js"):
         return f"node {BUILT / name}/agent.mjs {{item_file}}"
     python = "{python}" if name == "verifiers" else BUILT / name / "bin/python"
@@ -29,12 +29,11 @@ def command(name: str) -> str:
 
 def environment(name: str) -> tuple[str, ...]:
     """Variables that the agent needs in addition to its address."""
-    if name == "verifiers":  # it makes an environment for its program, with uv and from wheels
+    if name == "verifiers":  # it makes the environment of its program, with uv, from files
         return (
             f"PATH={BUILT / 'uv/bin'}:{os.environ['PATH']}",
             f"HOME={BUILT / name}",
-            f"UV_FIND_LINKS={BUILT / name / 'wheels'}",
-            "UV_NO_INDEX=1",
+            f"UV_DEFAULT_INDEX=file://{BUILT / name}/index",
         )
     return ("OPENAI_AGENTS_DISABLE_TRACING=1",) if name.startswith("openai_agents") else ()
 

@@ -2,11 +2,11 @@
 
     python examples/agents/small_policy.py FOLDER
 
-Each phrase is one token: a call of the agents' tool, a cell for a session, a metal. Any other text is
-written in bytes. The model has two layers. Its weights are random, except that a phrase is likely at
-the beginning of a reply, and the end of the reply after it. So a policy without any knowledge already
-speaks well-formed sentences, and learns which of them earn a reward. The chat template is in Qwen's
-style, with tools. Not here: anything that a real model could do.
+Each phrase is one token: a call of the agents' tool, a cell for a session, a metal. Any other text
+is written in bytes. The model has two layers. Its weights are random, except that a phrase is
+likely at the beginning of a reply, and the end of the reply after it. So a policy without any
+knowledge already speaks well-formed sentences, and learns which of them earn a reward. The chat
+template is in Qwen's style, with tools. Not here: anything that a real model could do.
 """
 
 import sys

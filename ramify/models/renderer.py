@@ -191,12 +191,12 @@ class MarkedRenderer:
             [*closing, *self._messages(messages, self._opening), *self._begin_reply()]
         )
 
-    def parse(self, ids: Sequence[int]) -> Message:
+    def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
         """The reply that sampled ids stand for, without the token that ended it."""
         text = self._pieces.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
         if self._thinks and self._opening.endswith("<think>\n"):
             text = "<think>\n" + text
-        return split_reply(text, thinks=self._thinks, tool_calls=self.takes_tools)
+        return split_reply(text, thinks=self._thinks, tool_calls=tool_calls and self.takes_tools)
 
     def _conversation(
         self, messages: Sequence[Message], tools: Sequence[Tool], opening: str
@@ -362,8 +362,8 @@ class Renderer(Protocol):
         sampled."""
         ...
 
-    def parse(self, ids: Sequence[int]) -> Message:
-        """The reply that sampled ids stand for."""
+    def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
+        """The reply that sampled ids stand for. Without ``tool_calls``, calls in it stay text."""
         ...
 
 
@@ -384,10 +384,15 @@ def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> 
     )
 
 
-def spoken(renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = ()) -> Message:
-    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in
-    it."""
-    message = renderer.parse(sampled)
+def spoken(
+    renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
+) -> Message:
+    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in it.
+
+    Without ``tool_calls`` (the request offers no tools), a call that the model wrote anyway stays
+    text: the caller would not look for it elsewhere.
+    """
+    message = renderer.parse(sampled, tool_calls=tool_calls)
     ends = [at for text in stop if (at := message.content.find(text)) >= 0]
     return (
         msgspec.structs.replace(message, content=message.content[: min(ends)]) if ends else message

@@ -309,8 +309,8 @@ class TemplateRenderer:
         added = self._pieces.marked(self._gain([self._harmless(message) for message in messages]))
         return added[1:] if added and after and after[-1] == added[0] else added
 
-    def parse(self, ids: Sequence[int]) -> Message:
-        """The reply that sampled ids stand for."""
+    def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
+        """The reply that sampled ids stand for. Calls in it always stay text."""
         end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
         return split_reply(
             self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False

@@ -1,4 +1,4 @@
-"""The ``null`` harness of verifiers, whose chat program is a process of its own: agent.py ITEM_FILE."""
+"""The ``null`` harness of verifiers, with its chat program as a process: agent.py ITEM_FILE."""
 
 import asyncio
 import json
@@ -7,10 +7,10 @@ import sys
 
 import verifiers.v1 as vf
 
+BOXES = {"red": "copper", "blue": "gold", "green": "silver"}
 
-async def main() -> None:
-    with open(sys.argv[1]) as file:
-        question = json.load(file)["question"]
+
+async def main(question: str) -> None:
     config = vf.AgentConfig(
         model="policy",
         harness={"id": "null"},
@@ -20,9 +20,11 @@ async def main() -> None:
         ),
     )
     async with vf.Agent(config) as agent, agent.interaction(vf.Task(vf.TaskData())) as talk:
-        await talk.turn(f"{question} Think first.")
-        turn = await talk.turn("Now answer with the metal alone.")
+        turn = await talk.turn(f"{question} Which box do you open?")
+        metal = next((metal for box, metal in BOXES.items() if box in turn.last_reply), "nothing")
+        turn = await talk.turn(f"It holds {metal}. Now answer with the metal alone.")
     print(turn.last_reply)
 
 
-asyncio.run(main())
+with open(sys.argv[1]) as file:
+    asyncio.run(main(json.load(file)["question"]))

@@ -210,7 +210,12 @@ class HttpEngines:
         return sampling
 
     def _reply(self, so_far: PartialReply, request: Request, seconds: float) -> Reply:
-        message = spoken(self._policy.renderer, so_far.sampled, request.sampling.stop)
+        message = spoken(
+            self._policy.renderer,
+            so_far.sampled,
+            request.sampling.stop,
+            tool_calls=bool(request.tools),
+        )
         return Reply(
             message=message,
             usage=Usage(

@@ -121,7 +121,7 @@ class LocalClient:
         started = time.perf_counter()
         generation = self._generation(request)
         await self._finished(generation)
-        return self._reply(generation, time.perf_counter() - started)
+        return self._reply(generation, request, time.perf_counter() - started)
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
@@ -148,12 +148,12 @@ class LocalClient:
                 await asyncio.wait([finished], timeout=_STREAM_EVERY_S)
                 if not finished.done() and generation.logprobs:
                     yield settled_reply(
-                        self._message(generation),
+                        self._message(generation, request),
                         request.sampling.stop,
-                        tool_calls=self.policy.renderer.takes_tools,
+                        tool_calls=bool(request.tools) and self.policy.renderer.takes_tools,
                     )
             await finished
-            yield self._reply(generation, time.perf_counter() - started)
+            yield self._reply(generation, request, time.perf_counter() - started)
         finally:
             finished.cancel()
 
@@ -237,9 +237,11 @@ class LocalClient:
         ids = prompt_ids(self.policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
-        return self._generation_of(ids, sampling, request.affinity)
+        return self._generation_of(ids, sampling, request.affinity, tool_calls=bool(request.tools))
 
-    def _generation_of(self, ids: Sequence[int], sampling: Sampling, affinity: str) -> Generation:
+    def _generation_of(
+        self, ids: Sequence[int], sampling: Sampling, affinity: str, *, tool_calls: bool = False
+    ) -> Generation:
         seed = (
             os.urandom(16).hex()
             if sampling.seed is None
@@ -253,7 +255,7 @@ class LocalClient:
             stop=sampling.stop,
             seed=seed,
             affinity=affinity,
-            decode=lambda ids: self.policy.renderer.parse(ids).content,
+            decode=lambda ids: self.policy.renderer.parse(ids, tool_calls=tool_calls).content,
         )
 
     def _draw(self, sampling: Sampling) -> SamplingSettings:
@@ -297,8 +299,8 @@ class LocalClient:
                 f"{self.name}: the engine failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _reply(self, generation: Generation, seconds: float) -> Reply:
-        message = self._message(generation)
+    def _reply(self, generation: Generation, request: Request, seconds: float) -> Reply:
+        message = self._message(generation, request)
         return Reply(
             message=message,
             usage=Usage(
@@ -319,11 +321,12 @@ class LocalClient:
             top_logprobs=tuple(generation.top) or None,
         )
 
-    def _message(self, generation: Generation) -> Message:
+    def _message(self, generation: Generation, request: Request) -> Message:
         return spoken(
             self.policy.renderer,
             generation.sampled,
             [generation.stopped_at] if generation.stopped_at else (),
+            tool_calls=bool(request.tools),
         )
 
     def _take(self, weights: object, version: int) -> None:
