@@ -38,8 +38,8 @@ def environment(name: str) -> tuple[str, ...]:
     return ("OPENAI_AGENTS_DISABLE_TRACING=1",) if name.startswith("openai_agents") else ()
 
 
-def run() -> train.Run:
-    name = os.environ.get("AGENT", "openai_agents")
+def run(name: str = "") -> train.Run:
+    name = name or os.environ.get("AGENT", "openai_agents")
     return train.Run(
         name=f"boxes-{name}",
         policy=train.PolicySpec(path="runs/small", slots=32),
