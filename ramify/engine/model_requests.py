@@ -133,9 +133,17 @@ class ModelRequests:
         is_direct = call.kind == "lm" and call.parent is None
         if is_direct and recording is None:
             limit = self._affordable(call, messages, limit)
-        turn = TurnRequest(
-            self, call, messages, reused, schema, tools, last_word, limit, known=known, asked=asked
+        request = Request(
+            (*call.messages[:reused], *messages),
+            self._sampling(call, limit, asked),
+            schema,
+            tools,
+            affinity=call.id,
+            known=known or call.history.known_ids(reused),
+            model=call.client.name,
+            read_picture=self.read_picture,
         )
+        turn = TurnRequest(self, call, request, reused, last_word)
         found = self._found(turn)
         if found is not None:
             turn.announce()  # as in the recorded run
@@ -169,6 +177,18 @@ class ModelRequests:
         if reply.finish == "content_filter":
             raise filtered(call.client.name, reply)
         return reply
+
+    def _sampling(self, call: LiveCall, max_tokens: int, asked: Sampling | None) -> Sampling:
+        """Return the run's sampling for a reply of at most ``max_tokens``. The stop texts of
+        ``asked`` are in addition to those of the run."""
+        sampling = self.lengths.sampling_of(call.client)
+        if asked is not None:
+            stop = tuple(dict.fromkeys([*sampling.stop, *asked.stop]))
+            top_logprobs = asked.top_logprobs
+            sampling = msgspec.structs.replace(sampling, stop=stop, top_logprobs=top_logprobs)
+        if max_tokens != sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
+        return sampling
 
     def arriving(self) -> list[ArrivingReply]:
         """The replies that have arrived in part."""
@@ -348,47 +368,31 @@ class TurnRequest:
         self,
         requests: ModelRequests,
         call: LiveCall,
-        new: tuple[Message, ...],
+        request: Request,
         reused: int,
-        schema: dict[str, Any] | None,
-        tools: tuple[Tool, ...],
         last_word: Stop | None,
-        max_tokens: int,
-        *,
-        known: KnownPrefix | None = None,
-        asked: Sampling | None = None,
     ) -> None:
-        """The stop texts of ``asked`` are in addition to those of the run."""
-        sampling = requests.lengths.sampling_of(call.client)
-        if asked is not None:
-            stop = tuple(dict.fromkeys([*sampling.stop, *asked.stop]))
-            top_logprobs = asked.top_logprobs
-            sampling = msgspec.structs.replace(sampling, stop=stop, top_logprobs=top_logprobs)
-        if max_tokens != sampling.max_tokens:
-            sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
-        prompt = (*call.messages[:reused], *new)
-        known = known or call.history.known_ids(reused)
+        """The first ``reused`` messages of the prompt are those of the call so far."""
         self.call = call
         self.last_word = last_word
-        model = call.client.name
-        read_picture = requests.read_picture
-        self.request = Request(prompt, sampling, schema, tools, call.id, known, model, read_picture)
+        self.request = request
+        self._new = new = request.messages[reused:]
+        model, schema, tools = request.model, request.schema, request.tools
         recording = requests.recording
         # A run that is continued with another model keeps the hashes of its calls.
         recorded = recording.model_of(call.id) if recording is not None else None
         self.digest = prompt_hash(recorded or model, self.request)
         self._requests = requests
-        self._new = new
         self._reused = reused
         most = Usage(
             call.history.max_input_tokens(
                 reused, Request(new, schema=schema, tools=tools, model=model)
             ),
-            sampling.max_tokens,
+            request.sampling.max_tokens,
             calls=1,
             unknown_calls=1,
         )
-        self._reservation = Reservation(requests.ledger, call.client.name, most, call.client.price)
+        self._reservation = Reservation(requests.ledger, model, most, call.client.price)
         self.arrived: list[ReplyPiece] = []
         """Reply to the attempt in progress, as far as it has arrived."""
         self._excess = ""
