@@ -8,7 +8,8 @@ between two evaluations.
 
 ``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right if its reward is 1.
 Attempts that failed for reasons outside the model are counted separately. An item with too few
-other attempts for a figure is excluded from it.
+other attempts for a figure is excluded from it. Intervals are exact where a figure is a share of
+items (see ``statistics.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
 from ramify.evaluate.statistics import (
     MeanEstimate,
     majority_at_k,
-    mean_with_interval,
     paired_difference,
     pass_at_k,
     quantile,
+    score_with_interval,
 )
 
 RIGHT = 1 - 1e-9
@@ -178,7 +179,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
         of: Callable[[list[AttemptOutcome]], float], among: Iterable[list[AttemptOutcome]]
     ) -> MeanEstimate | None:
         values = [of(attempts) for attempts in among]
-        return mean_with_interval(values, seed) if values else None
+        return score_with_interval(values, seed) if values else None
 
     return ReportRow(
         kind,

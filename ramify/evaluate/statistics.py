@@ -141,18 +141,70 @@ def _upper_end(num: int, of: int) -> float:
     return high
 
 
+def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
+    """The mean of scores from 0 to 1, one for each item, with its 95 % interval: that of a share if
+    all items are right or wrong, or all alike, and otherwise that of resampled items.
+
+    Resampling items that are all alike gives an interval of no width, as if four of four were
+    certain.
+
+    >>> score_with_interval([1.0] * 4).low              # 0.025 ** (1 / 4)
+    0.39763...
+    """
+    if not values:
+        raise ConfigError("cannot take a mean over no items")
+    is_alike = min(values) == max(values)
+    if set(values) <= {0.0, 1.0} or (is_alike and 0 < values[0] < 1):
+        total = math.fsum(values)
+        low, high = (share_with_interval(n, len(values)) for n in _around(total))
+        return MeanEstimate(total / len(values), low.low, high.high)
+    return mean_with_interval(values, seed)
+
+
+def _around(total: float) -> tuple[int, int]:
+    """The whole numbers beside ``total``, which rounding errors do not move."""
+    nearest = round(total)
+    return (nearest, nearest) if math.isclose(total, nearest) else (int(total), int(total) + 1)
+
+
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
-    """The mean of ``ours - theirs`` over the same items, with the interval of resampled items.
-    Items that are hard for both do not widen it.
+    """The mean of ``ours - theirs`` over the same items, with its 95 % interval. Items that are
+    hard for both do not widen it.
+
+    If each item is right or wrong on both sides, the interval combines the share of items that
+    changed and the share of these that got better: it holds at least as often as it says, and
+    excludes 0 exactly if the second share is surely above or below one half. Otherwise, it is that
+    of resampled items.
 
     >>> evaluate.paired_difference([1.0, 1.0], [0.0, 1.0]).value
     0.5
     """
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
+    if ours and {*ours, *theirs} <= {0.0, 1.0}:
+        return _flips(
+            sum(a > b for a, b in zip(ours, theirs, strict=True)),
+            sum(a < b for a, b in zip(ours, theirs, strict=True)),
+            len(ours),
+        )
     return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)], seed)
+
+
+def _flips(better: int, worse: int, num: int) -> MeanEstimate:
+    """The difference between two shares of ``num`` items, of which some got better or worse."""
+    changed = better + worse
+    rate = share_with_interval(changed, num)
+    if not changed:
+        return MeanEstimate(0.0, -rate.high, rate.high)
+    share = share_with_interval(better, changed)
+    low, high = 2 * share.low - 1, 2 * share.high - 1
+    return MeanEstimate(
+        (better - worse) / num,
+        low * (rate.low if low > 0 else rate.high),
+        high * (rate.high if high > 0 else rate.low),
+    )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -17,6 +17,7 @@ from ramify.evaluate.statistics import (
     paired_difference,
     pass_at_k,
     quantile,
+    score_with_interval,
     share_with_interval,
 )
 
@@ -160,6 +161,34 @@ def test_interval_of_one_item_and_of_none() -> None:
     assert mean_with_interval([1.0, 1.0]) == MeanEstimate(1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match="cannot take a mean over no items"):
         mean_with_interval([])
+
+
+def test_score_of_alike_items_has_an_exact_interval() -> None:
+    """Four of four says less than forty of forty, and neither is certain."""
+    four, forty = (score_with_interval([1.0] * num) for num in (4, 40))
+    assert (four.value, four.high) == (1.0, 1.0)
+    assert four.low == pytest.approx(0.025 ** (1 / 4))
+    assert four.low < forty.low < 1.0
+    assert score_with_interval([0.0] * 4).high == pytest.approx(1 - four.low)
+    assert score_with_interval([0.0, 1.0, 1.0]) == share_with_interval(2, 3)
+    half = score_with_interval([0.5] * 3)
+    assert (half.low, half.high) == (share_with_interval(1, 3).low, share_with_interval(2, 3).high)
+    assert score_with_interval([0.5, 1.0, 0.0]) == mean_with_interval([0.5, 1.0, 0.0])
+    with pytest.raises(ConfigError, match="cannot take a mean over no items"):
+        score_with_interval([])
+
+
+def test_difference_of_right_and_wrong_items_agrees_with_the_sign_test() -> None:
+    """Five that got better of five that changed have p = 0.0625, six have p = 0.031."""
+    five, six = (paired_difference([1.0] * 10, [0.0] * n + [1.0] * (10 - n)) for n in (5, 6))
+    assert five.low < 0 < six.low
+    assert five.value == 0.5 < five.high < 1.0
+    none = paired_difference([1.0] * 4, [1.0] * 4)
+    assert (none.value, none.low) == (0.0, -none.high)
+    assert none.high == pytest.approx(share_with_interval(0, 4).high)
+    worse = paired_difference([0.0] * 6, [1.0] * 6)
+    assert (worse.value, worse.low) == (-1.0, -1.0)
+    assert worse.high < 0
 
 
 def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
