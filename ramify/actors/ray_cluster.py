@@ -94,7 +94,7 @@ class RayCluster:
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
             # Without a token in the environment, Ray writes one to the home folder.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            self._undo.callback(keep_loopback())
+            self._undo.callback(keep_loopback_address())
             options |= {
                 "address": "local",
                 "num_cpus": os.cpu_count(),
@@ -174,7 +174,7 @@ def _speaks_grpc(connection: socket.socket) -> bool:
     return len(frame) == 4 and frame[3] == _SETTINGS
 
 
-def keep_loopback() -> Callable[[], None]:
+def keep_loopback_address() -> Callable[[], None]:
     """Make Ray keep a loopback address. On Linux, Ray replaces the given address with one that
     other machines can reach. Ray's switch against this is meant for Windows and macOS, and is read
     when a process imports Ray. Returns a function that undoes the change."""

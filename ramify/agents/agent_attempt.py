@@ -21,7 +21,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.agents.agent_job import AgentJob, new_folder, remove_folder, visible, write_item
+from ramify.agents.agent_job import (
+    AgentJob,
+    new_folder,
+    remove_folder,
+    visible_to_agent,
+    write_item_file,
+)
 from ramify.agents.agent_run import AgentRecord
 from ramify.engine.model_conversations import ModelConversations
 from ramify.errors import RamifyError
@@ -133,8 +139,8 @@ class AgentAttempt:
     def _job(self, endpoint: ModelEndpoint, key: str, folder: Path) -> AgentJob:
         base_url = endpoint.url()
         return AgentJob(
-            item=visible(self._item),
-            item_file=write_item(self._item, folder),
+            item=visible_to_agent(self._item),
+            item_file=write_item_file(self._item, folder),
             folder=folder / "work",
             base_url=base_url,
             anthropic_base_url=base_url.removesuffix("/v1"),

@@ -32,7 +32,7 @@ from typing import Any
 from ramify.actors.child_process import ChildProcess
 from ramify.agents.agent_container import AgentContainer
 from ramify.agents.agent_job import AgentJob
-from ramify.agents.agent_run import MAX_OUTPUT_CHARS, end_of
+from ramify.agents.agent_run import MAX_OUTPUT_CHARS, output_tail
 from ramify.engine.threads import in_thread
 from ramify.errors import ConfigError, RamifyError, nearest
 
@@ -263,7 +263,7 @@ class _AgentOutput:
         while self._take():
             pass
         self.close()
-        return end_of(self._kept.decode(errors="replace"))
+        return output_tail(self._kept.decode(errors="replace"))
 
     def close(self) -> None:
         for descriptor in (self._reading, self.writing):

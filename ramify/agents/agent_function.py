@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.agents.agent_job import AgentJob
-from ramify.agents.agent_run import end_of
+from ramify.agents.agent_run import output_tail
 from ramify.tasks.stoppable_thread import StoppableThread, ThreadStopped
 
 _END_S = 1.0
@@ -78,5 +78,5 @@ class AgentFunction:
             self.error_output = "" if isinstance(error.code, int | None) else str(error.code)
         except BaseException as error:  # noqa: BLE001 -- a user's function may raise anything
             self.exit_code = 1
-            self.error_output = end_of("".join(traceback.format_exception(error)))
+            self.error_output = output_tail("".join(traceback.format_exception(error)))
         self.ended.set_result(None)

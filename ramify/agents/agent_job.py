@@ -47,7 +47,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     """A name of the model, for an agent that must give one. Any other is accepted, too."""
 
 
-def visible(item: Item) -> Item:
+def visible_to_agent(item: Item) -> Item:
     """Return ``item`` without what only its score may see."""
     return msgspec.structs.replace(item, gold=None, right=None, wrong=None, metadata={})
 
@@ -64,7 +64,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_item(item: Item, folder: Path) -> Path:
+def write_item_file(item: Item, folder: Path) -> Path:
     """Write ``item`` into ``folder`` as JSON, and return the file. Raises RamifyError if its
     context has no JSON form."""
     shown = {

@@ -63,6 +63,6 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the agent's start to its end."""
 
 
-def end_of(text: str) -> str:
+def output_tail(text: str) -> str:
     """The end of an output, as it is kept."""
     return text[-MAX_OUTPUT_CHARS:]

@@ -54,7 +54,7 @@ RECORD_OPTIONS = (
 )
 
 
-def recording_of(options: Mapping[str, Any]) -> tuple[Redaction, Retention] | None:
+def recording_options(options: Mapping[str, Any]) -> tuple[Redaction, Retention] | None:
     """What the options redact and keep; None without ``--record``. Raises UsageError and
     ConfigError."""
     if not options["record"]:

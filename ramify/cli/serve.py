@@ -33,7 +33,7 @@ from ramify.cli.record_options import (
     RECORD_OPTIONS,
     open_recorder,
     policy_among,
-    recording_of,
+    recording_options,
 )
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import ends_if_blocked, on_stop
@@ -170,7 +170,7 @@ def _recorder(
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
     """What opens the recorder once the policy is loaded; None without ``--record``. Raises
     ConfigError at once for a model that is not local."""
-    recording = recording_of(options)
+    recording = recording_options(options)
     if recording is None:
         return None
     if folder_of(settings["model"]) is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
-from ramify.cli.record_options import RECORD_OPTIONS, open_recorder, recording_of
+from ramify.cli.record_options import RECORD_OPTIONS, open_recorder, recording_options
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import StderrNotes
 from ramify.logging import RoomLogger, join_run
@@ -54,7 +54,7 @@ def serve_policy(
         WEIGHT_SYNCS.of(weight_sync)
     address = listen_address(more, "serve-policy", PORT)
     key = chosen_key(more)
-    recording = recording_of(more)
+    recording = recording_options(more)
     folder = str(packaged_policy(words[0]) or words[0].removeprefix("local:"))
 
     join_run(f"engine at port {address.port}")

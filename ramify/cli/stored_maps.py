@@ -51,12 +51,12 @@ def is_map(name: str) -> bool:
 def find_map(store: RunStore, name: str) -> MapTable:
     """Return the map with this id. Raises StoreError."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.open_table import open_table
+    from ramify.maps.open_map_table import open_map_table
 
     path = MapStore(store.root).path(name) if isinstance(store, Store) else None
     if path is None:
         raise StoreError(f"no map has the id {name}: ramify runs --maps lists them")
-    return open_table(path)
+    return open_map_table(path)
 
 
 def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
@@ -87,7 +87,7 @@ def folded(events: Iterable[AnyEvent]) -> Trajectory:
 def print_maps(store: RunStore, *, as_json: bool) -> None:
     """Print a line for each map, newest first."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.open_table import open_table
+    from ramify.maps.open_map_table import open_map_table
 
     if not isinstance(store, Store):
         raise UsageError("--maps: this store has no folder, so it has no maps")
@@ -95,7 +95,7 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
         print("\t".join(_COLUMNS))
     for path in MapStore(store.root).paths():
         try:
-            figures = open_table(path).figures()
+            figures = open_map_table(path).figures()
         except (StoreError, OSError) as error:
             error_line(str(error))
             continue

@@ -91,7 +91,7 @@ class RequestPlace(NamedTuple):
     """Why a call begins; None if the request is the next turn of ``call``."""
 
 
-class AgentThread:
+class AgentConversations:
     """The conversations of one agent."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, Sampling, Tool
-from ramify.engine.agent_threads import AgentCall, AgentThread, AgentTurn, RequestPlace
+from ramify.engine.agent_threads import AgentCall, AgentConversations, AgentTurn, RequestPlace
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import CallHistory, LiveCall
 from ramify.engine.live_run import LiveRun
@@ -58,7 +58,7 @@ class ModelConversations:
         self._run = run
         self._resources = resources
         self._question = question
-        self._threads: dict[str, AgentThread] = {}
+        self._agents: dict[str, AgentConversations] = {}
         self._num_calls = 0
         self._num_other_sampling = 0
         """Requests whose temperature or top-p had no effect."""
@@ -81,7 +81,7 @@ class ModelConversations:
 
     def calls(self, thread: str) -> list[str]:
         """Ids of the calls of ``thread``, in order of creation."""
-        known = self._threads.get(thread)
+        known = self._agents.get(thread)
         return [] if known is None else [each.call.id for each in known.calls]
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
@@ -139,20 +139,22 @@ class ModelConversations:
         request = _AgentRequest(given, tools, schema, depth, learns, num_replies, sampling)
         # The task inherits the run's context, and is cancelled with its caller.
         asking = asyncio.get_running_loop().create_task(
-            self._replies(request, self._threads.setdefault(thread, AgentThread())),
+            self._replies(request, self._agents.setdefault(thread, AgentConversations())),
             context=self._context.copy(),
         )
         return await asking
 
-    async def _replies(self, request: _AgentRequest, thread: AgentThread) -> tuple[Reply, ...]:
+    async def _replies(
+        self, request: _AgentRequest, agent: AgentConversations
+    ) -> tuple[Reply, ...]:
         client = self._run.models.rlm(request.depth)
         self._note_sampling(request)
-        place = thread.place(request.messages, request.tools, client, request.depth, request.learns)
-        first, start = self._opened(thread, request, place)
+        place = agent.place(request.messages, request.tools, client, request.depth, request.learns)
+        first, start = self._opened(agent, request, place)
         new = request.messages[start:]
         num_turns = len(first.turns)
         more = [
-            self._forked(thread, first, num_turns, CallCause.SAMPLE)
+            self._forked(agent, first, num_turns, CallCause.SAMPLE)
             for _ in range(1, request.num_replies)
         ]
         known = _moved(place.known, len(first.call.messages) - start)
@@ -174,18 +176,18 @@ class ModelConversations:
         return tuple(replies)
 
     def _opened(
-        self, thread: AgentThread, request: _AgentRequest, place: RequestPlace
+        self, agent: AgentConversations, request: _AgentRequest, place: RequestPlace
     ) -> tuple[AgentCall, int]:
         """Return (the call whose next turn the request is, number of the request's messages that
         the call has). The call is new unless the request continues one."""
         if place.call is None:
-            return self._begun(thread, request, place.cause), 0
+            return self._begun(agent, request, place.cause), 0
         if place.cause is None:
             return place.call, place.start
-        return self._forked(thread, place.call, place.num_turns, place.cause), place.start
+        return self._forked(agent, place.call, place.num_turns, place.cause), place.start
 
     def _begun(
-        self, thread: AgentThread, request: _AgentRequest, cause: CallCause | None
+        self, agent: AgentConversations, request: _AgentRequest, cause: CallCause | None
     ) -> AgentCall:
         depth, learns = request.depth, request.learns
         client = self._run.models.rlm(depth)
@@ -193,12 +195,12 @@ class ModelConversations:
         call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, history=history)
         self._num_calls += 1
         begun = AgentCall(call, request.tools, learns)
-        thread.calls.append(begun)
+        agent.calls.append(begun)
         self._run.begin(call, cause=cause)
         return begun
 
     def _forked(
-        self, thread: AgentThread, origin: AgentCall, num_turns: int, cause: CallCause
+        self, agent: AgentConversations, origin: AgentCall, num_turns: int, cause: CallCause
     ) -> AgentCall:
         """Return a new call that continues ``origin`` after its first ``num_turns`` turns."""
         while not num_turns and origin.origin is not None:
@@ -208,7 +210,7 @@ class ModelConversations:
         fork = AgentCall(
             call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
         )
-        thread.calls.append(fork)
+        agent.calls.append(fork)
         self._run.begin(call, Fork(origin.call.id, num_turns - 1), cause)
         return fork
 
@@ -264,7 +266,7 @@ class ModelConversations:
 
     def end(self, outcome: CallOutcome) -> None:
         """Record the end of every call. ``outcome`` is that of the run."""
-        calls = [each for thread in self._threads.values() for each in thread.calls]
+        calls = [each for agent in self._agents.values() for each in agent.calls]
         if self._num_other_sampling and calls:
             self._run.note(
                 calls[0].call,

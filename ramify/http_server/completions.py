@@ -19,7 +19,7 @@ import msgspec
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
 from ramify.http_server import model_api
-from ramify.http_server.model_api import MAX_REPLIES, ReplyGrowth, ServedModel, server_sent
+from ramify.http_server.model_api import MAX_REPLIES, ReplyGrowth, ServedModel, server_sent_event
 from ramify.http_server.rejections import RequestRejected
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -136,7 +136,7 @@ class ChatExchange:
         self.is_streamed = bool(parsed.stream)
         self.request = _request_of(parsed, model.window)
         self.tool_choice = model_api.checked_choice(
-            model_api.openai_choice(parsed.tool_choice, parsed.parallel_tool_calls),
+            model_api.openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
             self.request.tools,
             "tool_choice",
         )
@@ -151,7 +151,7 @@ class ChatExchange:
     def body(self, replies: Sequence[Reply]) -> bytes:
         body = self._head("chat.completion")
         body["choices"] = [self._choice(index, reply) for index, reply in enumerate(replies)]
-        body["usage"] = usage_fields(summed([reply.usage for reply in replies]))
+        body["usage"] = usage_fields(total_usage([reply.usage for reply in replies]))
         if self._parsed.return_token_ids:
             body["prompt_token_ids"] = replies[0].prompt_ids
         return encode(body)
@@ -179,15 +179,15 @@ class ChatExchange:
         if self._parsed.return_token_ids:
             last["prompt_token_ids"] = reply.prompt_ids
         self._usages.append(reply.usage)
-        return events + server_sent(last)
+        return events + server_sent_event(last)
 
     def close(self) -> bytes:
         events = b""
         options = self._parsed.stream_options
         if options is not None and options.include_usage:
-            usage = usage_fields(summed(self._usages))
+            usage = usage_fields(total_usage(self._usages))
             head = self._head("chat.completion.chunk")
-            events = server_sent({**head, "choices": [], "usage": usage})
+            events = server_sent_event({**head, "choices": [], "usage": usage})
         return events + b"data: [DONE]\n\n"
 
     def fail(self, error: RequestRejected) -> bytes:
@@ -206,7 +206,7 @@ class ChatExchange:
             choice["token_ids"] = reply.token_ids or ()
 
     def _event(self, index: int, delta: dict[str, Any]) -> bytes:
-        return server_sent(event(self.id, self._model.name, delta, index, self._created))
+        return server_sent_event(event(self.id, self._model.name, delta, index, self._created))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return head(self.id, self._model.name, kind, self._created)
@@ -214,7 +214,7 @@ class ChatExchange:
 
 def read(body: bytes, model: ServedModel) -> ChatExchange:
     """Read a request body. Raises Refused or RequestRejected with the reason if it is invalid."""
-    parsed = model_api.decoded(_decoder, body, "chat completion")
+    parsed = model_api.decode_request(_decoder, body, "chat completion")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
         raise Refused("messages is empty: give at least one")
@@ -227,7 +227,7 @@ def read(body: bytes, model: ServedModel) -> ChatExchange:
     return ChatExchange(parsed, model)
 
 
-def summed(usages: Sequence[Usage]) -> Usage:
+def total_usage(usages: Sequence[Usage]) -> Usage:
     """Usage of several replies to one prompt, which counts once."""
     total = usages[0]
     for usage in usages[1:]:
@@ -310,11 +310,11 @@ def _message(message: _CompletionMessage) -> Message:
     if not isinstance(content, str):
         content = "".join(model_api.text_of_parts(content, {"text": "text", "refusal": "refusal"}))
     calls = tuple(
-        ToolCall(model_api.own_call_id(call.id), call.function.name, call.function.arguments)
+        ToolCall(model_api.original_call_id(call.id), call.function.name, call.function.arguments)
         for call in message.tool_calls or ()
     )
     role = "system" if message.role == "developer" else message.role
-    id = None if message.tool_call_id is None else model_api.own_call_id(message.tool_call_id)
+    id = None if message.tool_call_id is None else model_api.original_call_id(message.tool_call_id)
     return Message(role, content, message.reasoning_content, calls, id)
 
 
@@ -329,6 +329,6 @@ def _wire(message: Message) -> dict[str, Any]:
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in model_api.sent_calls(message)
+            for call in model_api.calls_with_unique_ids(message)
         ]
     return wire

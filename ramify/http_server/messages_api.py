@@ -21,7 +21,13 @@ import msgspec
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
 from ramify.http_server import model_api
-from ramify.http_server.model_api import ReplyGrowth, ServedModel, ToolChoice, encode, server_sent
+from ramify.http_server.model_api import (
+    ReplyGrowth,
+    ServedModel,
+    ToolChoice,
+    encode,
+    server_sent_event,
+)
 from ramify.http_server.rejections import RequestRejected
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -137,7 +143,7 @@ class MessagesExchange:
             content.append({"type": "text", "text": message.content})
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
-            for call in model_api.sent_calls(message)
+            for call in model_api.calls_with_unique_ids(message)
         ]
         fields = {**self._head(content), **self._ending(reply), "usage": _usage(reply.usage)}
         return encode(fields)
@@ -161,7 +167,7 @@ class MessagesExchange:
 
     def end(self, index: int, reply: Reply) -> bytes:
         events = self.grow(index, reply.message)
-        for call in model_api.sent_calls(reply.message):
+        for call in model_api.calls_with_unique_ids(reply.message):
             fields = {"id": call.id, "name": call.name, "input": {}}
             events += self._close_block() + self._in_block("tool_use", fields)
             written = json.dumps(_object(call.arguments), ensure_ascii=False)
@@ -236,14 +242,14 @@ def read(body: bytes, model: ServedModel) -> MessagesExchange:
     return MessagesExchange(parsed, model)
 
 
-def read_count(body: bytes, model: ServedModel) -> Request:
+def read_count_request(body: bytes, model: ServedModel) -> Request:
     """Read the body of a request for the number of tokens of a prompt. Raises Refused or
     RequestRejected with the reason if it is invalid."""
     return _request_of(_parsed(body), model.window)
 
 
 def _parsed(body: bytes) -> MessagesRequest:
-    parsed = model_api.decoded(_decoder, body, "message")
+    parsed = model_api.decode_request(_decoder, body, "message")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
         raise Refused("messages is empty: give at least one")
@@ -317,7 +323,7 @@ def _reply(turn: _Turn) -> list[Message]:
             case "thinking":
                 reasoning = (reasoning or "") + block.thinking
             case "tool_use":
-                id = model_api.own_call_id(block.id)
+                id = model_api.original_call_id(block.id)
                 calls.append(ToolCall(id, block.name, _arguments(block.input)))
             case _:
                 raise _unsupported(block)
@@ -341,7 +347,7 @@ def _given(turn: _Turn) -> list[Message]:
         if texts:
             messages.append(Message(role, "\n".join(texts)))
             texts.clear()
-        id = model_api.own_call_id(block.tool_use_id)
+        id = model_api.original_call_id(block.tool_use_id)
         messages.append(Message("tool", _text(block.content or "", "\n"), tool_call_id=id))
     return [*messages, Message(role, "\n".join(texts))] if texts else messages
 
@@ -387,4 +393,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return server_sent({"type": kind, **fields}, kind)
+    return server_sent_event({"type": kind, **fields}, kind)

@@ -14,7 +14,7 @@ A model's renderer numbers the tool calls of each reply from ``call_0``. Program
 are unique in a conversation, so a random mark of the reply is appended when a call is sent, and
 removed when it comes back. The messages of the next request are then those that the model wrote.
 
-    call_0  ──sent_call_id──>  call_0_5f1c0a9be2d34c77  ──own_call_id──>  call_0
+    call_0  ──unique_call_id──>  call_0_5f1c0a9be2d34c77  ──original_call_id──>  call_0
 
 Not here: routes and errors (see model_routes.py).
 """
@@ -126,10 +126,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
         elif not self.is_parallel and len(called) > 1:
             problem = f"the model called {len(called)} tools, and parallel calls are switched off"
         if problem:
-            raise failed_generation(f"{problem}: ask again", "tool_use_failed", reply)
+            raise failed_generation_error(f"{problem}: ask again", "tool_use_failed", reply)
 
 
-def failed_generation(problem: str, code: str, reply: Reply) -> RequestRejected:
+def failed_generation_error(problem: str, code: str, reply: Reply) -> RequestRejected:
     """Return the error for a ``reply`` that is not what the request required."""
     error = RequestRejected(problem, code=code)
     error.more["failed_generation"] = reply.message.content
@@ -149,7 +149,7 @@ def checked_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> Too
     return choice
 
 
-def openai_choice(choice: Any, parallel: bool | None) -> ToolChoice:
+def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
     """Read ``tool_choice`` of either API of OpenAI. Raises RequestRejected."""
     is_parallel = parallel is not False
     if choice is None or choice == "auto":
@@ -177,7 +177,7 @@ def openai_choice(choice: Any, parallel: bool | None) -> ToolChoice:
     )
 
 
-def decoded(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
+def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
     """Decode a request for a ``kind``. Raises Refused with the reason."""
     try:
         return decoder.decode(body)
@@ -242,30 +242,31 @@ def new_reply_mark() -> str:
     return secrets.token_hex(8)
 
 
-def sent_call_id(id: str, mark: str) -> str:
+def unique_call_id(id: str, mark: str) -> str:
     """
-    >>> sent_call_id("call_0", "5f1c0a9be2d34c77")
+    >>> unique_call_id("call_0", "5f1c0a9be2d34c77")
     'call_0_5f1c0a9be2d34c77'
     """
     return f"{id}_{mark}" if _OWN_ID.fullmatch(id) else id
 
 
-def own_call_id(id: str) -> str:
+def original_call_id(id: str) -> str:
     """
-    >>> own_call_id("call_0_5f1c0a9be2d34c77")
+    >>> original_call_id("call_0_5f1c0a9be2d34c77")
     'call_0'
     """
     match = _SENT_ID.fullmatch(id)
     return match[1] if match else id
 
 
-def sent_calls(message: Message) -> list[ToolCall]:
+def calls_with_unique_ids(message: Message) -> list[ToolCall]:
     """The tool calls of a reply, with ids that are unique in a conversation."""
     if not message.tool_calls:
         return []
     mark = new_reply_mark()
     return [
-        msgspec.structs.replace(call, id=sent_call_id(call.id, mark)) for call in message.tool_calls
+        msgspec.structs.replace(call, id=unique_call_id(call.id, mark))
+        for call in message.tool_calls
     ]
 
 
@@ -322,7 +323,7 @@ class _TokenTexts:
         return {"token": text, "logprob": logprob, "bytes": as_bytes}
 
 
-def server_sent(event: object, kind: str = "") -> bytes:
+def server_sent_event(event: object, kind: str = "") -> bytes:
     """One event of a stream as it is sent. ``kind`` is its name, which some APIs repeat."""
     head = f"event: {kind}\n".encode() if kind else b""
     return b"%sdata: %s\n\n" % (head, encode(event))

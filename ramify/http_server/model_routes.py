@@ -104,8 +104,10 @@ class ModelRoutes:
     async def _count(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             model = caller.model
-            with rejections():
-                request = await _read(http, lambda body: messages_api.read_count(body, model))
+            with errors_as_rejections():
+                request = await _read(
+                    http, lambda body: messages_api.read_count_request(body, model)
+                )
                 num_tokens = model.num_tokens(request)
             return _json(encode({"input_tokens": num_tokens}))
 
@@ -126,7 +128,7 @@ class ModelRoutes:
     async def _answered(
         self, http: web.Request, caller: AdmittedCaller, read: Callable[[bytes], ModelExchange]
     ) -> web.StreamResponse:
-        with rejections():
+        with errors_as_rejections():
             exchange = await _read(http, read)
             if exchange.is_streamed:
                 return await _streamed(http, caller, exchange)
@@ -138,7 +140,7 @@ class ModelRoutes:
 
 
 @contextlib.contextmanager
-def rejections() -> Iterator[None]:
+def errors_as_rejections() -> Iterator[None]:
     """Turn errors of reading a request and of the model into rejections."""
     try:
         yield

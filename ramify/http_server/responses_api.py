@@ -22,7 +22,7 @@ import msgspec
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
 from ramify.http_server import model_api
-from ramify.http_server.model_api import ReplyGrowth, ServedModel, encode, server_sent
+from ramify.http_server.model_api import ReplyGrowth, ServedModel, encode, server_sent_event
 from ramify.http_server.rejections import RequestRejected
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -190,7 +190,7 @@ class ResponsesExchange:
             affinity=parsed.prompt_cache_key or "",
         )
         self.tool_choice = model_api.checked_choice(
-            model_api.openai_choice(parsed.tool_choice, parsed.parallel_tool_calls),
+            model_api.openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
             self.request.tools,
             "tool_choice",
         )
@@ -277,7 +277,7 @@ class ResponsesExchange:
                 entries = model_api.logprob_entries(reply, self._model.text_of)
             part = {**_part(message.content), "logprobs": entries}
             output.append(self._item("message", role="assistant", content=[part], status=status))
-        for index, call in enumerate(model_api.sent_calls(message)):
+        for index, call in enumerate(model_api.calls_with_unique_ids(message)):
             output.append(
                 {
                     "type": "function_call",
@@ -350,7 +350,7 @@ class ResponsesExchange:
         kind = f"response.{kind}"
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return server_sent(event, kind)
+        return server_sent_event(event, kind)
 
     def _fields(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None
@@ -403,7 +403,7 @@ class _StreamedItem(msgspec.Struct, frozen=True):
 
 def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesExchange:
     """Read a request body. Raises Refused or RequestRejected with the reason if it is invalid."""
-    parsed = model_api.decoded(_decoder, body, "response")
+    parsed = model_api.decode_request(_decoder, body, "response")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
         raise Refused(f"max_output_tokens is {parsed.max_output_tokens}: give at least 1")
@@ -473,7 +473,7 @@ class _WrittenReply:
 
     def add(self, item: _Item) -> None:
         if item.type == "function_call":
-            id = model_api.own_call_id(item.call_id)
+            id = model_api.original_call_id(item.call_id)
             self._calls.append(ToolCall(id, item.name, item.arguments))
         elif item.type == "reasoning":
             self._reasoning = _text(item.content or item.summary or "")
@@ -487,7 +487,7 @@ class _WrittenReply:
 def _message(item: _Item, index: int) -> Message:
     """Convert an item that the model did not write. Raises Refused or RequestRejected."""
     if item.type == "function_call_output":
-        id = model_api.own_call_id(item.call_id)
+        id = model_api.original_call_id(item.call_id)
         return Message("tool", _text(item.output), tool_call_id=id)
     if item.type != "message":
         raise RequestRejected(

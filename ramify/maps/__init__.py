@@ -14,7 +14,7 @@
 | `recorded_map.py` | what a journal says: which rows are answered, and what was spent |
 | `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |
 | `ray_table.py` | the same of a map on a Ray cluster, from the parts of its output |
-| `open_table.py` | which of the two tables a stored map has |
+| `open_map_table.py` | which of the two tables a stored map has |
 | `map_output.py` | the columns and the file of the answers |
 | `map_run.py` | the order of the work, one budget for all rows, and when it stops |
 | `estimate.py` | what a whole map will cost and take, from a sample of its rows |

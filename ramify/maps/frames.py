@@ -68,7 +68,7 @@ def _arrow(table: Any) -> RowTable:
 
     def extend(numbers: Sequence[int], new: Columns, types: Types) -> Any:
         found = table if len(numbers) == len(table) else table.take(numbers)
-        added = arrow_columns(new, types)
+        added = arrow_table(new, types)
         for name in added.column_names:
             found = found.append_column(name, added[name])
         return found
@@ -78,7 +78,7 @@ def _arrow(table: Any) -> RowTable:
     )
 
 
-def arrow_columns(columns: Columns, types: Types) -> Any:
+def arrow_table(columns: Columns, types: Types) -> Any:
     """Return columns as an Arrow table. A column without a single type gets the one of its
     values; if they have several, that of their text."""
     import pyarrow
@@ -171,7 +171,7 @@ def _dataset(rows: Any) -> RowTable:
     def extend(numbers: Sequence[int], new: Columns, types: Types) -> Any:
         datasets = importlib.import_module("datasets")
         found = rows if len(numbers) == len(rows) else rows.select(numbers)
-        added = datasets.Dataset(arrow_columns(new, types))
+        added = datasets.Dataset(arrow_table(new, types))
         if not numbers:  # tables without rows are left out when tables are joined
             features = datasets.Features({**found.features, **added.features})
             return datasets.Dataset.from_dict({name: [] for name in features}, features=features)

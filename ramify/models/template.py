@@ -129,7 +129,7 @@ def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
 _OPENS_CALL = "<tool_call>"
 
 
-def settled_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
+def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
     """An unfinished reply, as ``split_reply`` returned it, without an end that may still change: an
     incomplete character, the beginning of a marker or of a text of ``stop``, and with
     ``tool_calls`` what may become a tool call."""

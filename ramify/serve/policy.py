@@ -36,12 +36,12 @@ from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
 from ramify.errors import ConfigError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api import failed_generation
+from ramify.http_server.model_api import failed_generation_error
 from ramify.http_server.model_routes import (
     AdmittedCaller,
     ModelRoutes,
+    errors_as_rejections,
     listed_models,
-    rejections,
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
@@ -166,7 +166,7 @@ class PolicyServer:
 
     async def _sample(self, http: web.Request) -> web.StreamResponse:
         async with self._admitted(http):
-            with rejections():
+            with errors_as_rejections():
                 async with received(http) as body:
                     if http.path == "/generate":
                         reply = await token_completions.generate(self._client, body)
@@ -183,7 +183,7 @@ class PolicyServer:
                 status=429,
                 retry_after_s=1,
             )
-        with rejections():
+        with errors_as_rejections():
             await self._wait_until_ready()
         if self._weights is not None and self._weights.broken:
             raise RequestRejected(f"{self._weights.broken}; send all of them again", status=503)
@@ -274,7 +274,7 @@ class ServedPolicy:
             problem = await asyncio.to_thread(_failure, schema, value)
         if problem is not None:
             text = f"the reply does not match the schema ({problem}): ask again"
-            raise failed_generation(text, "json_validate_failed", reply)
+            raise failed_generation_error(text, "json_validate_failed", reply)
 
 
 def _failure(schema: JsonSchema, value: Any) -> str | None:

@@ -24,7 +24,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import Refused
-from ramify.http_server.model_api import decoded, refuse_unsupported
+from ramify.http_server.model_api import decode_request, refuse_unsupported
 from ramify.inference.http.reported_experts import int32_text, npy_text
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.local_client import LocalClient
@@ -107,7 +107,7 @@ _generate_decoder = msgspec.json.Decoder(_Generate)
 
 async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
     """Answer a request in vLLM's format. Raises Refused or RequestRejected."""
-    parsed = decoded(_prompt_decoder, body, "completion")
+    parsed = decode_request(_prompt_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_HERE)
     tokenizer = client.policy.tokenizer
     ids = (
@@ -161,7 +161,7 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
 
 async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     """Answer a request in SGLang's format. Raises Refused or RequestRejected."""
-    parsed = decoded(_generate_decoder, body, "completion")
+    parsed = decode_request(_generate_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_IN_GENERATE)
     params, ids = parsed.sampling_params, parsed.input_ids
     about: dict[str, Any] = {}

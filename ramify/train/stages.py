@@ -45,7 +45,7 @@ from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
 from ramify.train.sampling_metrics import of_comparison, of_samples, sample_rows
 from ramify.train.signals.signal_reader import RunSignals, SignalReader
-from ramify.train.traffic import TrafficTask, without_redacted
+from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group
 
@@ -390,7 +390,7 @@ class RlStage:
         )
         self.memory = {**self.memory, **assigned.memory}
         if isinstance(self._task, TrafficTask):
-            without_redacted(assigned)
+            mask_redacted_tokens(assigned)
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
             _note_advantages(assigned.rollouts)

@@ -130,7 +130,7 @@ class _ReplyGroups(LazySequence[Item]):
         return Item(id=f"traffic/{index}", metadata={"replies": replies})
 
 
-def without_redacted(assigned: AssignedStep) -> None:
+def mask_redacted_tokens(assigned: AssignedStep) -> None:
     """Take the loss weight of redacted tokens, in place. Denominators stay, so that the weight of
     other tokens does not depend on how many were redacted."""
     for rollout in assigned.rollouts:

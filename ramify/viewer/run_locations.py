@@ -23,7 +23,7 @@ import msgspec
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.map_journal import MapStore
 from ramify.maps.map_table import MapRowRun, MapTable
-from ramify.maps.open_table import MapTables
+from ramify.maps.open_map_table import MapTables
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile
 from ramify.store.store import Store

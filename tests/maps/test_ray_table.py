@@ -11,7 +11,7 @@ from ramify.errors import StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapParts, MapStore
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_table import row_events
-from ramify.maps.open_table import open_table
+from ramify.maps.open_map_table import open_map_table
 from ramify.maps.part_output import part_output
 from ramify.maps.row_table import RowTable
 from ramify.maps.shared_budget import SpendingRecord
@@ -77,7 +77,7 @@ def test_it_is_listed_shown_and_deleted(tmp_path: Path) -> None:
 
 def test_its_rows_are_read_again_if_a_part_changes(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    table = open_table(stored(tmp_path / "home", out))
+    table = open_map_table(stored(tmp_path / "home", out))
     assert [row.state for row in table.rows] == ["answered", "failed", "answered", "open"]
     first = out / "part-00000-000000.jsonl"
     first.write_text(first.read_text().replace("yes", "maybe"))

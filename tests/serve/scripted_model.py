@@ -15,7 +15,7 @@ from ramify.http_server.access import BearerKeys, ListenAddress
 from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
 from ramify.http_server.responses_api import StoredResponses
 from ramify.http_server.shell import HttpServer
-from ramify.models.template import settled_reply, split_reply
+from ramify.models.template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
 
 KEY = "rk-of-the-scripted-model"
@@ -57,7 +57,7 @@ class ScriptedModel:
             text = "".join(map(chr, reply.token_ids or ()))
             for end in range(1, len(text)):
                 message = split_reply(text[:end], thinks=True, tool_calls=True)
-                yield index, settled_reply(message, request.sampling.stop, tool_calls=True)
+                yield index, streamable_reply(message, request.sampling.stop, tool_calls=True)
         for index, reply in enumerate(replies):
             yield index, reply
 

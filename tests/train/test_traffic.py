@@ -35,7 +35,7 @@ from ramify.train.rollouts.group_queue import StepSampleSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import SignalContext
 from ramify.train.signals.hints import hints_of
-from ramify.train.traffic import TrafficTask, without_redacted
+from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.message import Message
 from ramify.types.trajectory import Group
 from tests.inference.helpers import policy
@@ -163,7 +163,7 @@ def test_redacted_tokens_are_not_learned(tmp_path: Path) -> None:
         num = len(rollout.root.turns[0].reply.token_ids or ())
         credit = TokenCredit([1.0] * num, [1.0] * num, [0.5] * num)
         assigned = AssignedStep([AssignedRollout(rollout, {("0", 0): credit})], {}, {})
-        without_redacted(assigned)
+        mask_redacted_tokens(assigned)
         after = assigned.rollouts[0].credits["0", 0]
         flags = next(
             (each.tokens["redacted"] for each in rollout.marks if each.tokens), [0.0] * num

@@ -39,7 +39,7 @@ from ramify.models.load import Policy
 from ramify.models.mixture_shape import MixtureShape
 from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
 from ramify.models.routing import MixtureRouters, mixture_shape
-from ramify.models.template import settled_reply
+from ramify.models.template import streamable_reply
 from ramify.models.weights import fingerprint, load_weights
 from ramify.types.message import Finish, Message, Reply, Usage
 
@@ -147,7 +147,7 @@ class LocalClient:
             while not finished.done():
                 await asyncio.wait([finished], timeout=_STREAM_EVERY_S)
                 if not finished.done() and generation.logprobs:
-                    yield settled_reply(
+                    yield streamable_reply(
                         self._message(generation, request),
                         request.sampling.stop,
                         tool_calls=bool(request.tools) and self.policy.renderer.takes_tools,

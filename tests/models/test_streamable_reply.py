@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.models.template import settled_reply, split_reply
+from ramify.models.template import split_reply, streamable_reply
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"line": 1}}\n</tool_call>'
 
@@ -32,7 +32,7 @@ def test_no_text_is_shown_that_the_whole_reply_does_not_have(text: str) -> None:
         if stop[0] in text[:end]:
             break
         part = split_reply(text[:end], thinks=True, tool_calls=True)
-        settled = settled_reply(part, stop, tool_calls=True)
+        settled = streamable_reply(part, stop, tool_calls=True)
         assert whole.content.startswith(settled.content)
         assert (whole.reasoning or "").startswith(settled.reasoning or "")
         shown = max(shown, len(settled.content) + len(settled.reasoning or ""))

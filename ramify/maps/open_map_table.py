@@ -1,6 +1,6 @@
 """Opens a stored map as a table, wherever its rows are.
 
-    open_table(path)     the table of one map
+    open_map_table(path)     the table of one map
     MapTables            the tables of many, each read once
 
 Not here: the rows in a journal (``map_table.py``), and those in the parts of an output
@@ -16,7 +16,7 @@ from ramify.maps.map_table import MapTable
 from ramify.maps.ray_table import RayMapTable
 
 
-def open_table(path: Path) -> MapTable:
+def open_map_table(path: Path) -> MapTable:
     """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
     header = read_header(path)
     has_parts = header is not None and header.parts is not None
@@ -33,6 +33,6 @@ class MapTables:
         """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
         table = self._tables.get(path)
         if table is None:
-            table = self._tables[path] = open_table(path)
+            table = self._tables[path] = open_map_table(path)
             return table
         return table.refresh()
