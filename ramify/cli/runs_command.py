@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,7 @@ from ramify.cli.terminal_text import (
 from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheck
 from ramify.store.reviews import RunReview
+from ramify.store.run_filter import parse_run_filter, reward_of
 from ramify.store.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -49,12 +51,22 @@ _BY_REFERENCE = "by reference"
 
 def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | None = None) -> int:
     if maps:
+        if words:
+            raise UsageError("--maps has no filter: open them in ramify view")
         print_maps(open_store(), as_json=bool(json))
         return ExitCode.ANSWERED
     limit = 20 if limit is None else limit
     if limit < 0:
         raise UsageError(f"--limit {limit}: give 0 (for all) or more")
-    summaries = open_store().runs(limit or None)
+    wanted = parse_run_filter(" ".join(words))
+    stored = open_store().runs(None if words else limit or None)
+    summaries = wanted.apply(stored)
+    if words and not summaries:
+        print(f"none of {many(len(stored), 'run')} matches {' '.join(words)}", file=sys.stderr)
+    if wanted.group:
+        _print_groups(wanted.groups(summaries), wanted.group, as_json=bool(json))
+        return ExitCode.ANSWERED
+    summaries = summaries[: limit or None]
     if json:
         for summary in summaries:
             print(json_line(_as_dict(summary)))
@@ -273,6 +285,56 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
     ]
 
 
+class _GroupRow(NamedTuple):
+    """Figures of the runs with one value of a field."""
+
+    value: str
+    runs: int
+    median_cost: float | None
+    median_seconds: float
+    mean_reward: float | None
+
+
+def _group_row(value: str, members: list[RunSummary]) -> _GroupRow:
+    costs = [run.cost for run in members if run.cost is not None]
+    rewards = [reward for run in members if (reward := reward_of(run)) is not None]
+    return _GroupRow(
+        value,
+        len(members),
+        median(costs) if costs else None,
+        median(run.seconds for run in members),
+        fmean(rewards) if rewards else None,
+    )
+
+
+def _print_groups(groups: list[tuple[str, list[RunSummary]]], field: str, *, as_json: bool) -> None:
+    rows = [_group_row(value, members) for value, members in groups]
+    if as_json:
+        for row in rows:
+            figures = row._asdict()
+            print(json_line({field: figures.pop("value"), **figures}))
+        return
+    cells = [[field, "runs", "median cost", "median time", "mean reward"]]
+    for row in rows:
+        cells.append(
+            [
+                one_line(row.value or "none", 40),
+                f"{row.runs:,}",
+                "unknown" if row.median_cost is None else dollars(row.median_cost),
+                seconds(row.median_seconds),
+                "" if row.mean_reward is None else f"{row.mean_reward:.3f}",
+            ]
+        )
+    if not sys.stdout.isatty():
+        for each in cells:
+            print("\t".join(each))
+        return
+    widths = [max(len(each[column]) for each in cells) for column in range(len(cells[0]))]
+    for name, *texts in cells:
+        aligned = [text.rjust(width) for text, width in zip(texts, widths[1:], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *aligned]).rstrip())
+
+
 def _files(summary: RunSummary) -> str:
     return many(summary.num_files, "file") if summary.num_files else ""
 
@@ -320,8 +382,13 @@ def _draw(summaries: list[RunSummary]) -> None:
 COMMANDS = (
     CommandSpec(
         "runs",
-        "List stored runs, newest first. In a pipe, columns are separated by tabs.",
+        """\
+List stored runs, newest first, or those that match FILTER, such as 'when:yesterday stop:error' or
+'sort:cost model:qwen' (docs/view.md has its fields). In a pipe, columns are separated by tabs.""",
         runs,
+        "[FILTER]",
+        0,
+        None,
         options=(
             OptionSpec("limit", int, "number of runs to list; 0 lists all (default: 20)"),
             OptionSpec("json", bool, "print one JSON object per line", has_no=False),

@@ -243,3 +243,34 @@ def test_read_only_store_is_listed_and_shown(shell: Shell) -> None:
     assert (status, error.count("\n")) == (1, 1)
     assert ".review.json: Read-only file system" in error
     assert "RAMIFY_DEBUG" not in error
+
+
+def test_runs_are_filtered_sorted_and_grouped(stored: Shell) -> None:
+    def questions(*filter: str) -> list[str]:
+        found = stored.run("runs", *filter).out.splitlines()[1:]
+        return [line.split("\t")[2] for line in found]
+
+    assert questions("calls>1 when:today") == ["how many?"]
+    assert questions("when:today -calls>1") == ["How many days has May?"]
+    assert questions("sort:calls", "--limit", "1") == ["how many?"]
+    grouped = stored.run("runs", "group:stop").out.splitlines()
+    assert [line.split("\t")[:2] for line in grouped] == [["stop", "runs"], ["final", "2"]]
+    row = json.loads(stored.run("runs", "group:origin", "--json").out)
+    assert (row["origin"], row["runs"], row["mean_reward"]) == ("asked", 2, None)
+    nothing = stored.run("runs", "when<2020")
+    assert nothing.out.splitlines() == ["\t".join(COLUMNS)]
+    assert nothing.err == "none of 2 runs matches when<2020\n"
+
+
+@pytest.mark.parametrize(
+    ("filter", "said"),
+    [
+        ("cots>1", "unknown field cots: fields are cost, tokens"),
+        ("when:soon", "when is today, yesterday, an age such as 7d"),
+        ("cost >0.1", "a comparison has no spaces; use cost>0.1"),
+    ],
+)
+def test_unreadable_filter_lists_nothing(stored: Shell, filter: str, said: str) -> None:
+    done = stored.run("runs", filter)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert said in done.err

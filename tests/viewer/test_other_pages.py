@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from pathlib import Path
@@ -277,18 +278,54 @@ def test_filter_is_kept_in_url_and_suggests_corrections(browser: Any, world: Wor
         page.locator(".runs-head .quiet", has_text="1 of 4").wait_for()
         page.locator("#filter").fill("cots<1 may")
         assert text(page, ".filter-fix u") == "cots<1"
-        assert "there is no field cots" in text(page, ".filter-fix")
+        assert "unknown field cots" in text(page, ".filter-fix")
         page.get_by_role("button", name="use cost<1").click()
         page.locator(".runs-head .quiet", has_text="1 of 4").wait_for()
         assert page.url.endswith("#/runs/cost%3C1%20may")
         for field in ("__proto__", "constructor"):
             page.locator("#filter").fill(f"{field}:x")
-            page.locator(".filter-fix", has_text=f"there is no field {field}").wait_for()
+            page.locator(".filter-fix", has_text=f"unknown field {field}").wait_for()
         page.locator("#filter").fill("")
         page.locator(".run-row .when").first.click()
         page.locator(".run-row .when").nth(1).click()
         page.get_by_role("button", name="compare these two").click()
         page.locator(".pair-row.active").wait_for()
+
+
+def test_page_and_terminal_read_the_same_filter_language(browser: Any, world: World) -> None:
+    """The table of ``tests/store/test_run_filter.py``, read by the page's module."""
+    table = json.loads((Path(__file__).parents[1] / "store/filter_cases.json").read_text())
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        selected, problems = page.evaluate(_READ_FILTERS, table)
+    for (words, ids), found in zip(table["cases"], selected, strict=True):
+        assert found == ids, words
+    for (words, why, fix), (said, offered, num) in zip(table["wrong"], problems, strict=True):
+        assert why in said, words
+        assert offered.lower().startswith(fix.lower()), words
+        assert num == 0, words  # an unreadable filter shows no row
+
+
+_READ_FILTERS = """
+async ({ now, rows, cases, wrong }) => {
+  const { parseFilter } = await import("/static/filter.js");
+  const { RUN_FIELDS } = await import("/static/run_fields.js");
+  const clock = new Date(now);
+  const runs = rows.map(({ when, calls, ...row }) =>
+    ({ ...row, started_at: new Date(when).getTime() / 1000, num_calls: calls }));
+  const read = (text) => parseFilter(text, RUN_FIELDS, clock);
+  return [
+    cases.map(([text]) => {
+      const { matches, order } = read(text), found = runs.filter(matches);
+      return (order ? found.sort(order) : found).map((run) => run.id);
+    }),
+    wrong.map(([text]) => {
+      const { problem, matches } = read(text);
+      return [problem.words, problem.fix, runs.filter(matches).length];
+    }),
+  ];
+}
+"""
 
 
 def test_review_is_saved_shown_filtered_and_grouped(browser: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ export const RUN_FIELDS = {
     depth: (run) => run.depth || 0,
     reward: (run) => run.reward,
   },
+  times: { when: (run) => run.started_at },
   texts: {
     stop: stopOf,
     model: (run) => run.model || "",
@@ -24,6 +25,7 @@ export const RUN_FIELDS = {
     origin: originOf,
   },
   words: textOfRun,
+  // as in store/run_filter.py
   groups: ["origin", "task", "model", "stop", "label", "question"],
 };
 

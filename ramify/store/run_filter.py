@@ -1,0 +1,291 @@
+"""The filter language of lists, for stored runs: ``ramify runs 'when:yesterday stop:error'``.
+
+    cost>0.1 stop:error when:yesterday model:qwen reward:0 -label:odd "two words" sort:cost
+
+All parts must hold. ``sort:FIELD`` puts the largest or newest first, or sorts a text from A to Z;
+``sort:-FIELD`` does the opposite; ``group:FIELD`` puts rows with the same text together. A part
+that cannot be read is an error, never left aside. The page reads the same language in
+``viewer/static/filter.js``; ``tests/store/filter_cases.json`` has what both must do. Not here: how
+runs are printed (see ramify/cli/runs_command.py).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from calendar import monthrange
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta
+from difflib import get_close_matches
+from functools import cmp_to_key
+from math import inf
+from typing import NamedTuple
+
+from ramify.errors import ConfigError
+from ramify.store.summary import RunSummary
+
+Number = Callable[[RunSummary], float | None]
+Text = Callable[[RunSummary], str]
+Condition = Callable[[RunSummary], bool]
+
+
+class RunFilter(NamedTuple):
+    """What a filter says about runs."""
+
+    conditions: tuple[Condition, ...] = ()
+    sort: str = ""
+    """Field to sort by; empty keeps the order."""
+    is_descending: bool = False
+    group: str = ""
+    """Field whose values group the runs; empty for none."""
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it has a condition."""
+        return bool(self.conditions)
+
+    def apply(self, runs: Iterable[RunSummary]) -> list[RunSummary]:
+        """Return the runs that match, in the order of ``sort``."""
+        found = [run for run in runs if all(holds(run) for holds in self.conditions)]
+        if not self.sort:
+            return found
+        value = _TEXTS.get(self.sort) or _NUMBERS.get(self.sort) or _TIMES[self.sort]
+        sign = -1 if self.is_descending else 1
+
+        def compare(a: RunSummary, b: RunSummary) -> int:
+            x, y = value(a), value(b)
+            if isinstance(x, str) or isinstance(y, str):
+                x, y = str(x).lower() or None, str(y).lower() or None
+            if x is None or y is None:  # runs without a value come last
+                return (x is None) - (y is None)
+            return -sign if x < y else sign if x > y else 0  # type: ignore[operator]
+
+        return sorted(found, key=cmp_to_key(compare))
+
+    def groups(self, runs: Iterable[RunSummary]) -> list[tuple[str, list[RunSummary]]]:
+        """Return (value, runs) of each value of ``group``, the most frequent first."""
+        found: dict[str, list[RunSummary]] = {}
+        for run in runs:
+            found.setdefault(_TEXTS[self.group](run).replace("\n", ", "), []).append(run)
+        return sorted(found.items(), key=lambda each: -len(each[1]))
+
+
+def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
+    """Read a filter. Dates are in local time; ``now`` is a Unix time.
+
+    Raises ConfigError, with what to write instead, for a part that cannot be read.
+    """
+    clock = time.time() if now is None else now
+    _check_spaces(text)
+    conditions: list[Condition] = []
+    sort, is_descending, group = "", False, ""
+    for match in _PART.finditer(text):
+        part, (minus, name, sign, raw) = match[0], match.groups("")
+        name, value = name.lower(), raw.removeprefix('"').removesuffix('"').lower()
+        if _OPEN.fullmatch(part):
+            bare = part.strip('"')
+            raise _unreadable(part, f"{bare} needs a value", _opened(bare))
+        if name == "group":
+            if value not in GROUPS:
+                raise _unreadable(part, f"rows are grouped by {_listed(GROUPS)}", "group:origin")
+            group = value
+        elif name == "sort":
+            sort = value.removeprefix("-")
+            if sort not in FIELDS:
+                fix = f"sort:{_nearest(sort)}"
+                raise _unreadable(part, f"rows are sorted by {_listed(FIELDS)}", fix)
+            is_descending = (sort not in _TEXTS) == (sort == value)
+        else:
+            holds = _condition(part, name, sign, value, clock) if name else _has_words(value)
+            conditions.append(_negated(holds) if minus else holds)
+    return RunFilter(tuple(conditions), sort, is_descending, group)
+
+
+# --- fields of runs
+
+
+def reward_of(run: RunSummary) -> float | None:
+    """The first reward, after corrections; None if the run was not scored."""
+    corrected = run.review.rewards if run.review else {}
+    return next(iter({**run.rewards, **corrected}.values()), None)
+
+
+def origin_of(run: RunSummary) -> str:
+    """Where a run came from: ``"evaluation"`` or ``"asked"``."""
+    return "evaluation" if run.task else "asked"
+
+
+def stop_of(run: RunSummary) -> str:
+    """The stop reason, or ``"unreadable"``, ``"running"`` or ``"interrupted"``."""
+    if run.problem:
+        return "unreadable"
+    return str(run.stop or ("running" if run.alive else "interrupted"))
+
+
+_NUMBERS: Mapping[str, Number] = {
+    "cost": lambda run: run.cost,
+    "tokens": lambda run: run.usage.total_tokens,
+    "calls": lambda run: run.num_calls,
+    "seconds": lambda run: run.seconds,
+    "depth": lambda run: run.depth,
+    "reward": reward_of,
+}
+_TIMES: Mapping[str, Number] = {"when": lambda run: run.started_at}
+_TEXTS: Mapping[str, Text] = {
+    "stop": stop_of,
+    "model": lambda run: run.model,
+    "task": lambda run: run.task,
+    "question": lambda run: run.question,
+    "answer": lambda run: run.answer or "",
+    "label": lambda run: "\n".join(run.review.labels) if run.review else "",
+    "note": lambda run: run.review.note if run.review else "",
+    "corrected": lambda run: "\n".join(run.review.rewards) if run.review else "",
+    "id": lambda run: run.id,
+    "origin": origin_of,
+}
+FIELDS = (*_NUMBERS, *_TIMES, *_TEXTS)
+"""Names of all fields."""
+GROUPS = ("origin", "task", "model", "stop", "label", "question")
+"""Fields that rows are grouped by."""
+
+
+def _words_of(run: RunSummary) -> str:
+    stop = stop_of(run)
+    review = [*run.review.labels, run.review.note] if run.review else []
+    parts = [run.question, run.model, stop, stop.replace("_", " "), run.id, run.task]
+    return " ".join([*parts, run.answer or "", *review, run.problem or ""]).lower()
+
+
+# --- parts of the text
+
+_PART = re.compile(r'(-?)(?:([a-z_]+)(>=|<=|[:=<>]))?("[^"]*"?|\S+)', re.I)
+_OPEN = re.compile(r'-?[a-z_]+(>=|<=|[:=<>])(?:""?)?', re.I)
+_SPACED = re.compile(r"(?:(?<=^)|(?<=[\s-]))([a-z_]+)(\s*)(>=|<=|[<>=])(\s*)(\$?\d\S*)", re.I)
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">": lambda a, b: a > b,
+    "<": lambda a, b: a < b,
+    ">=": lambda a, b: a >= b,
+    "<=": lambda a, b: a <= b,
+    ":": lambda a, b: a == b,
+    "=": lambda a, b: a == b,
+}
+
+
+def _unreadable(part: str, why: str, fix: str) -> ConfigError:
+    return ConfigError(f"filter {part!r}: {why}; use {fix}")
+
+
+def _check_spaces(text: str) -> None:
+    for match in _SPACED.finditer(text):
+        name, before, sign, after, value = match.groups()
+        if (before or after) and name.lower() in FIELDS:
+            raise _unreadable(match[0], "a comparison has no spaces", f"{name}{sign}{value}")
+
+
+def _opened(part: str) -> str:
+    """Return ``part``, a field without a value, with one."""
+    name = part.strip("-:=<>").lower()
+    values = {"sort": FIELDS[0], "group": GROUPS[0], **dict.fromkeys(_NUMBERS, "0")}
+    return part + {**values, **dict.fromkeys(_TIMES, "today")}.get(name, "none")
+
+
+def _condition(part: str, name: str, sign: str, value: str, now: float) -> Condition:
+    is_equal = sign in ":="
+    if number := _NUMBERS.get(name):
+        if value == "none" and is_equal:
+            return lambda run: number(run) is None
+        try:
+            bound = float(value.removeprefix("$").replace(",", ""))
+        except ValueError:
+            why = f"{name} is compared with a number, not with {value}"
+            raise _unreadable(part, why, f"{name}{sign}0.1") from None
+        return lambda run: (found := number(run)) is not None and _COMPARE[sign](found, bound)
+    if moment := _TIMES.get(name):
+        span = _span(value, now)
+        if span is None:
+            fix = f"{name}{sign}{'today' if is_equal else '7d'}"
+            why = (
+                f"{name} is today, yesterday, an age such as 7d, 12h or 30m, or a date such as "
+                f"2026-11-20, not {value}"
+            )
+            raise _unreadable(part, why, fix)
+        return lambda run: _is_in(moment(run) or 0.0, sign, *span)
+    text = _TEXTS.get(name)
+    if text is None:
+        why = f"unknown field {name}: fields are {', '.join(FIELDS)}; words are put in quotes"
+        raise _unreadable(part, why, f"{_nearest(name)}{sign}{value}")
+    if not is_equal:
+        raise _unreadable(part, f"{name} is text", f"{name}:{value}")
+    if value == "none":
+        return lambda run: not text(run)
+    if sign == "=":
+        return lambda run: value in text(run).lower().split("\n")
+    named = value.replace(" ", "_")  # "max turns" is stored as max_turns
+    return lambda run: value in text(run).lower() or named in text(run).lower()
+
+
+def _has_words(value: str) -> Condition:
+    return lambda run: value in _words_of(run)
+
+
+def _negated(holds: Condition) -> Condition:
+    return lambda run: not holds(run)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _nearest(name: str) -> str:
+    return get_close_matches(name, FIELDS, n=1, cutoff=0)[0]
+
+
+# --- times
+
+_AGES_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
+_DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d)(?:t(\d\d):(\d\d))?)?)?")
+
+
+def _span(value: str, now: float) -> tuple[float, float] | None:
+    """Return the first second and the second after the last one of a day, month, year or minute
+    in local time, or of the time since an age. None if it cannot be read."""
+    today = datetime.fromtimestamp(now).replace(hour=0, minute=0, second=0, microsecond=0)
+    if value in ("today", "yesterday"):
+        first = today - timedelta(days=value == "yesterday")
+        return first.timestamp(), (first + timedelta(days=1)).timestamp()
+    if age := _AGE.fullmatch(value):
+        return now - float(age[1]) * _AGES_S[age[2]], inf
+    date = _DATE.fullmatch(value)
+    if date is None:
+        return None
+    year, month, day, hour, minute = (None if part is None else int(part) for part in date.groups())
+    try:
+        first = datetime(year or 1, month or 1, day or 1, hour or 0, minute or 0)
+        if hour is not None:
+            after = first + timedelta(minutes=1)
+        elif day is not None:
+            after = first + timedelta(days=1)
+        elif month is not None:
+            after = first + timedelta(days=monthrange(first.year, month)[1])
+        else:
+            after = first.replace(year=first.year + 1)
+        return first.timestamp(), after.timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _is_in(at: float, sign: str, first: float, after: float) -> bool:
+    """Whether a time compares with a span. An age is compared with its first second."""
+    last = first if after == inf else after
+    match sign:
+        case ">":
+            return at >= last
+        case ">=":
+            return at >= first
+        case "<":
+            return at < first
+        case "<=":
+            return at < last
+        case _:
+            return first <= at < after
