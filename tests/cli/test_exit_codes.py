@@ -163,6 +163,11 @@ WRONG = {
     "runs repair": (([], "give RUN"), (["x"], "has no runs")),
     "runs rm": (([], "give RUN"), (["x"], "has no runs")),
     "runs review": (([], "give RUN"), (["x"], "has no runs")),
+    "runs score": (
+        ([], "give STORE"),
+        (["nowhere"], "score by one of --correction PATTERN, --judge MODEL and --by FILE:NAME"),
+        (["nowhere", "--correction", "no"], "nowhere is not a store of recorded traffic"),
+    ),
     "runs prune": (
         ([], "nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE"),
         (["--keep", "-1"], "--keep -1"),
@@ -261,6 +266,10 @@ WRONG_VALUES = {
     **dict.fromkeys(("measured", "calibrate", "keys", "weights_root", "against"), "nowhere"),
     **dict.fromkeys(("key_file", "token_file"), "nowhere"),
     "log": "nowhere/serve.log",
+    **dict.fromkeys(("record", "record_max_gib", "record_keep"), "log.txt"),
+    **dict.fromkeys(("redact", "correction"), "("),
+    "judge": "opnai:x",
+    "by": "nowhere.py:x",
     **dict.fromkeys(("answer_schema", "resume", "mount"), "nowhere.json"),
     **dict.fromkeys(("model", "sub_model"), "opnai:x"),
     "scaffold": "minimum",

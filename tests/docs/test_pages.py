@@ -72,6 +72,7 @@ def test_every_block_is_run_or_states_a_reason():
         "scripted.md",
         "signals.md",
         "tasks.md",
+        "traffic.md",
         "watching.md",
     }
 
@@ -147,6 +148,8 @@ def test_python_blocks_of_page_run(page, reader):
         assert played.rewards == {"correct": 1.0}
     elif page == "signals.md":
         assert list(namespace["rl"].signals) == ["process", "teacher"]
+    elif page == "traffic.md":
+        assert namespace["rl"].signals["next"].hints.only == "failed"
     elif page == "tasks.md":
         assert namespace["task"].name == "dataset"
     elif page == "environments.md":
