@@ -46,22 +46,22 @@ class RunningAgent(Protocol):
     ended: asyncio.Future[None]
     """Done once the agent has ended; its other fields are complete then."""
     answer: Any
-    """What it answered."""
+    """The agent's answer."""
     exit_code: int | None
-    """Its exit code; None if it was stopped."""
+    """Exit code of the agent; None if it was stopped."""
     output: str
-    """The end of what it printed."""
+    """The end of what the agent printed."""
     error_output: str
-    """The end of its stderr."""
+    """The end of what the agent wrote to stderr."""
     num_left: int
-    """Processes that it left behind."""
+    """Number of processes that the agent left behind."""
 
     def place(self) -> str:
-        """The line that runs now, for an error; empty if unknown."""
+        """Return the line that the agent runs now, for an error; empty if unknown."""
         ...
 
     async def end(self) -> None:
-        """End it with everything that it started. Idempotent."""
+        """End the agent with everything that it started. Idempotent."""
         ...
 
 

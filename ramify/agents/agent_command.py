@@ -252,7 +252,7 @@ class _AgentOutput:
         self._kept = bytearray()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read from now on. The agent has its end of the pipe."""
+        """Begin to read. The agent must already have the writing end, which is closed here."""
         os.close(self.writing)
         self.writing = -1
         loop.add_reader(self._reading, self._read, loop)
@@ -313,7 +313,7 @@ class AgentProcess:
         self._loop.add_reader(child, self._look)
 
     def place(self) -> str:
-        """Unknown for a process."""
+        """Empty: which line a process runs is unknown."""
         return ""
 
     async def end(self) -> None:
@@ -326,7 +326,7 @@ class AgentProcess:
             self._look()
 
     def _look(self) -> None:
-        """Take the end of the process, if it has ended."""
+        """Complete the fields and ``ended`` if the process has ended."""
         if self.ended.done() or (status := self._child.poll()) is None:
             return
         self._loop.remove_reader(self._child)

@@ -34,7 +34,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     item: Item
     """The item, without its gold answer and its metadata."""
     item_file: Path
-    """The same as a JSON file."""
+    """File with the same item as JSON."""
     folder: Path
     """Working folder of the agent. Its files are shown to the reward, and are then deleted."""
     base_url: str

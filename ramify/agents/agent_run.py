@@ -20,20 +20,20 @@ class AgentRecord(msgspec.Struct, kw_only=True):
 
     outcome: AgentOutcome
     exit_code: int | None = None
-    """Exit code of its process, negative for a signal. Of a function: 0, or 1 after an exception.
-    None if it was stopped."""
+    """Exit code of the process, negative for a signal. A function has 0, or 1 after an exception.
+    None if the agent was stopped."""
     output: str = ""
     """The end of what a command printed; empty for a function."""
     error_output: str = ""
     """The end of what a command wrote to stderr, or the traceback of a function's exception."""
     seconds: float = 0.0
-    """Time from its start to its end."""
+    """Time from the agent's start to its end."""
     num_requests: int = 0
     """Requests that reached the endpoint, including refused ones."""
     num_left: int = 0
-    """Processes that it left behind."""
+    """Number of processes that the agent left behind."""
     folder: str = ""
-    """Its working folder, until its reward is known."""
+    """The agent's working folder; empty once the reward is known."""
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +49,13 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any
     """What a function returned. For a command, its output without surrounding whitespace."""
     exit_code: int
-    """Exit code of the command, negative for a signal. Of a function: 0, or 1 after an
+    """Exit code of the command, negative for a signal. A function has 0, or 1 after an
     exception."""
     output: str
     """The last characters that the command printed (at most ``MAX_OUTPUT_CHARS``)."""
     error_output: str
-    """The same of its stderr. After an exception of a function, its traceback."""
+    """The last characters that the command wrote to stderr, at most as many. If a function raised
+    an exception, the traceback."""
     folder: Path
     """Working folder with the agent's files. It is deleted after the reward."""
     trajectory: Trajectory
@@ -64,5 +65,5 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def output_tail(text: str) -> str:
-    """The end of an output, as it is kept."""
+    """Return the last ``MAX_OUTPUT_CHARS`` characters of an output."""
     return text[-MAX_OUTPUT_CHARS:]

@@ -183,8 +183,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
             if self._compares:
                 return as_score(self._reward(trajectory.answer, item))
             raise RamifyError(
-                f"task '{self.name}', item {item.id}: only a rollout of its agent can be scored, "
-                "and this answer comes from none"
+                f"task '{self.name}', item {item.id}: the reward needs a rollout of the agent, "
+                "and was given an answer alone: evaluate or train the task instead"
             )
         record = msgspec.convert(found, AgentRecord)
         try:
@@ -210,7 +210,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _start(self) -> StartAgent:
-        """Starts the agent of one rollout. Raises ConfigError if it cannot."""
+        """Starts the agent of one rollout. Raises ConfigError if the agent cannot be loaded."""
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
@@ -249,8 +249,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _unscored(answer: Any, item: Item) -> float:
-    """Stands for the score of rows, which the reward of the agent replaces."""
-    raise RamifyError(f"item {item.id}: its agent's reward scores it")
+    """Take the place of the score of rows, since the reward of the ``AgentTask`` scores them."""
+    raise RamifyError(f"item {item.id}: only the reward of its AgentTask can score it")
 
 
 def _check_call(field: str, function: Any, argument: str) -> None:
@@ -273,8 +273,8 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """A function as its place, so that a checkpoint and another process can name it. A function
-    without a place stays as it is."""
+    """Return the place of a function, by which a checkpoint or another process finds it. Any other
+    value is returned as it is, and so is a function without a place."""
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
     if value.__module__ == "__main__":

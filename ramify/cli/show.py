@@ -169,8 +169,8 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
 
 
 def _origin(call: Call) -> str:
-    """Which call a branch, or the next question of a conversation, continues, and why an outside
-    agent's call began; else empty."""
+    """Return why an outside agent's call began, and which call a fork continues, for the end of a
+    line; empty for any other call."""
     cause = "" if call.cause is None else f", {call.cause}"
     if call.fork is None:
         return cause

@@ -31,11 +31,11 @@ class AgentTurn(msgspec.Struct, frozen=True):
     """One turn of a call of an agent. The numbers count from the beginning of the conversation."""
 
     num_messages: int
-    """Messages up to and including its reply."""
+    """Number of messages up to and including the turn's reply."""
     num_prompt_ids: int
-    """Ids of its prompt; 0 if they are unknown."""
+    """Number of ids of the turn's prompt; 0 if they are unknown."""
     num_ids: int
-    """Ids up to and including those that were sampled; 0 if they are unknown."""
+    """Number of ids of the prompt and the reply together; 0 if they are unknown."""
     reply: Message
     """The reply as it was recorded."""
 
@@ -45,31 +45,34 @@ class AgentCall(msgspec.Struct):
 
     call: LiveCall
     tools: tuple[Tool, ...]
-    """Tools that its requests offer."""
+    """Tools that the requests of this call offer."""
     learns: bool
-    """Whether training learns from its replies."""
+    """Whether training learns from the replies of this call."""
     num_inherited: int = 0
-    """Messages of the call that it is a fork of, before its own turns."""
+    """Number of messages that a fork shares with its origin; 0 for any other call."""
     origin: tuple[AgentCall, int] | None = None
-    """(the call that it is a fork of, number of that call's own turns that it shares)."""
+    """For a fork: the call that it was forked from, and how many of that call's own turns the two
+    share."""
     turns: list[AgentTurn] = []
     asked: tuple[Message, ...] | None = None
     """New messages of the request that waits for a reply; None if none does."""
     first: tuple[Message, ...] = ()
-    """New messages of its first request."""
+    """New messages of the first request of this call."""
     stop: Stop = Stop.FINAL
-    """The limit that ended it, if one did."""
+    """The limit that ended the call; ``FINAL`` if none did."""
 
     def end_of(self, num_turns: int) -> int:
-        """Number of messages up to the end of its first ``num_turns`` own turns."""
+        """Return how many messages the call has after its first ``num_turns`` own turns."""
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def is_free_after(self, num_turns: int) -> bool:
-        """True if a request can be the turn after ``num_turns``."""
+        """True if a request can be the next turn: the call has ``num_turns`` turns and awaits no
+        reply."""
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
-        """The messages that were sent as the turn after ``num_turns``; None if there is none."""
+        """Return the new messages of the request after the first ``num_turns`` turns; None if
+        there is none."""
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
@@ -77,12 +80,12 @@ class AgentCall(msgspec.Struct):
 
 
 class RequestPlace(NamedTuple):
-    """Where a request belongs."""
+    """Which call and turn a request continues, or why it begins a call."""
 
     call: AgentCall | None
     """The call whose turns the request's prompt begins with; None if there is none."""
     num_turns: int
-    """Number of those turns, of this call itself."""
+    """Number of turns of ``call`` itself with which the prompt begins."""
     start: int
     """Number of the request's messages that those turns cover."""
     known: KnownPrefix | None
@@ -166,7 +169,7 @@ def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Number of messages at the start of both that are the same."""
+    """Return the number of equal messages at the start of both conversations."""
     num = 0
     for mine, sent in zip(ours, theirs, strict=False):
         if not (_may_be(mine, sent) if may_differ else _is_as_sent(mine, sent)):
@@ -184,8 +187,8 @@ def _is_as_sent(ours: Message, theirs: Message) -> bool:
 
 
 def _may_be(ours: Message, theirs: Message) -> bool:
-    """``_is_as_sent`` for a client that does not render prompts here: programs may drop the
-    reasoning of replies and name tool calls differently."""
+    """True if ``theirs`` may be ``ours``: a program may have dropped the reasoning and changed the
+    ids of tool calls. This rule is for clients that do not render prompts here."""
     if theirs.reasoning is None and ours.reasoning is not None:
         ours = msgspec.structs.replace(ours, reasoning=None)
     return _without_ids(ours) == _without_ids(theirs)
@@ -207,8 +210,8 @@ def _by_ids(
     rendering: PromptRendering,
     sent: RequestPlace,
 ) -> RequestPlace:
-    """Return the turn with the longest path that the rendered request begins with. ``sent`` is the
-    place by messages."""
+    """Return the place after the longest path with which the ids of the request begin. ``sent`` is
+    the place that a comparison of messages gave."""
     chain = _ReplyChain(calls, messages, tools, rendering, sent)
     ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
     best: tuple[AgentCall, int] | None = None
@@ -229,7 +232,7 @@ def _by_ids(
 
 
 class _ReplyChain:
-    """The messages of a request that are replies of ours, each with the ids that it stands for."""
+    """Finds the messages of a request that are replies of this agent, and the ids of each."""
 
     def __init__(
         self,
@@ -259,8 +262,8 @@ class _ReplyChain:
                 self._add(index, list(_replies_like(messages[index], calls)))
 
     def _add(self, index: int, replies: Sequence[tuple[AgentCall, AgentTurn]]) -> None:
-        """Let message ``index`` stand for the ids of one of ``replies``, which have its text: the
-        one with the same prompt, or else the latest."""
+        """Give message ``index`` the ids of one of ``replies``, which all have its text: the one
+        with the same prompt, or else the latest."""
         if not replies:
             return
         prompt = self._prompt(index)
@@ -313,7 +316,8 @@ def _replies_like(
 
 
 def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:
-    """True if the path of the call still has the ids of ``turn``."""
+    """True if the token path of the call contains ``turn``: a template that rewrites earlier
+    messages begins another path."""
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
 
 
@@ -359,8 +363,7 @@ def _cause(
 
 
 def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bool:
-    """True if a message of the agent is in the place of a reply of the call, after the same
-    messages."""
+    """True if message ``index`` is the assistant's both in the call and in ``messages``."""
     ours = each.call.messages
     return (
         0 < index < min(len(ours), len(messages))

@@ -54,8 +54,8 @@ class CallHistory(msgspec.Struct):
         )
 
     def up_to(self, num_messages: int, num_turns: int) -> CallHistory:
-        """Return the history of a second continuation from an earlier reply, after which it had
-        ``num_messages`` messages and ``num_turns`` turns, and which only grew since."""
+        """Return a copy that ends after the first ``num_messages`` messages and ``num_turns``
+        turns. The later messages must have been appended to these."""
         if num_messages == len(self.messages):
             return self.copy()
         replies = [each for each in self.replies if each[0] <= num_messages]
@@ -199,8 +199,8 @@ class LiveCall:
         return f"{self.id}.{self.num_children}"
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
-        """Return a new call that continues this one as another branch of it: from here, or after
-        its first ``num_turns`` turns, when it had ``num_messages`` messages."""
+        """Return a fork of this call: from here, or from the end of its first ``num_turns`` turns,
+        at which it had ``num_messages`` messages."""
         self.num_forks += 1
         num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(

@@ -178,8 +178,8 @@ class ModelConversations:
     def _opened(
         self, agent: AgentConversations, request: _AgentRequest, place: RequestPlace
     ) -> tuple[AgentCall, int]:
-        """Return (the call whose next turn the request is, number of the request's messages that
-        the call has). The call is new unless the request continues one."""
+        """Return the call that the request continues, or a new one, and how many of the request's
+        messages this call has already."""
         if place.call is None:
             return self._begun(agent, request, place.cause), 0
         if place.cause is None:
@@ -281,5 +281,5 @@ class ModelConversations:
 
 
 def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
-    """Return ``known`` with ``by`` more messages before the request's own."""
+    """Return ``known`` for a prompt that has ``by`` more messages."""
     return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

@@ -184,7 +184,8 @@ class MessagesExchange:
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Events that end the current block and begin one of this kind, unless it is that."""
+        """Return the events by which a block of this ``kind`` replaces the open one; none if the
+        open block is of this kind."""
         if self._open == kind:
             return b""
         events = self._close_block()

@@ -398,7 +398,7 @@ class _StreamedItem(msgspec.Struct, frozen=True):
 
     kind: str
     place: dict[str, Any]
-    """Fields of its events that name it."""
+    """The fields that identify the item in each of its events."""
 
 
 def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesExchange:

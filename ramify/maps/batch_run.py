@@ -88,11 +88,11 @@ class BatchRow(msgspec.Struct, frozen=True):
     """Number of the question in the journal; -1 if it has none."""
     digest: bytes
     question: str | None
-    """None if every row has the same."""
+    """What is asked of the row; None if every row is asked the same."""
     context: Any
     """What the model reads of the row."""
     most: ResourceAmount
-    """The most that its request can use."""
+    """Upper bound on what the request can use."""
     max_output_tokens: int
 
 

@@ -29,8 +29,8 @@ Types = Mapping[str, str | None]
 
 
 def table_of(rows: Any) -> RowTable | None:
-    """Return the rows of a table of one of these libraries; None if ``rows`` is none. Raises
-    SourceError if it cannot be read row by row."""
+    """Return the rows of a table of Arrow, pandas, polars or ``datasets``; None if ``rows`` is
+    something else. Raises SourceError if the table cannot be read row by row."""
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
         raise SourceError("rows cannot be read from a LazyFrame: give rows.collect()")
     if hasattr(rows, "to_batches") and hasattr(rows, "schema"):
@@ -79,8 +79,8 @@ def _arrow(table: Any) -> RowTable:
 
 
 def arrow_table(columns: Columns, types: Types) -> Any:
-    """Return columns as an Arrow table. A column without a single type gets the one of its
-    values; if they have several, that of their text."""
+    """Return columns as an Arrow table. A column without a single JSON type gets the Arrow type of
+    its values. If the values have several types, they become texts."""
     import pyarrow
 
     def array(name: str, values: Sequence[Any]) -> Any:

@@ -31,7 +31,7 @@ class Row(msgspec.Struct, frozen=True):
     number: int
     """Place in the table, from 0."""
     values: dict[str, Any]
-    """Column -> value; what is known of it, if the row could not be read."""
+    """Column -> value. A row that could not be read has only the columns that are known anyway."""
     error: str = ""
     """Why the row could not be read."""
 

@@ -127,9 +127,10 @@ class SharedBudget:
         counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """``record`` is the file that says what is spent, also before. Without a file, nothing is
-        kept. ``counts_again``: all rows are counted again. Raises RunInUse if another process has
-        the record."""
+        """``record`` is the file with what this map has spent so far, earlier starts included.
+        Without a file, nothing is kept. ``counts_again`` sets the numbers of answered and failed
+        rows to 0, since all parts are written again. Raises RunInUse if another process has the
+        record open."""
         self._fd = _open_record(record) if record else -1
         before = (read_record(record) if record else None) or SpendingRecord()
         if counts_again:

@@ -130,9 +130,10 @@ _OPENS_CALL = "<tool_call>"
 
 
 def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
-    """An unfinished reply, as ``split_reply`` returned it, without an end that may still change: an
-    incomplete character, the beginning of a marker or of a text of ``stop``, and with
-    ``tool_calls`` what may become a tool call."""
+    """Return the part of an unfinished reply that further tokens cannot change, so that it can be
+    streamed. ``message`` is what ``split_reply`` made of the tokens so far. Its end is held back if
+    it may be an incomplete character, or the beginning of a marker or of a text of ``stop``. With
+    ``tool_calls``, what may become a tool call is held back, too."""
     content = message.content
     marks = [*stop, "</think>"]
     if message.reasoning is None and len(content) < len("<think>"):

@@ -162,12 +162,12 @@ class _PrefixLengths:
         self._decode = decode
 
     def last_up_to(self, chars: int) -> int:
-        """The largest number of ids that spell nothing after character ``chars``. A character of
-        which only some bytes are decoded counts."""
+        """Return the largest number of ids whose text has at most ``chars`` characters. An
+        incomplete character at its end counts as one."""
         return bisect_right(range(1, len(self._ids) + 1), chars, key=self._all)
 
     def first_from(self, chars: int) -> int:
-        """The smallest number of ids that spell the first ``chars`` characters completely."""
+        """Return the smallest number of ids whose text has ``chars`` complete characters."""
         return bisect_left(range(len(self._ids) + 1), chars, key=self._complete)
 
     def _all(self, num: int) -> int:

@@ -89,7 +89,7 @@ _log = RoomLogger("serve")
 
 
 class RecordedPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy whose conversations are recorded."""
+    """What the recorder must know of the policy whose conversations it records."""
 
     identity: PolicyIdentity
     decode: Callable[[Sequence[int]], str]
@@ -297,8 +297,8 @@ class TrafficRecorder:
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
-        """Append one reply to the journal of its conversation, or of a new one. ``first`` is where
-        an earlier reply to the same request is."""
+        """Append one reply to the journal of its conversation, or of a new one. ``first`` is the
+        turn of the first reply to the same request; None for that reply itself."""
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
@@ -424,7 +424,7 @@ class TrafficRecorder:
         self._written += journal.file.size - before
 
     def _journal(self, run: str) -> Journal | None:
-        """The journal of ``run``; None if there is none, or none any more."""
+        """Return the journal of ``run``, opened if necessary; None if the run does not exist."""
         journal = self._journals.get(run)
         if journal is not None:
             self._journals.move_to_end(run)
@@ -458,7 +458,7 @@ class TrafficRecorder:
         journal.append(event)
 
     def _look_at_size(self) -> None:
-        """Begin to delete what is too much, if it is time."""
+        """Begin to prune if the last look at the store is too old, or the store may be full."""
         is_time = time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
         if self._pruning is None and is_time:
             self._begin_pruning()
@@ -510,7 +510,8 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
 
 
 def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
-    """Where a reply belongs whose prompt begins with the turn ``earlier``."""
+    """Return the turn that a new reply becomes. Its prompt continues the turn ``earlier``, if there
+    is one."""
     if earlier is not None and conversation.num_turns[earlier.call] == earlier.turn + 1:
         return _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
@@ -546,8 +547,8 @@ def _opened(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: RecordedPolicy) -> None:
-    """Mark ``store`` as one of this policy's traffic. Raises ConfigError for any other store: its
-    runs would be deleted with old conversations."""
+    """Mark ``store`` as the traffic of this policy. Raises ConfigError if it has other runs, which
+    would be deleted like old conversations, or the traffic of another policy."""
     identity = read_identity(store.root)
     if identity is None:
         if store.ids():

@@ -72,8 +72,8 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the text above and below the pages, which mammoth does not convert. Equal texts of
-    several sections are there once."""
+    """Return the headers and footers, which mammoth does not convert. A text that several sections
+    repeat is returned once."""
     from defusedxml import ElementTree
 
     lines: dict[str, None] = {}

@@ -206,7 +206,7 @@ class TextSearch:
             return built
 
     def places(self) -> list[tuple[int, int]]:
-        """Where the blocks of the texts begin: number of the text, and character of it."""
+        """Return where each block begins: (number of its text, character in that text)."""
         return [
             (number, at)
             for number, text in enumerate(self._texts.values())

@@ -73,7 +73,7 @@ class TrafficTask:
         self.store = Store(store)
         self._task = task
         self.replies, self.skipped = _rewarded(self.store, temperature)
-        """The replies that are learned from, and why others with a reward are not -> how many."""
+        """The replies that are learned from, and why others with a reward are not, counted."""
         if len(self.replies) < group:
             raise ConfigError(_too_few(store, len(self.replies), self.skipped, group, temperature))
         random.Random(f"traffic/{seed}").shuffle(self.replies)
@@ -131,8 +131,8 @@ class _ReplyGroups(LazySequence[Item]):
 
 
 def mask_redacted_tokens(assigned: AssignedStep) -> None:
-    """Take the loss weight of redacted tokens, in place. Denominators stay, so that the weight of
-    other tokens does not depend on how many were redacted."""
+    """Set the loss weight of redacted tokens to 0, in place. Denominators stay, so that the weight
+    of other tokens does not depend on how many were redacted."""
     for rollout in assigned.rollouts:
         for mark in rollout.trajectory.marks:
             credit = rollout.credits.get((mark.call, mark.turn))
@@ -158,7 +158,8 @@ def is_recorded(item: Item) -> bool:
 
 
 def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Counter[str]]:
-    """(replies with a reward that can be learned from, why others cannot -> how many)"""
+    """Return the replies with a reward that can be learned from, and the reasons why others with a
+    reward cannot, counted."""
     found: list[RecordedReply] = []
     skipped: Counter[str] = Counter()
     for id in sorted(store.ids()):

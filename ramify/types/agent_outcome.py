@@ -16,19 +16,20 @@ class AgentOutcome(enum.StrEnum):
     """
 
     ENDED = "ended"
-    """By itself, with exit code 0. Only this outcome is scored and learned from."""
+    """The agent ended by itself with exit code 0. Only such a rollout is always scored."""
     CRASHED = "crashed"
-    """With another exit code, by a signal, or with an exception."""
+    """The agent ended with another exit code, by a signal, or with an exception. Such a rollout is
+    scored only with ``scores_crashes``."""
     HUNG = "hung"
-    """It was stopped after its time limit."""
+    """The agent was stopped at its time limit."""
     NEVER_CALLED = "never_called"
-    """It sent no request to its address."""
+    """The agent sent no request to its address."""
     OUTLIVED = "outlived"
-    """It left processes that still ran some time after it. They were ended."""
+    """The agent left processes that still ran some time after it, and that were ended then."""
     CANCELLED = "cancelled"
-    """It was stopped with its rollout."""
+    """The agent was stopped together with its rollout."""
 
     @property
     def is_failure(self) -> bool:
-        """True unless the agent ended by itself and well, or with its rollout."""
+        """True for every outcome but ``ENDED`` and ``CANCELLED``."""
         return self not in (AgentOutcome.ENDED, AgentOutcome.CANCELLED)

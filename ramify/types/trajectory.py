@@ -70,15 +70,17 @@ class CallCause(enum.StrEnum):
     (``docs/agent-trees.md``)."""
 
     NEW = "new"
-    """It has no reply of an earlier call: a first request, a sub-agent, a summary."""
+    """The request has no reply of an earlier call: it is a first request, a sub-agent's, or begins
+    again from a summary."""
     SAMPLE = "sample"
-    """A further reply to one request that asked for several (``n``)."""
+    """The call is a further reply to a request that asked for several (``n``)."""
     REPEATED = "repeated"
-    """Its prompt was sent before, and is answered again."""
+    """The same request was sent before, and is answered again."""
     BRANCH = "branch"
-    """It continues an earlier reply with other messages than those that were sent after it."""
+    """The request continues an earlier reply, which another request has continued or is
+    continuing."""
     TOOLS = "tools"
-    """It offers other tools than the conversation that it repeats."""
+    """The request repeats a conversation and offers other tools than it."""
     THINKING = "thinking"
     """The client dropped or changed the reasoning of a reply."""
     WHITESPACE = "whitespace"
@@ -97,11 +99,22 @@ class CallCause(enum.StrEnum):
     """The client changed nothing, but the chat template writes an earlier message differently."""
 
     def is_rewritten(self) -> bool:
-        """True if the client sent its history back differently from how it was sent before."""
+        """True if the client sent its history back differently from how it was sent before.
+
+        >>> CallCause.THINKING.is_rewritten(), CallCause.TEMPLATE.is_rewritten()
+        (True, False)
+        """
         return self not in _NOT_REWRITTEN
 
 
-_NOT_REWRITTEN = {CallCause.NEW, CallCause.SAMPLE, CallCause.REPEATED, CallCause.BRANCH}
+_NOT_REWRITTEN = {
+    CallCause.NEW,
+    CallCause.SAMPLE,
+    CallCause.REPEATED,
+    CallCause.BRANCH,
+    CallCause.TOOLS,
+    CallCause.TEMPLATE,
+}
 
 
 class FileReference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -236,7 +249,8 @@ class Call(msgspec.Struct, omit_defaults=True):
     reason: str = ""
     """One sentence on why the call ended; empty for ``FINAL`` and in older journals."""
     cause: CallCause | None = None
-    """Why it began, if an outside agent asked for it; None for calls of the engine's own loop."""
+    """Why a request of an outside agent began this call; None for calls of the engine's own
+    loop."""
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):

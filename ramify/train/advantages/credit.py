@@ -441,8 +441,8 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
 
 
 def _agents(trajectory: Trajectory) -> set[str]:
-    """Ids of the calls of several agents that the task rewarded separately; empty for one agent.
-    The lines of a fork are not agents, unless an outside agent's requests began them."""
+    """Return the ids of the root calls that the task rewarded separately, if there are several. A
+    fork counts only if a request of an outside agent began it."""
     agents = {
         call.id
         for call in trajectory.calls
