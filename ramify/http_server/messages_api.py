@@ -103,6 +103,8 @@ class MessagesRequest(msgspec.Struct):
     tool_choice: _Choice | None = None
     output_config: _OutputConfig | None = None
     output_format: Any = None
+    store: bool | None = None
+    """Not a field of Anthropic's API: with false, nothing of the exchange is recorded."""
     # Rejected unless their value has no effect: see ``_HARMLESS``.
     container: Any = None
     mcp_servers: Any = None
@@ -116,11 +118,11 @@ class MessagesExchange:
     """One message: what was asked, and how the reply is written."""
 
     num_replies = 1
-    is_private = False
 
     def __init__(self, parsed: MessagesRequest, model: ServedModel) -> None:
         """Raises Refused or RequestRejected for a request that cannot be answered."""
         self.is_streamed = bool(parsed.stream)
+        self.is_private = parsed.store is False
         self.request = _request_of(parsed, model.window)
         self.tool_choice = model_api.checked_choice(
             _choice(parsed.tool_choice), self.request.tools, "tool_choice"

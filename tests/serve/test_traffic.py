@@ -198,6 +198,13 @@ def test_streams_are_recorded_and_a_client_can_decline(tmp_path: Path) -> None:
             assert traffic.headers[-1]["Ramify-Recorded"] == "true"
             await traffic.chat("two", store=False)
             assert "Ramify-Recorded" not in traffic.headers[-1]
+            private = {"store": False, "input": "three", "max_output_tokens": 6}
+            assert (await traffic.post("responses", private))[0] == 200
+            assert "Ramify-Recorded" not in traffic.headers[-1]
+            asked = [{"role": "user", "content": "four"}]
+            private = {"store": False, "messages": asked, "max_tokens": 6}
+            assert (await traffic.post("messages", private))[0] == 200
+            assert "Ramify-Recorded" not in traffic.headers[-1]
         assert [run.question for run in traffic.runs()] == ["one"]
 
     asyncio.run(test())
