@@ -339,10 +339,24 @@ def _execute(run: Run, out: Path, *, is_stale: bool = False) -> list[tuple[int, 
 
 async def _with_stale_engine(run: Run, out: Path) -> None:
     async with opened_trainer(assemble(resolve(run)), out) as trainer:
-        (learner,) = trainer._learners
+        (learner,) = trainer._learners._all
         learner.publisher.policy = StaleHandle(learner.publisher.policy)  # type: ignore[arg-type]
         learner.publisher.check = None  # it would find the engine's old weights at once
         await trainer.run()
+
+
+def broken_runs(
+    folder: Path, policy: Path
+) -> Iterator[tuple[Path, tuple[str, ...], list[tuple[int, Diagnosis]]]]:
+    """Run each broken run; yield its folder, the correct names of its fault, and its diagnoses."""
+    for breaks, right in BROKEN.items():
+        out = folder / breaks.__name__
+        yield out, right, _execute(breaks(policy), out, is_stale=breaks is stale_weights)
+
+
+def healthy_run(folder: Path, policy: Path, seed: int) -> list[tuple[int, Diagnosis]]:
+    """Run a healthy run in ``folder``; return its diagnoses, of which there should be none."""
+    return _execute(healthy(policy, seed), folder)
 
 
 def measure(quick: bool) -> Iterator[Figure]:
@@ -351,15 +365,13 @@ def measure(quick: bool) -> Iterator[Figure]:
         folder = Path(name)
         policy = taught(folder)
         named = {}
-        for breaks, right in BROKEN.items():
-            out = folder / breaks.__name__
-            found = _execute(breaks(policy), out, is_stale=breaks is stale_weights)
+        for out, right, found in broken_runs(folder, policy):
             step, first = found[0] if found else (0, None)
-            named[breaks.__name__] = (
+            named[out.name] = (
                 first is not None and first.name in right and step <= WITHIN,
                 "nothing" if first is None else f"{first.name} at step {step}",
             )
-            print(f"{breaks.__name__}: {named[breaks.__name__][1]}", file=sys.stderr)
+            print(f"{out.name}: {named[out.name][1]}", file=sys.stderr)
         yield Figure(
             f"broken runs named rightly within {WITHIN} steps",
             float(sum(is_right for is_right, _ in named.values())),
@@ -370,7 +382,7 @@ def measure(quick: bool) -> Iterator[Figure]:
         seeds = SEEDS[:5] if quick else SEEDS
         alarms = {}
         for seed in seeds:
-            found = _execute(healthy(policy, seed), folder / f"healthy-{seed}")
+            found = healthy_run(folder / f"healthy-{seed}", policy, seed)
             if found:
                 alarms[f"seed {seed}"] = ", ".join(each.name for _, each in found)
                 print(f"healthy run, seed {seed}: {alarms[f'seed {seed}']}", file=sys.stderr)

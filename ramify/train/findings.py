@@ -143,6 +143,20 @@ def findings(
         yield name, finding
 
 
+def metrics_of(name: str) -> tuple[str, ...]:
+    """Metrics that show the finding ``name``, or the limit ``name`` of the guard."""
+    rule = _FINDING_RULES.get(name)
+    return rule.needs if rule is not None else _OTHER_METRICS.get(name, ())
+
+
+_OTHER_METRICS = {
+    "negated_reward": ("validation/reward", "reward"),
+    "falling_validation": ("validation/reward",),
+    "max_kl": ("approx_kl", "ref_kl"),
+    "min_entropy": ("entropy",),
+}
+"""Metrics of the findings of evaluations, and of the limits that a user sets."""
+
 _Says = Callable[[Values, StageHistory, float], str]
 
 

@@ -1,7 +1,9 @@
 """Data of a training page: every metric over the steps, and the saved rollouts; and of an
 evaluation's page: scores with intervals for each kind of item, and all attempts.
 
-metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […], …}
+metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […],
+                          "clock": {…}, "verdict": […], "alarms": […], …}
+checkpoints/             "config": {"rl.optim.lr": "0.001", …}, from the latest one
 rollouts/step-N.jsonl    the rollouts of one step, best first, and metrics for each depth
 
 The scores are those of evaluate/evaluation_report.py. They need resampling, so they are cached
@@ -10,9 +12,11 @@ until the record grows.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +26,13 @@ from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.evaluation_report import RIGHT, EvaluationReport, difference, report
 from ramify.evaluate.run import AttemptOutcome, Evaluation, read_evaluation
 from ramify.evaluate.statistics import pass_at_k
-from ramify.train.metrics import FILE, StepMetrics, layers
+from ramify.train.metrics import FILE, Diagnosis, StepMetrics, layers
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, as_text, cut
 from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.training_verdict import alarms, num_compared, verdict
 
 FINAL = ("first", "last", "best")
 """Stages of the evaluations before and after training, which are shown apart from the curves."""
-MAX_DIAGNOSES = 20
-"""Maximum number of diagnoses that a page receives: the latest."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
 _decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
@@ -43,6 +46,9 @@ class TrainingCurves:
         self.path = folder / FILE
         self.offset = 0
         self._inode = 0
+        self._options: dict[str, str] = {}
+        self._config_path: Path | None = None
+        """Checkpoint that ``_options`` were read from."""
         self._unreadable = ""
         """Reason why the file cannot be read now, or empty."""
         self._clear()
@@ -57,8 +63,10 @@ class TrainingCurves:
         self.at_s = 0.0
         self.step = 0
         self.problems: list[str] = []
-        self.diagnoses: list[dict[str, Any]] = []
-        """Faults that the doctor found, as {step, name, text, action}."""
+        self.diagnoses: list[tuple[int, Diagnosis]] = []
+        """Faults that the doctor found, with their steps."""
+        self.clock: dict[str, list[float]] = {"steps": [], "seconds": [], "tokens": []}
+        """Steps, and at the end of each: seconds of training, and tokens so far."""
         self.version = 0
 
     def size_changed(self) -> bool:
@@ -123,9 +131,8 @@ class TrainingCurves:
                 return
         elif not self.stages or self.stages[-1][0] != measured.stage:
             self.stages.append((measured.stage, measured.step))
-        self.diagnoses += [
-            {"step": measured.step, **msgspec.structs.asdict(each)} for each in measured.diagnoses
-        ]
+        self.diagnoses += [(measured.step, each) for each in measured.diagnoses]
+        self._tick(measured)
         for name, value in measured.values.items():
             steps, values = self.names.setdefault(name, ([], []))
             if steps and steps[-1] == measured.step:
@@ -134,7 +141,21 @@ class TrainingCurves:
                 steps.append(measured.step)
                 values.append(value)
 
+    def _tick(self, measured: StepMetrics) -> None:
+        clock = self.clock
+        if clock["steps"] and clock["steps"][-1] == measured.step:
+            return  # the evaluation after a step
+        values = measured.values
+        num = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0)
+        before = clock["tokens"][-1] if clock["tokens"] else 0.0
+        clock["steps"].append(measured.step)
+        clock["seconds"].append(measured.at_s)
+        clock["tokens"].append(before + (num or values.get("row_tokens", 0.0)))
+
     def data(self) -> dict[str, Any]:
+        found = alarms(self.diagnoses, self.names)
+        start = self.stages[-1][1] if self.stages else 0
+        num_steps = sum(step >= start for step in self.clock["steps"])
         return {
             "name": self.folder.name,
             "folder": str(self.folder),
@@ -144,9 +165,39 @@ class TrainingCurves:
             "stages": self.stages,
             "final": self.final,
             "kept": sorted(kept(self.folder)),
-            "diagnoses": self.diagnoses[-MAX_DIAGNOSES:],
+            "clock": self.clock,
+            "verdict": verdict(self.names, self.stages, found),
+            "num_compared": num_compared(num_steps),
+            "alarms": found,
+            "config": self._config(),
             "problems": [*filter(None, [self._unreadable]), *self.problems],
         }
+
+    def _config(self) -> dict[str, str]:
+        """Dotted name of each option -> its value as JSON, of the latest checkpoint. Empty without
+        a checkpoint that can be read."""
+        path = max((self.folder / "checkpoints").glob("step-*/state.json"), default=None)
+        if path != self._config_path:
+            self._options, self._config_path = {}, path
+            with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+                if path is not None:
+                    state = msgspec.json.decode(path.read_bytes(), type=_StoredConfig)
+                    self._options = dict(_flat(state.config))
+        return self._options
+
+
+class _StoredConfig(msgspec.Struct):
+    """The configuration in a checkpoint's state; it has no secrets there."""
+
+    config: dict[str, Any] = {}
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in options.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", msgspec.json.encode(value).decode()
 
 
 def kept(folder: Path) -> dict[int, Path]:

@@ -15,7 +15,8 @@
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version, and arriving replies
     GET /api/journal?key=        download of the file of a run or an evaluation
-    GET /api/training?key=       training curves; /api/training/events sends their changes
+    GET /api/training?key=       training curves, or nothing new since the page's &version=;
+                                 /api/training/events sends their changes
     GET /api/samples?key=        saved rollouts of a step
     GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
     GET /api/maps                all maps; /api/map?key= has the rows of one
@@ -289,7 +290,10 @@ class ViewServer:
 
     async def _training(self, request: web.Request) -> web.Response:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
-        return data((await feed.fresh()).data() | {"version": feed.watched.version})
+        curves = await feed.fresh()
+        if request.query.get("version") == str(curves.version):
+            return data({"version": curves.version})
+        return data(curves.data() | {"version": curves.version})
 
     async def _samples(self, request: web.Request) -> web.Response:
         folder = self._library.training(_word(request, "key"))

@@ -1,5 +1,9 @@
-// Groups the metrics into charts, orders the charts, and converts the lines of a chart for the
-// plot.
+// Chooses what is drawn of the metrics of training runs: which charts are pinned, how the others are
+// grouped and ordered, which metrics are constant, and the points of each line with its band, over
+// steps, time or tokens. Knows nothing of the page.
+//
+//   metrics of runs ── pinnedOf, chartsOf, constantsOf ──> charts, each with its lines
+//   a line of a chart ── pointsOf (one run), bandOfSeeds (several) ──> { x, y, low, high }
 
 // Groups of metrics in this order; metrics without a group come last.
 /** @type {[string, RegExp][]} */
@@ -33,6 +37,201 @@ export function chartsOf(names) {
   return charts;
 }
 
+/**
+ * @typedef {object} Line
+ * @property {string} name its metric
+ * @property {string} label
+ * @property {string} [colour] name of a style property
+ * @property {boolean} [isRight] its axis is at the right
+ */
+
+/**
+ * The points of one line; the band is missing if it is not known.
+ * @typedef {{ x: number[], y: (number | null)[], low?: (number | null)[], high?: (number | null)[] }} Points
+ */
+
+// The charts that people look at first, each with the metrics in it and their labels. Metrics at the
+// right have other units.
+/** @type {[string, [string, string, boolean?][]][]} */
+const PINNED = [
+  ["reward", [["reward", "reward"]]],
+  ["validation", [["validation/reward", "reward"]]],
+  [
+    "entropy and KL",
+    [
+      ["entropy", "entropy"],
+      ["ref_kl", "KL to reference", true],
+      ["approx_kl", "KL in step", true],
+      ["post_kl", "KL of update", true],
+    ],
+  ],
+  [
+    "ratio",
+    [
+      ["clip_fraction", "clipped"],
+      ["ess", "effective sample", true],
+    ],
+  ],
+  [
+    "length and cut share",
+    [
+      ["length_mean", "tokens"],
+      ["truncated_rollouts", "rollouts cut", true],
+      ["cut_replies", "replies cut", true],
+    ],
+  ],
+  ["tokens per second", [["tokens_per_s", "tokens per second"]]],
+];
+// What a stage without rollouts is judged by.
+/** @type {typeof PINNED} */
+const PINNED_OF_SFT = [
+  ["loss", [["loss", "loss"]]],
+  ["gradient norm", [["grad_norm", "norm"]]],
+];
+
+// Chart -> its lines, of what was measured.
+/** @returns {Map<string, Line[]>} */
+export function pinnedOf(names) {
+  const known = new Set(names),
+    charts = known.has("reward") ? PINNED : [...PINNED_OF_SFT, ...PINNED],
+    pinned = new Map();
+  for (const [chart, metrics] of charts) {
+    const lines = metrics
+      .filter(([name]) => known.has(name))
+      .map(([name, label, isRight = false], index) => ({
+        name,
+        label,
+        isRight,
+        colour: COLOURS[index],
+      }));
+    if (lines.length && !lines.every((line) => line.isRight)) pinned.set(chart, lines);
+  }
+  return pinned;
+}
+
+// Metric -> its value, for those that never change. curves: of each run, metric -> [steps, values].
+export function constantsOf(curves) {
+  const constants = new Map(),
+    names = new Set(curves.flatMap((each) => Object.keys(each)));
+  for (const name of names) {
+    const values = curves.flatMap((each) => each[name]?.[1] ?? []);
+    if (values.length > 1 && values.every((value) => value === values[0]))
+      constants.set(name, values[0]);
+  }
+  return constants;
+}
+
+// The part of the metrics that a stage measured; all of them without a stage. An evaluation before
+// its first step belongs to it, too.
+export function inStage({ names, stages }, stage) {
+  const at = stages.findIndex(([name]) => name === stage);
+  if (at < 0) return names;
+  const from = stages[at][1],
+    end = stages[at + 1]?.[1] ?? Infinity,
+    found = {};
+  for (const [name, [steps, values]] of Object.entries(names)) {
+    const first = name.includes("/reward") ? from - 1 : from,
+      kept = steps.map((_, index) => index).filter((i) => steps[i] >= first && steps[i] < end);
+    if (kept.length) found[name] = [kept.map((i) => steps[i]), kept.map((i) => values[i])];
+  }
+  return found;
+}
+
+// One line of one run. unit: "step", "seconds" or "tokens" of the horizontal axis.
+/** @returns {Points} */
+export function pointsOf(curves, clock, name, { unit, smoothing }) {
+  const [steps, values] = curves[name] ?? [[], []],
+    band = bandOf(curves, name);
+  const at = unit === "step" ? null : new Map(clock.steps.map((step, i) => [step, clock[unit][i]]));
+  return {
+    x: at ? steps.map((step) => at.get(step) ?? 0) : steps,
+    y: smooth(values, smoothing),
+    ...(band ? { low: smooth(band[0], smoothing), high: smooth(band[1], smoothing) } : {}),
+  };
+}
+
+// The 95 % interval of a score: recorded for evaluations, and of the mean reward of a step's
+// rollouts. A mean length has the shortest and the longest rollout.
+function bandOf(curves, name) {
+  const along = (metric) => {
+    const [steps, values] = curves[metric] ?? [[], []],
+      at = new Map(steps.map((step, i) => [step, values[i]]));
+    return curves[name][0].map((step) => at.get(step) ?? null);
+  };
+  const [low, high] =
+    name === "length_mean" ? ["length_min", "length_max"] : [`${name}_low`, `${name}_high`];
+  if (curves[name] && curves[low] && curves[high]) return [along(low), along(high)];
+  if (name !== "reward" || !curves.reward_std || !curves.num_rollouts) return null;
+  const num = along("num_rollouts"),
+    wide = along("reward_std").map((std, i) =>
+      std === null || !num[i] ? 0 : (1.96 * std) / Math.sqrt(num[i]),
+    );
+  return [-1, 1].map((sign) => curves.reward[1].map((value, i) => value + sign * wide[i]));
+}
+
+// An exponential average whose beginning is not drawn to zero. A weight of 0 changes nothing.
+export function smooth(values, weight) {
+  if (!weight) return values;
+  let sum = 0,
+    total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}
+
+// Several runs as one line: the mean at each step, with the least and the greatest as its band.
+/** @param {{ steps: number[], points: Points }[]} runs @returns {Points} */
+export function bandOfSeeds(runs) {
+  const at = new Map();
+  for (const { steps, points } of runs)
+    for (const [i, step] of steps.entries()) {
+      if (points.y[i] === null) continue;
+      if (!at.has(step)) at.set(step, []);
+      at.get(step).push([points.x[i], points.y[i]]);
+    }
+  const order = [...at.keys()].sort((a, b) => a - b),
+    mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length,
+    along = (work) => order.map((step) => work(at.get(step)));
+  return {
+    x: along((each) => mean(each.map(([x]) => x))),
+    y: along((each) => mean(each.map(([, y]) => y))),
+    low: along((each) => Math.min(...each.map(([, y]) => y))),
+    high: along((each) => Math.max(...each.map(([, y]) => y))),
+  };
+}
+
+// Runs whose options differ in their seed alone are one group. A run without known options is a
+// group of its own.
+export function seedGroups(runs) {
+  const groups = new Map();
+  for (const run of runs) {
+    const options = Object.entries(run.data.config).filter(([name]) => !isOfOneRun(name)),
+      key = options.length ? JSON.stringify(options) : run.key;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(run);
+  }
+  return [...groups.values()];
+}
+
+function isOfOneRun(name) {
+  return name === "seed" || name === "name" || name.endsWith(".seed");
+}
+
+// [option, [value of each run]] for each option that is not the same in all runs.
+/** @returns {[string, string[]][]} */
+export function differingOptions(configs) {
+  const names = [...new Set(configs.flatMap((each) => Object.keys(each)))].sort();
+  return names
+    .map(
+      (name) =>
+        /** @type {[string, string[]]} */ ([name, configs.map((each) => each[name] ?? "–")]),
+    )
+    .filter(([, values]) => values.some((value) => value !== values[0]));
+}
+
 // [[title, [chart, …]], …]
 export function inGroups(charts) {
   const left = new Set(charts),
@@ -49,23 +248,16 @@ export function inGroups(charts) {
   return order;
 }
 
-// Merges several [steps, values] over the union of their steps: [steps, values, values, …].
-export function aligned(lines) {
-  const known = lines.filter(Boolean),
-    steps = known[0] ? known[0][0] : [];
-  const same = lines.every(
-    (line) =>
-      line &&
-      line[0].length === steps.length &&
-      line[0].every((step, index) => step === steps[index]),
-  );
-  if (same) return [steps, ...lines.map((line) => line[1])];
-  const all = [...new Set(known.flatMap((line) => line[0]))].sort((a, b) => a - b);
+// Puts several lists of points on one axis: [x, values, values, …], with null where a list has no
+// point.
+/** @param {{ x: number[], values: (number | null)[] }[]} lists */
+export function aligned(lists) {
+  const all = [...new Set(lists.flatMap((list) => list.x))].sort((a, b) => a - b);
   return [
     all,
-    ...lines.map((line) => {
-      const at = new Map(line ? line[0].map((step, index) => [step, line[1][index]]) : []);
-      return all.map((step) => at.get(step) ?? null);
+    ...lists.map(({ x, values }) => {
+      const at = new Map(x.map((each, index) => [each, values[index]]));
+      return all.map((each) => at.get(each) ?? null);
     }),
   ];
 }

@@ -1,4 +1,4 @@
-/** A plot on a canvas: as much of it as training.js uses. */
+/** A plot on a canvas: as much of it as plots.js uses. */
 export default class uPlot {
   constructor(options: object, data: (number | null)[][], holder: HTMLElement);
   readonly over: HTMLElement;

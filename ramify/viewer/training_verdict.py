@@ -1,0 +1,210 @@
+"""The verdict on a training run: one sentence for each fact that matters, and its alarms.
+
+    curves of the run's last stage  ──> reward 0.09 → 0.11 in 3 steps · 58 % of rollouts cut · …
+    diagnoses of the doctor         ──> alarm: wrong sign since step 2
+
+A fact compares the last steps of the stage with its first ones, since single steps are noisy.
+Alarms are what the doctor recorded (``train/run_doctor.py``). An alarm lasts until its metric
+(``alarm_NAME``) is 0 again; one of an evaluation has no such metric and lasts. Decides which facts
+are shown, their words and their tones. Not here: what is a fault (``train/findings.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+import msgspec
+
+from ramify.train.findings import metrics_of
+from ramify.train.metrics import Diagnosis
+
+Curves = Mapping[str, tuple[list[int], list[float]]]
+"""Metric -> its steps and values."""
+COMPARED = 5
+"""Maximum number of first and of last steps whose means are compared."""
+MAX_MARKS = 50
+"""Maximum number of steps at which one alarm is marked: the latest."""
+_NOISE = 2.0
+"""Standard errors within which two mean rewards count as equal."""
+_MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
+"""Shares from which on a fact is a warning."""
+
+
+class TrainingFact(msgspec.Struct, kw_only=True):
+    """One sentence about a run."""
+
+    name: str
+    text: str
+    tone: str = ""
+    """``good``, ``warn``, ``bad``, or empty."""
+    metric: str = ""
+    """Metric whose curve shows the fact."""
+
+
+class TrainingAlarm(msgspec.Struct, kw_only=True):
+    """A fault that the doctor found, over all the times that it began."""
+
+    name: str
+    text: str
+    """The doctor's sentence of the last time: the cause, and the option to change."""
+    action: str
+    steps: list[int]
+    """Steps at which it began."""
+    ceased: int | None = None
+    """Step at which it had ceased; None while it lasts."""
+    metrics: list[str] = []
+    """Metrics whose curves show it."""
+
+    @property
+    def words(self) -> str:
+        """Name and steps, as in ``wrong sign since step 2``."""
+        name, step = self.name.replace("_", " "), self.steps[-1]
+        if self.ceased is None:
+            return f"{name} since step {step:,}"
+        return f"{name} at step {step:,} (gone at step {self.ceased:,})"
+
+
+def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
+    """The alarms of a run: those that last, then those that ceased, each in the order of their
+    first steps. ``diagnoses`` are in the order of their steps."""
+    found: dict[tuple[str, str], TrainingAlarm] = {}
+    for step, each in diagnoses:
+        policy = each.text.partition(": ")[0] if each.text.startswith("policy.") else ""
+        prefix = f"{policy}/" if policy else ""
+        alarm = found.setdefault(
+            (policy, each.name),
+            TrainingAlarm(
+                name=each.name,
+                text="",
+                action="",
+                steps=[],
+                metrics=[prefix + metric for metric in metrics_of(each.name)],
+            ),
+        )
+        alarm.text, alarm.action = each.text, each.action
+        alarm.steps = [*alarm.steps, step][-MAX_MARKS:]
+        steps, values = curves.get(f"{prefix}alarm_{each.name}", ((), ()))
+        ends = (at for at, on in zip(steps, values, strict=True) if at > step and not on)
+        alarm.ceased = next(ends, None)
+    return sorted(found.values(), key=lambda alarm: alarm.ceased is not None)
+
+
+def verdict(
+    curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
+) -> list[TrainingFact]:
+    """The facts of the last stage of a run; empty before its first step."""
+    if not stages:
+        return []
+    stage, start = stages[-1]
+    own = {
+        name: values
+        for name, (steps, each) in curves.items()
+        if (values := [value for step, value in zip(steps, each, strict=True) if step >= start])
+    }
+    return [*_facts(own, stage), *_validation(curves), _alarm_fact(found)]
+
+
+def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingFact]:
+    if "reward" in own:
+        yield _of_reward(own)
+    else:
+        loss = next((name for name in ("loss", "ce_loss") if name in own), "")
+        if loss:
+            text = f"{_change(loss, own[loss])} of {stage}"
+            yield TrainingFact(name="loss", text=text, metric=loss)
+    cut = _late(own, "truncated_rollouts")
+    if cut is not None:
+        yield TrainingFact(
+            name="cut",
+            text=f"{_percent(cut)} of rollouts cut" if cut else "no rollout cut",
+            tone="warn" if cut >= _MANY_CUT else "",
+            metric="truncated_rollouts",
+        )
+    failed = _late(own, "failed_share")
+    if failed:
+        yield TrainingFact(
+            name="failed",
+            text=f"{_percent(failed)} of rollouts failed",
+            tone="warn" if failed >= _MANY_FAILED else "",
+            metric="failed_share",
+        )
+    if "groups_with_signal" in own and "items" in own:
+        num = num_compared(len(own["items"]))
+        having = math.fsum(own["groups_with_signal"][-num:])
+        all_groups = math.fsum(own["items"][-num:])
+        yield TrainingFact(
+            name="signal",
+            text=f"{having:.0f} of {all_groups:.0f} groups have a signal",
+            tone="warn" if having < _FEW_SIGNALS * all_groups else "",
+            metric="groups_with_signal",
+        )
+
+
+def num_compared(num_steps: int) -> int:
+    """Number of first and of last steps of a stage whose means are compared."""
+    return max(1, min(COMPARED, num_steps // 3))
+
+
+def _of_reward(own: Mapping[str, Sequence[float]]) -> TrainingFact:
+    rewards = own["reward"]
+    text, tone = _change("reward", rewards), ""
+    stds, nums = own.get("reward_std", ()), own.get("num_rollouts", ())
+    if 1 < len(rewards) == len(stds) == len(nums):
+        num = num_compared(len(rewards))
+        variances = [std**2 / max(count, 1.0) for std, count in zip(stds, nums, strict=True)]
+        noise = math.sqrt(math.fsum([*variances[:num], *variances[-num:]])) / num
+        rise = fmean(rewards[-num:]) - fmean(rewards[:num])
+        if abs(rise) <= _NOISE * noise:
+            text += " (within noise)"
+        else:
+            tone = "good" if rise > 0 else "bad"
+    return TrainingFact(name="reward", text=text, tone=tone, metric="reward")
+
+
+def _change(name: str, values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{name} {_short(values[0])} in the first step"
+    num = num_compared(len(values))
+    first, last = fmean(values[:num]), fmean(values[-num:])
+    return f"{name} {_short(first)} → {_short(last)} in {len(values):,} steps"
+
+
+def _validation(curves: Curves) -> Iterator[TrainingFact]:
+    steps, values = curves.get("validation/reward", ((), ()))
+    if not values:
+        return
+    low, high = (curves.get(f"validation/reward_{end}", ((), ()))[1] for end in ("low", "high"))
+    text = f"validation {_short(values[-1])}"
+    if len(low) == len(high) == len(values):
+        text += f" ({_short(low[-1])} to {_short(high[-1])})"
+    best = max(range(len(values)), key=values.__getitem__)
+    if values[best] > values[-1]:
+        text += f", best {_short(values[best])} at step {steps[best]:,}"
+    yield TrainingFact(name="validation", text=text, metric="validation/reward")
+
+
+def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
+    lasts = any(alarm.ceased is None for alarm in found)
+    names = ", ".join(alarm.words for alarm in found)
+    text = f"{'alarm' if len(found) == 1 else f'{len(found)} alarms'}: {names}"
+    return TrainingFact(
+        name="alarm",
+        text=text if found else "no alarm",
+        tone="bad" if lasts else "warn" if found else "good",
+    )
+
+
+def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
+    """Mean of a metric over the last steps; None if it was not measured."""
+    values = own.get(name)
+    return fmean(values[-num_compared(len(values)) :]) if values else None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
