@@ -284,7 +284,13 @@ def test_training_page_has_what_the_doctor_found(tmp_path: Path) -> None:
     MetricsFile(tmp_path).write(3, "rl", 1.0, {"reward": 0.0}, [found])
     curves = TrainingCurves(tmp_path)
     curves.refresh()
-    assert curves.data()["diagnoses"] == [{"step": 3, **msgspec.structs.asdict(found)}]
+    (alarm,) = curves.data()["alarms"]
+    assert (alarm.name, alarm.text, alarm.action, alarm.steps) == (
+        "too_hard",
+        found.text,
+        "stop",
+        [3],
+    )
 
 
 def test_torn_lines_in_training_folder_are_skipped_without_data_loss(

@@ -68,6 +68,22 @@ def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[i
     with served(world.trainings) as server, tab(browser, size) as shown:
         page = shown.open(f"{server.url}#/training")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
+        charts = page.get_by_role("group", name="pinned charts").locator(".chart")
+        assert [chart.get_attribute("data-name") for chart in charts.all()] == [
+            "reward",
+            "validation",
+            "entropy and KL",
+            "ratio",
+            "tokens per second",
+        ]
+        assert [fact.inner_text() for fact in page.locator(".verdict li").all()] == [
+            "reward 0.292 → 0.79 in 30 steps",
+            "validation 0.85",
+            "no alarm",
+        ]
+        assert text(page, ".constants") == "constant: depth0.rlm/turns 3"
+        page.locator(".rest summary").click()
+        page.locator(".chart[data-name='reward by depth'] canvas").wait_for()
         titles = [title.inner_text() for title in page.locator(".group-title").all()]
         assert titles[:3] == ["reward", "pass@k and other evaluations", "loss"]
         assert text(page, ".chart[data-name='reward by depth'] h3 span").endswith(
@@ -76,11 +92,11 @@ def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[i
         page.locator(".rollout").first.wait_for()
         assert [each.inner_text() for each in page.locator(".rollout b").all()] == ["1", "0.5", "0"]
         photograph(page, f"training-{size[0]}", tmp_path)
-        page.get_by_label("laid over it").select_option(label="second")
-        page.locator(".chart[data-name='grad_norm'] h3 span", has_text=re.compile("·")).wait_for()
+        page.get_by_label("add a run").select_option(label="second")
+        page.locator(".chart[data-name='reward'] h3 span", has_text=re.compile("·")).wait_for()
         photograph(page, f"training-overlay-{size[0]}", tmp_path)
-        page.get_by_label("filter curves").fill("entropy")
-        page.locator(".chart[data-name='loss']").wait_for(state="detached")
+        page.get_by_label("filter curves").fill("grad")
+        page.locator(".chart[data-name='grad_norm'] canvas").wait_for()  # was folded away
         assert page.locator(".chart").count() == 1
         page.get_by_label("filter curves").fill("nmae:entropy")
         page.get_by_role("button", name="use name:entropy").click()
@@ -199,6 +215,7 @@ def test_training_page_updates_live(browser: Any, tmp_path: Path) -> None:
         metrics.write(21, "rl", 40.0, {"reward": 0.123, "brand_new": 7.0})
         page.locator(".wide-head .quiet", has_text="step 21").wait_for()
         page.locator(".chart[data-name='reward'] h3 span", has_text="0.123").wait_for()
+        page.locator(".rest summary").click()
         page.locator(".chart[data-name='brand_new'] canvas").wait_for()
 
 

@@ -121,15 +121,18 @@ export function constantsOf(curves) {
   return constants;
 }
 
+// Metrics of alarms have no curves: where they were raised is drawn on the others.
+const ALARM = /(^|\/)alarm_/;
+
 // The part of the metrics that a stage measured; all of them without a stage. An evaluation before
 // its first step belongs to it, too.
 export function inStage({ names, stages }, stage) {
-  const at = stages.findIndex(([name]) => name === stage);
-  if (at < 0) return names;
-  const from = stages[at][1],
-    end = stages[at + 1]?.[1] ?? Infinity,
+  const at = stages.findIndex(([name]) => name === stage),
+    from = stages[at]?.[1] ?? -Infinity,
+    end = at < 0 ? Infinity : (stages[at + 1]?.[1] ?? Infinity),
     found = {};
   for (const [name, [steps, values]] of Object.entries(names)) {
+    if (ALARM.test(name)) continue;
     const first = name.includes("/reward") ? from - 1 : from,
       kept = steps.map((_, index) => index).filter((i) => steps[i] >= first && steps[i] < end);
     if (kept.length) found[name] = [kept.map((i) => steps[i]), kept.map((i) => values[i])];

@@ -376,9 +376,7 @@ class TrainingView {
     this.groups = this.settings.isGrouped
       ? seedGroups(this.shown)
       : this.shown.map((each) => [each]);
-    const names = [...new Set(this.shown.flatMap((run) => Object.keys(run.curves)))].filter(
-        (name) => !/(^|\/)alarm_/.test(name), // alarms are drawn as marks
-      ),
+    const names = [...new Set(this.shown.flatMap((run) => Object.keys(run.curves)))],
       pinned = pinnedOf(names),
       inPinned = new Set([...pinned.values()].flatMap((lines) => lines.map(({ name }) => name))),
       constants = constantsOf(this.shown.map((run) => run.curves)),
@@ -469,15 +467,19 @@ class TrainingView {
     const { unit, isLog } = this.settings,
       isOne = this.groups.length === 1;
     chart.lines = this.groups.flatMap((members, index) =>
-      lines.map((line, at) => ({
-        label: [isOne || at ? "" : this.groupName(members), lines.length > 1 ? line.label : ""]
-          .filter(Boolean)
-          .join(" "),
-        colour: isOne ? line.colour : RUN_COLOURS[index % RUN_COLOURS.length],
-        dash: isOne ? [] : DASHES[at % DASHES.length],
-        isRight: !!line.isRight,
-        points: this.pointsOf(members, line.name),
-      })),
+      lines
+        .map((line, at) => ({
+          words: lines.length > 1 ? line.label : "",
+          colour: isOne ? line.colour : RUN_COLOURS[index % RUN_COLOURS.length],
+          dash: isOne ? [] : DASHES[at % DASHES.length],
+          isRight: !!line.isRight,
+          points: this.pointsOf(members, line.name),
+        }))
+        .filter((line) => line.points.x.length)
+        .map(({ words, ...line }, at) => ({
+          ...line,
+          label: [isOne || at ? "" : this.groupName(members), words].filter(Boolean).join(" "),
+        })),
     );
     const marks = lines.flatMap((line) => this.marksOn(line, chart.name));
     chart.element.dataset.alarms = [...new Set(marks.map((mark) => mark.words))].join(", ");
