@@ -172,10 +172,12 @@ def _change(name: str, values: Sequence[float]) -> str:
 
 
 def _validation(curves: Curves) -> Iterator[TrainingFact]:
-    steps, values = curves.get("validation/reward", ((), ()))
-    if not values:
+    if "validation/reward" not in curves:
         return
-    low, high = (curves.get(f"validation/reward_{end}", ((), ()))[1] for end in ("low", "high"))
+    steps, values = curves["validation/reward"]
+    nothing: tuple[list[int], list[float]] = ([], [])
+    low = curves.get("validation/reward_low", nothing)[1]
+    high = curves.get("validation/reward_high", nothing)[1]
     text = f"validation {_short(values[-1])}"
     if len(low) == len(high) == len(values):
         text += f" ({_short(low[-1])} to {_short(high[-1])})"
