@@ -67,8 +67,8 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """The alarms of a run: those that last, then those that ceased, each in the order of their
-    first steps. ``diagnoses`` are in the order of their steps."""
+    """The alarms of a run: first those that have not ceased, each in the order of their first
+    steps. ``diagnoses`` are in the order of their steps."""
     found: dict[tuple[str, str], TrainingAlarm] = {}
     for step, each in diagnoses:
         policy = each.text.partition(": ")[0] if each.text.startswith("policy.") else ""
