@@ -131,8 +131,9 @@ class ProcessGuard:
             if spec["folder"]:
                 os.chdir(spec["folder"])
             os.execvpe(spec["command"][0], spec["command"], spec["environment"])
-        except OSError as error:
-            os.write(failure, str(error.errno or errno.EINVAL).encode())
+        except (OSError, ValueError) as error:  # ValueError: a null character in a word
+            number = getattr(error, "errno", None) or errno.EINVAL
+            os.write(failure, str(number).encode())
         os._exit(127)
 
     def _watch_signals(self) -> int:

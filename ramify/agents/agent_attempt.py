@@ -102,7 +102,10 @@ class AgentAttempt:
         began = time.monotonic()
         with endpoint.seat_key(seat) as key:
             job = self._job(endpoint, key, folder)
-            agent = await self._start(job)
+            try:
+                agent = await self._start(job)
+            except RamifyError as error:
+                raise RamifyError(f"{self._where}: {error}") from None
             outcome, place = AgentOutcome.CANCELLED, ""
             try:
                 outcome = await self._outcome(agent, seat)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -69,6 +70,8 @@ _LEFT_S = 1.0
 _CLEANUP_S = 30.0
 """Seconds that removing a container may take."""
 _BLOCK = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""Largest size of a pipe of an ordinary user."""
 _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 
 
@@ -115,12 +118,14 @@ class CommandTemplate:
             "anthropic_base_url": job.anthropic_base_url,
             "model": job.model,
         }
+        # No argument of a process can hold a null character.
+        values = {
+            name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
+        }
         if self._shell:
             quoted = {name: shlex.quote(value) for name, value in values.items()}
             return ["/bin/sh", "-c", self._shell.format_map(quoted)]
-        words = [word.format_map(values) for word in self._words]
-        # No argument of a process can hold a null character.
-        return [word.replace("\0", "\N{REPLACEMENT CHARACTER}") for word in words]
+        return [word.format_map(values) for word in self._words]
 
     def cleanup(self, job: AgentJob) -> list[str]:
         """A command that removes what the agent may leave if it is stopped; empty if nothing."""
@@ -161,18 +166,26 @@ def _absolute(word: str) -> str:
     return str(Path(word).absolute())
 
 
-def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """The variables of an agent, in addition to those of ``PASSED_ON``. ``names`` are variables
-    that are passed on, or ``NAME=value``.
-
-    Raises RamifyError if this process does not have one of them."""
+def named_variables(names: Sequence[str]) -> dict[str, str]:
+    """Variables that a task gives its agent: names of variables of this process, or
+    ``NAME=value``. Raises ConfigError if this process does not have one of them."""
     environment = {}
     for each in names:
         name, sign, value = each.partition("=")
+        if not name or "\0" in each:
+            raise ConfigError(f"AgentTask: env: {each!r:.100} is not NAME or NAME=value")
         if not sign and name not in os.environ:
-            raise RamifyError(f"env: the variable {name} is not set here: set it, or give {name}=…")
+            raise ConfigError(
+                f"AgentTask: env: the variable {name} is not set here: set it, or give {name}=…"
+            )
         environment[name] = value if sign else os.environ[name]
-    return environment | {
+    return environment
+
+
+def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
+    """The variables of an agent, in addition to those of ``PASSED_ON``. ``names`` are as in
+    ``named_variables``."""
+    return named_variables(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,
         "ANTHROPIC_BASE_URL": job.anthropic_base_url,
@@ -207,8 +220,9 @@ async def start_command(
                 await in_thread(starting.result().end, 0.0)
             raise
         except OSError as error:
+            hint = ": give it {item_file}" if error.errno == errno.E2BIG else ""
             raise RamifyError(
-                f"the agent's command {words[0]!r:.200} cannot be started: {error.strerror}"
+                f"the agent's command {words[0]!r:.200} cannot be started: {error.strerror}{hint}"
             ) from None
         opened.pop_all()
     return AgentProcess(child, outputs[0], outputs[1], cleanup)
@@ -260,8 +274,10 @@ class _AgentOutput:
     def end(self, loop: asyncio.AbstractEventLoop) -> str:
         """Read the rest, and return the end of the output as text."""
         loop.remove_reader(self._reading)
-        while self._take():
-            pass
+        # No more than a pipe holds: a process that escaped may still write.
+        for _ in range(_PIPE_BYTES // _BLOCK):
+            if not self._take():
+                break
         self.close()
         return output_tail(self._kept.decode(errors="replace"))
 

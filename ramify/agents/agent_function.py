@@ -17,10 +17,17 @@ from typing import Any
 
 from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_run import output_tail
+from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.stoppable_thread import StoppableThread, ThreadStopped
 
 _END_S = 1.0
 """Seconds that a cancelled async function may take to end."""
+
+
+def _called(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
+    """Call ``function``. A coroutine that it returns is awaited on the loop of async rewards."""
+    answer = function(job)
+    return run_coroutine(answer) if inspect.iscoroutine(answer) else answer
 
 
 class AgentFunction:
@@ -46,7 +53,7 @@ class AgentFunction:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(self._settle)
 
-            self._thread = StoppableThread(lambda: function(job), "ramify agent", end)
+            self._thread = StoppableThread(lambda: _called(function, job), "ramify agent", end)
 
     def place(self) -> str:
         """The line that runs now: ``, at agent.py:12 (solve)``; empty if unknown."""

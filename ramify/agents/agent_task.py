@@ -37,7 +37,7 @@ from ramify.agents.agent_attempt import (
     RunningAgent,
     StartAgent,
 )
-from ramify.agents.agent_command import CommandTemplate, start_command
+from ramify.agents.agent_command import CommandTemplate, named_variables, start_command
 from ramify.agents.agent_function import AgentFunction
 from ramify.agents.agent_job import AgentJob, remove_folder
 from ramify.agents.agent_run import AgentRecord, AgentRun
@@ -214,6 +214,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
+            named_variables(self.env)
+
             async def start_process(job: AgentJob) -> RunningAgent:
                 return await start_command(template, job, self.env)
 
@@ -261,6 +263,8 @@ def _check_call(field: str, function: Any, argument: str) -> None:
             f"AgentTask: {field} is a {type(function).__name__}; give a function of {argument}, or "
             "file.py:name"
         )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"AgentTask: {field} {name} is a generator: let it return its result")
     try:
         inspect.signature(function).bind(None)
     except TypeError:
@@ -311,12 +315,21 @@ def _score(worth: Any, trajectory: Trajectory) -> Score:
         for name, value in calls.items()
     }
     if not rewards and by_call:
-        rewards = _means(list(by_call.values()))
+        rewards = _means(by_call)
     return Score(rewards, by_call)
 
 
-def _means(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each named value, over the calls that have it."""
-    names = dict.fromkeys(name for each in values for name in each)
-    known = {name: [each[name] for each in values if name in each] for name in names}
+def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each named value, over the calls that have it. Raises RamifyError for a value
+    that is not a number."""
+    known: dict[str, list[float]] = {}
+    for call, values in by_call.items():
+        for name, value in values.items():
+            try:
+                known.setdefault(name, []).append(float(value))
+            except (TypeError, ValueError, OverflowError):
+                raise RamifyError(
+                    f"the reward '{name}' of call '{call}' is {value!r:.100}; it must be a finite "
+                    "number, or be left out"
+                ) from None
     return {name: sum(each) / len(each) for name, each in known.items()}

@@ -31,7 +31,7 @@ from aiohttp import web
 from ramify.clients.base import PromptRendering, Request
 from ramify.engine.model_conversations import ModelConversations
 from ramify.errors import RamifyError, Refused
-from ramify.http_server.access import ListenAddress, new_key, presented_key
+from ramify.http_server.access import ListenAddress, digest_of, new_key, presented_key
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
 from ramify.http_server.rejections import RequestRejected
@@ -120,6 +120,7 @@ class ModelEndpoint:
         self._waiting: dict[str, set[asyncio.Task[Any]]] = {}
         """Key of a seat -> the tasks of its unanswered requests."""
         self._key = secrets.token_urlsafe(24)
+        self._own_digest = digest_of(self._key)
         # The key is checked here instead of in the shell: programs send another one, which
         # they read from a variable, as Authorization.
         self._http = HttpServer(
@@ -198,7 +199,7 @@ class ModelEndpoint:
             return self._keyed[key]
         if KEY_HEADER not in http.headers:
             raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")
-        if not hmac.compare_digest(http.headers.get(KEY_HEADER, ""), self._key):
+        if not self._has_own_key(http):
             raise RequestRejected(f"send the endpoint's key as {KEY_HEADER}", status=401)
         name = http.match_info.get("seat") or http.headers.get(SEAT_HEADER, "")
         seat = self._seats.get(name or "")
@@ -209,10 +210,14 @@ class ModelEndpoint:
             )
         return seat
 
+    def _has_own_key(self, http: web.Request) -> bool:
+        # A header may hold surrogate escapes, which cannot be compared as text.
+        return hmac.compare_digest(digest_of(http.headers.get(KEY_HEADER, "")), self._own_digest)
+
     async def _models(self, http: web.Request) -> web.Response:
         if (key := presented_key(http)) in self._keyed:
             seats = [self._keyed[key]]
-        elif hmac.compare_digest(http.headers.get(KEY_HEADER, ""), self._key):
+        elif self._has_own_key(http):
             seats = list(self._seats.values())
         else:
             raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")

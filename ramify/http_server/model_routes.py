@@ -146,6 +146,8 @@ def errors_as_rejections() -> Iterator[None]:
         yield
     except RamifyError as error:
         raise rejection_of(error) from None
+    except RecursionError:
+        raise RequestRejected("a value in the request is nested too deeply: flatten it") from None
 
 
 def rejection_of(error: RamifyError) -> RequestRejected:

@@ -224,8 +224,8 @@ class MarkedRenderer:
                 yield from self._parts(self._format.closes[message.role])
             else:
                 raise ConfigError(
-                    f"the {self.name} format has no {message.role} message: use a scaffold made "
-                    "for it"
+                    f"the {self.name} format has no {message.role} message: put its text into a "
+                    "user message; for Ramify's own loop, use a scaffold without one (tiny)"
                 )
 
     def _reply(self, message: Message, opening: str) -> Iterator[Part]:

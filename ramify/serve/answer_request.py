@@ -191,7 +191,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise RequestRejected(
             f"{text} ({place or 'the body'})", param=".".join(filter(None, [place, name])) or None
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRejected(f"the body is not valid JSON: {error}") from None
 
 

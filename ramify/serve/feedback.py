@@ -65,7 +65,7 @@ def _read(body: bytes) -> _Feedback:
     """Read a request body. Raises RequestRejected, which names the wrong field."""
     try:
         feedback = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRejected(
             f"not feedback: {error}; give id, score, and optionally note and index"
         ) from None

@@ -23,7 +23,7 @@ import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
-_MAX_IN_FLIGHT = 1024
-"""Maximum requests in progress; further requests are rejected with status 429."""
+_MAX_REPLIES = 1024
+"""Maximum replies in progress, over all requests."""
 _MAX_PATHS = 4096
 """Number of conversations whose token ids are remembered."""
 
@@ -77,12 +77,14 @@ class PolicyServer:
         weights_root: Path | None = None,
         wait_s: float = WAIT_S,
         recorder: TrafficRecorder | None = None,
+        max_replies: int = _MAX_REPLIES,
     ) -> None:
         """``name`` is the model's name. ``key`` is the bearer key that clients must send; by
         default the server makes one for this start, if its ``address`` needs one. With
         ``weight_transfer``, clients may also replace the weights; the three parameters after it
         are those of ``WeightRoutes``. ``recorder`` keeps replies and their feedback, except of
-        requests with ``store: false``; the owner closes it.
+        requests with ``store: false``; the owner closes it. ``max_replies`` may be in progress;
+        further requests are rejected with status 429.
 
         Raises ConfigError for an open address with ``weight_transfer``.
         """
@@ -97,8 +99,8 @@ class PolicyServer:
         """The key that clients must send; empty if the address needs none."""
         self._client = client
         self._in_flight = 0
-        self._waiting = 0
-        self._policy = ServedPolicy(client, name)
+        self._progress = _RepliesInProgress(max_replies)
+        self._policy = ServedPolicy(client, name, self._progress)
         self._recorder = recorder
         self._caller = AdmittedCaller(
             self._policy, StoredResponses(), None if recorder is None else self._record
@@ -177,45 +179,56 @@ class PolicyServer:
     @asynccontextmanager
     async def _admitted(self, _: web.Request) -> AsyncIterator[AdmittedCaller]:
         """Admit one request, which is counted until the block ends. Raises RequestRejected."""
-        if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
-            raise RequestRejected(
-                f"{self._in_flight + self._waiting} requests are in progress: try again later",
-                status=429,
-                retry_after_s=1,
-            )
-        with errors_as_rejections():
-            await self._wait_until_ready()
-        if self._weights is not None and self._weights.broken:
-            raise RequestRejected(f"{self._weights.broken}; send all of them again", status=503)
-        self._in_flight += 1
-        try:
-            yield self._caller
-        finally:
-            self._in_flight -= 1
+        with self._progress.more(1):
+            if self._weights is not None:
+                with errors_as_rejections():  # the engine sleeps too long
+                    await self._weights.sleep.wait()
+                if self._weights.broken:
+                    text = f"{self._weights.broken}; send all of them again"
+                    raise RequestRejected(text, status=503)
+            self._in_flight += 1
+            try:
+                yield self._caller
+            finally:
+                self._in_flight -= 1
 
     async def _record(self, id: str, index: int, request: Request, reply: Reply) -> None:
         assert self._recorder is not None
         await self._recorder.record(id, index, self._policy.continued(request), reply)
 
-    async def _wait_until_ready(self) -> None:
-        """Wait until the engine is awake and its weights are complete.
 
-        Raises ServerFailed if that takes too long.
-        """
-        if self._weights is None:
-            return
-        self._waiting += 1
+class _RepliesInProgress:
+    """Counts the replies that a server is working on, and limits their number."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num = 0
+
+    @contextmanager
+    def more(self, num_replies: int) -> Iterator[None]:
+        """Count ``num_replies`` until the block ends. Raises RequestRejected if they are too
+        many."""
+        if self._num + num_replies > self._most:
+            raise RequestRejected(
+                f"{self._num} replies are in progress, and {self._most} may be at once: try again "
+                "later",
+                status=429,
+                retry_after_s=1,
+            )
+        self._num += num_replies
         try:
-            await self._weights.sleep.wait()
+            yield
         finally:
-            self._waiting -= 1
+            self._num -= num_replies
 
 
 class ServedPolicy:
     """Answers requests with one policy, whose exact token ids of earlier replies it remembers."""
 
-    def __init__(self, client: LocalClient, name: str) -> None:
+    def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
+        """The first reply to each request is counted in ``progress`` already."""
         self.name = name
+        self._progress = progress
         self.window = client.window
         self._client = client
         self._paths = _KnownPaths()
@@ -229,25 +242,28 @@ class ServedPolicy:
         request, schema = self.continued(request), await _schema_of(request)
         if num_replies == 1:
             return (await self._reply(request, schema),)
-        asking = [
-            asyncio.create_task(self._reply(each, schema)) for each in _apart(request, num_replies)
-        ]
-        try:
-            return await asyncio.gather(*asking)
-        finally:
-            for task in asking:
-                task.cancel()
+        with self._progress.more(num_replies - 1):
+            asking = [
+                asyncio.create_task(self._reply(each, schema))
+                for each in _apart(request, num_replies)
+            ]
+            try:
+                return await asyncio.gather(*asking)
+            finally:
+                for task in asking:
+                    task.cancel()
 
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
         request, schema = self.continued(request), await _schema_of(request)
-        streams = [self._client.stream(each) for each in _apart(request, num_replies)]
-        async with contextlib.aclosing(_merged(streams)) as parts:
-            async for index, part in parts:
-                if isinstance(part, Reply):
-                    await self._take(request, part, schema)
-                yield index, part
+        with self._progress.more(num_replies - 1):
+            streams = [self._client.stream(each) for each in _apart(request, num_replies)]
+            async with contextlib.aclosing(_merged(streams)) as parts:
+                async for index, part in parts:
+                    if isinstance(part, Reply):
+                        await self._take(request, part, schema)
+                    yield index, part
 
     def num_tokens(self, request: Request) -> int:
         return len(self._client.rendering.ids(self.continued(request)))

@@ -263,7 +263,11 @@ def _divided(
     for number in range(len(rows)):
         item = _item(name, rows, number, make)
         asked = (item.question, item.context, *([item.messages] if item.messages else []))
-        digest = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
+        try:
+            text = msgspec.json.encode(asked, enc_hook=str)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{name}, row {number}: half of a surrogate pair: {error}") from None
+        digest = hashlib.sha256(text).digest()
         same.setdefault(digest[:8], []).append(number)
     divided: dict[str, list[bytes]] = {split: [] for split in splits}
     for digest in sorted(same):

@@ -289,6 +289,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "give a list of names, ['HF_HOME']",
     ),
     "text": ({"agent": ask, "reward": one, "items": ROWS, "max_seconds": "60"}, "a number above 0"),
+    "generator": (
+        {"agent": lambda job: (yield), "reward": one, "items": ROWS},
+        "is a generator: let it return",
+    ),
+    "variable": (
+        {"command": "echo", "env": ("NO_SUCH",), "reward": one, "items": ROWS},
+        "the variable NO_SUCH is not set here",
+    ),
+    "nameless variable": (
+        {"command": "echo", "env": ("=x",), "reward": one, "items": ROWS},
+        "is not NAME or NAME=value",
+    ),
     "seconds": ({"agent": ask, "reward": one, "items": ROWS, "max_seconds": 0}, "above 0"),
 }
 
@@ -309,6 +321,67 @@ def test_reward_that_raises_names_the_item_and_the_line() -> None:
     assert text.startswith("task 'agent', item agent/train/")
     assert "KeyError: 'missing'" in text
     assert "test_agent_outcomes.py" in text
+
+
+def test_call_without_a_number_is_named() -> None:
+    task = AgentTask(agent=ask, items=ROWS, reward=lambda run: {"0": None})
+    assert "the reward 'correct' of call '0' is None" in error_of(task)
+
+
+def test_callable_object_may_be_async() -> None:
+    class Agent:
+        async def __call__(self, job: AgentJob) -> str:
+            return await asyncio.to_thread(ask, job)
+
+    (trajectory,) = played(AgentTask(agent=Agent(), items=ROWS, reward="exact"))
+    assert (trajectory.errors, trajectory.rewards) == ([], {"correct": 1.0})
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_question_that_is_no_argument_is_told(tmp_path: Path, shell: bool) -> None:
+    command = program(tmp_path, "ask('q'); print(ascii(sys.argv[2]))").format_map(
+        {"python": sys.executable, "item_file": "{item_file}", "question": "{question}"}
+    )
+
+    def task(question: str) -> AgentTask:
+        rows = [{"question": question, "answer": ascii(question.replace("\0", "\ufffd"))}] * 3
+        return AgentTask(command=command, shell=shell, items=rows, reward="exact")
+
+    (trajectory,) = played(task("a\0b"))
+    assert (trajectory.errors, trajectory.rewards) == ([], {"correct": 1.0})
+    with pytest.raises(ConfigError, match="agent, row 0: half of a surrogate pair"):
+        _ = task("a\ud800b").splits
+    text = error_of(task("long" * 100_000))
+    assert text.startswith("task 'agent', item agent/train/")
+    assert text.endswith("cannot be started: Argument list too long: give it {item_file}")
+    if not shell:
+        broken = AgentTask(command=["echo", "a\0b"], items=ROWS, reward=one)
+        assert "cannot be started: Invalid argument" in error_of(broken)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process kills its guard")
+def test_process_that_escaped_and_writes_without_end_does_not_stop_the_trainer(
+    tmp_path: Path,
+) -> None:
+    text = """
+    import signal
+    ask("q")
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            signal.alarm(60)
+            try:
+                while True:
+                    os.write(1, b"x" * 65536)
+            finally:
+                os._exit(0)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+    """
+    task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one)
+    assert "was killed by signal 9" in error_of(task)
 
 
 TRAINER = """

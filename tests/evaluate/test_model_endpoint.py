@@ -7,13 +7,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
 
 from ramify import RLM, ScriptedClient
 from ramify.engine.model_conversations import ModelConversations
-from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+from ramify.evaluate.model_endpoint import KEY_HEADER, EndpointSeat, ModelEndpoint
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
 from ramify.testing.scripted import ByteTokenIds
@@ -125,6 +126,17 @@ def test_ended_key_and_key_of_nobody_are_wrong_keys() -> None:
                     await by_responses(endpoint.url(), key)
                 with pytest.raises(anthropic.AuthenticationError, match="no running rollout"):
                     await by_messages(endpoint.url(), key)
+
+    asyncio.run(run())
+
+
+def test_key_that_is_no_ascii_text_is_a_wrong_key() -> None:
+    async def run() -> None:
+        headers = {KEY_HEADER: "é", "Authorization": "Bearer é"}
+        async with ModelEndpoint() as endpoint, aiohttp.ClientSession(headers=headers) as http:
+            for path in ("/models", "/responses/resp_1"):
+                async with http.get(endpoint.url() + path) as answer:
+                    assert answer.status == 401
 
     asyncio.run(run())
 

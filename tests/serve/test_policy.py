@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -297,6 +298,7 @@ GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
     ("body", "says", "code"),
     [
         (b"{", "not a request for a chat completion", None),
+        (b'{"messages": [], "metadata": %s}' % (b"[" * 9000 + b"]" * 9000), "too deeply", None),
         ({"messages": "x"}, "not a request for a chat completion", None),
         ({"messages": []}, "messages is empty", None),
         ({**GOOD, "n": 300}, "n=300 must be", None),
@@ -332,6 +334,38 @@ def test_invalid_request_is_refused_with_reason(body: Any, says: str, code: str 
                 status, answer = await post(server, given)
                 assert (status, answer["error"]["code"]) == (400, code)
                 assert says in answer["error"]["message"]
+
+    run(test)
+
+
+def test_many_replies_in_progress_are_refused_until_some_have_ended() -> None:
+    async def test() -> None:
+        async with serving(max_replies=3, weight_transfer=True) as (server, _):
+            for stream in (False, True):
+                status, answer = await post(server, {**GOOD, "n": 4, "stream": stream})
+                assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+            root = server.url.removesuffix("/v1")
+            async with session(server) as http:
+                (await http.post(f"{root}/sleep", json={})).raise_for_status()
+                waiting = [asyncio.create_task(post(server, GOOD)) for _ in range(4)]
+                done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                (refused,) = (each.result() for each in done)
+                assert refused[0] == 429
+                assert "3 replies are in progress" in refused[1]["error"]["message"]
+                (await http.post(f"{root}/wake_up", json={})).raise_for_status()
+            assert [(await each)[0] for each in others] == [200] * 3
+            assert (await post(server, {**GOOD, "n": 3}))[0] == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e300])
+def test_extreme_temperature_has_finite_logprobs(temperature: float) -> None:
+    async def test() -> None:
+        async with serving() as (server, _):
+            reply = await ask(server, temperature=temperature, max_tokens=4)
+            assert reply.logprobs is not None
+            assert all(math.isfinite(each) for each in reply.logprobs)
 
     run(test)
 

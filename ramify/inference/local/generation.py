@@ -28,11 +28,15 @@ from torch import Tensor
 from ramify.models.fixed_shapes import in_blocks
 from ramify.types.message import VersionSpan
 
+MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e9
+"""Logits divided by a number outside of these may not be finite as fp32."""
+
 
 class SamplingSettings(msgspec.Struct, frozen=True):
     """Sampling settings of one request."""
 
     temperature: float = 1.0
+    """0 takes the likeliest id. A value below ``MIN_TEMPERATURE`` counts as that."""
     top_p: float = 1.0
     """Keep the likeliest ids until their probabilities reach this sum; 1 keeps all."""
     top_k: int = 0
@@ -109,7 +113,10 @@ def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
 
 
 def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-    temperatures = [row.temperature or 1.0 for row in settings]
+    temperatures = [
+        min(max(row.temperature, MIN_TEMPERATURE), _MAX_TEMPERATURE) if row.temperature else 1.0
+        for row in settings
+    ]
     if min(temperatures) == max(temperatures) == 1.0:
         return logits_nV
     return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
