@@ -132,8 +132,8 @@ class ProcessGuard:
                 os.chdir(spec["folder"])
             os.execvpe(spec["command"][0], spec["command"], spec["environment"])
         except (OSError, ValueError) as error:  # ValueError: a null character in a word
-            number = getattr(error, "errno", None) or errno.EINVAL
-            os.write(failure, str(number).encode())
+            code = error.errno if isinstance(error, OSError) else None
+            os.write(failure, str(code or errno.EINVAL).encode())
         os._exit(127)
 
     def _watch_signals(self) -> int:
