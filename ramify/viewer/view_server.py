@@ -2,6 +2,7 @@
 
     GET /                        the page; /static/… has its scripts and styles
     GET /api/runs                all runs, evaluations and training folders, and unreadable files
+    GET /api/runs/changes        the same as columns; only what changed since version &since=
     GET /api/run?key=            overview of a run, with the texts of &texts= calls
     GET /api/texts?key=          texts of the other calls, from index &from=
     GET /api/call?key=           one call of a run
@@ -41,7 +42,6 @@ import functools
 import hashlib
 import json
 import mimetypes
-import threading
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -64,6 +64,7 @@ from ramify.viewer.picture import fields, picture, texts
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_again import AgainRequest, Rebuild, RunAgain
 from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_listing import RunListing
 from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
 from ramify.viewer.shown_pictures import picture_bytes
@@ -108,7 +109,7 @@ class ViewServer:
         self._evaluations = EvaluationLibrary(library)
         self._assets = StaticAssets()
         self._again = RunAgain(rebuild) if rebuild is not None else None
-        self._listing = threading.Lock()
+        self._listing = RunListing(library)
 
     @property
     def url(self) -> str:
@@ -127,6 +128,7 @@ class ViewServer:
             "/": self._page,
             "/static/{name:.+}": self._asset,
             "/api/runs": self._runs,
+            "/api/runs/changes": self._runs_changes,
             "/api/run": self._run,
             "/api/texts": self._texts,
             "/api/call": self._call,
@@ -180,19 +182,11 @@ class ViewServer:
         return data({})
 
     async def _runs(self, _: web.Request) -> web.Response:
-        return data(await asyncio.to_thread(self._listed))
+        return compressed(await asyncio.to_thread(self._listing.rows))
 
-    def _listed(self) -> dict[str, Any]:
-        with self._listing:
-            runs, evaluations, problems = self._library.look()
-            trainings = self._library.trainings()
-        return {
-            "runs": runs,
-            "evaluations": evaluations,
-            "problems": problems,
-            "trainings": trainings,
-            "places": self._library.places,
-        }
+    async def _runs_changes(self, request: web.Request) -> web.Response:
+        since = request.query.get("since", "")
+        return compressed(await asyncio.to_thread(self._listing.changes, since))
 
     def _feed(self, request: web.Request) -> FileFeed[WatchedRun]:
         return self._feeds.run(self._library.find(_word(request, "key")))
@@ -477,6 +471,13 @@ def _body(name: str) -> bytes:
 
 def data(value: Any) -> web.Response:
     return web.Response(body=encoded(value), content_type="application/json")
+
+
+def compressed(value: Any) -> web.Response:
+    """A response that is compressed for clients that accept it."""
+    response = data(value)
+    response.enable_compression()
+    return response
 
 
 def encoded(value: Any) -> bytes:

@@ -20,6 +20,7 @@ import {
   stopWords,
 } from "./format.js";
 import { VirtualList } from "./list.js";
+import { listPlaces } from "./run_list.js";
 import { scoresOf } from "./story.js";
 import { table } from "./table.js";
 import { pieces, textOf } from "./turn.js";
@@ -47,7 +48,7 @@ class CompareView {
 
   async start(route) {
     document.title = "Compare · Ramify";
-    const { runs } = await get("/api/runs");
+    const { runs } = await listPlaces();
     this.known = runs.filter((run) => !run.problem);
     if (this.known.length < 2 && this.runs.length < 2)
       return fill(

@@ -8,6 +8,7 @@ import { FilterInput } from "./filter.js";
 import { count, dollars, many, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
 import { listRecords, showNothing } from "./records.js";
+import { listPlaces } from "./run_list.js";
 import { table } from "./table.js";
 
 const EVERY_MS = 2000; // between requests while attempts are still being made
@@ -37,7 +38,7 @@ function resultOf(each) {
 }
 
 export async function evaluationPage(page, keys) {
-  const { evaluations } = await get("/api/runs");
+  const { evaluations } = await listPlaces();
   document.title = "Evaluations · Ramify";
   if (!keys.length) return listed(page, evaluations);
   const view = new EvaluationView(evaluations, keys[0], keys[1] || "");

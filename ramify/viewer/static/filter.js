@@ -310,7 +310,7 @@ const AGES = { m: 60, h: 3600, d: 86400, w: 7 * 86400 };
 // [first second, second after the last] of a day, month, year or minute in local time, or of the
 // time since an age; null if it cannot be read.
 /** @returns {[number, number] | null} */
-function timeSpan(value, now) {
+export function timeSpan(value, now) {
   const days = { today: 0, yesterday: -1 }[value];
   if (days !== undefined)
     return calendarSpan(now.getFullYear(), now.getMonth(), now.getDate() + days, [0, 0, 1]);

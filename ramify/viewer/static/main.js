@@ -1,6 +1,7 @@
 // Routing by the address after #, the bar at the top, and the keys and colors of all pages.
 //
 //   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
+//   #/runs/FILTER[/at/KEY]                    runs, scrolled to one of them
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
 //   #/run/KEY/report                          one run to read or print
 //   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
@@ -39,6 +40,7 @@ function readRoute() {
     if (parts[2] === "call") route.call = parts[3];
     if (parts[4] === "turn") route.turn = Math.max(0, Number(parts[5]) - 1) || 0;
   }
+  if (route.name === "runs") route.keys = parts.slice(1); // the filter may be empty
   const at = parts.indexOf("call", 2);
   if (route.name === "compare" && at > 0)
     [route.call, route.keys] = [parts[at + 1], parts.slice(1, at)];

@@ -140,14 +140,14 @@ class RunView {
   constructor(run, key) {
     this.run = run;
     this.key = key;
-    this.address = (call, turn) =>
-      `${runAddress(key)}/call/${encodeURIComponent(call)}${turn === null || turn === undefined ? "" : `/turn/${turn + 1}`}`;
+    this.address = (call, turn = null) =>
+      `${runAddress(key)}/call/${encodeURIComponent(call)}${turn === null ? "" : `/turn/${turn + 1}`}`;
     const pick = (index) => this.go(run.calls[index].id);
     this.picture = new Picture(run, pick);
     this.outline = new Outline(run, pick);
     this.outline.list.onmove = (index) => {
       const row = this.outline.rows[index];
-      if (row && row.call !== undefined) this.go(run.calls[row.call].id);
+      if (row && row.call !== undefined) this.stepTo(run.calls[row.call].id);
     };
     this.transcript = new Transcript(run, {
       address: this.address,
@@ -163,6 +163,11 @@ class RunView {
 
   go(call, turn = null) {
     location.hash = this.address(call, turn);
+  }
+
+  // As go(), without an entry in the history: `j`, `k`, and following.
+  stepTo(call) {
+    location.replace(this.address(call));
   }
 
   start(page, route) {
@@ -306,7 +311,7 @@ class RunView {
   followOn() {
     const working = this.run.calls.filter((call) => call.kind === "rlm" && call.stop === null);
     const call = working[working.length - 1];
-    if (call && call.id !== this.shown) this.go(call.id);
+    if (call && call.id !== this.shown) this.stepTo(call.id);
     const box = this.transcript.element;
     requestAnimationFrame(() => {
       if (box.scrollHeight > box.clientHeight + 1) box.scrollTop = box.scrollHeight;

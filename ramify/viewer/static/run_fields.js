@@ -1,4 +1,6 @@
-// What the runs of the list can be filtered, grouped and narrowed by.
+// What the runs of the list can be filtered, grouped, folded and narrowed by.
+
+import { timeSpan } from "./filter.js";
 
 /** @type {import("./filter.js").Fields} */
 export const RUN_FIELDS = {
@@ -66,6 +68,11 @@ export function facets(runs) {
     ["task", RUN_FIELDS.texts.task],
     ["label", (run) => run.labels || []],
   ];
+  for (const day of ["today", "yesterday"]) {
+    const [from, to] = timeSpan(day, new Date()),
+      num = runs.filter(({ started_at }) => started_at >= from && started_at < to).length;
+    if (num && num < runs.length) found.push(["when", day, num]);
+  }
   for (const [field, of] of narrowing) {
     const counts = new Map();
     for (const run of runs)
@@ -79,6 +86,44 @@ export function facets(runs) {
       );
   }
   return found;
+}
+
+// The runs that a person asked for, and one fold for each training folder and each task of
+// evaluations: { runs, words, filter }, where `filter` selects its runs. Null if that would leave a
+// single row.
+export function folds(runs) {
+  const asked = [],
+    found = new Map();
+  for (const run of runs) {
+    const origin = originOf(run);
+    if (origin === "asked") asked.push(run);
+    else {
+      const folder = origin === "rollout" ? run.source.replace(/(^|\/)rollouts\/[^/]*$/, "") : "",
+        key = `${origin} ${folder || run.task}`;
+      if (!found.has(key)) found.set(key, { runs: [], origin, folder, task: run.task });
+      found.get(key).runs.push(run);
+    }
+  }
+  if (!asked.length && found.size < 2) return null;
+  const made = [...found.values()].map(({ runs, origin, folder, task }) =>
+    origin === "rollout"
+      ? {
+          runs,
+          words: `rollouts of ${folder.split("/").pop()}`,
+          filter: `origin:rollout file:${quotedValue(`${folder}/rollouts/`)}`,
+        }
+      : {
+          runs,
+          words: `evaluation of ${task}`,
+          filter: `origin:evaluation task=${quotedValue(task)}`,
+        },
+  );
+  return { asked, made };
+}
+
+// A value as a part of the filter.
+export function quotedValue(value) {
+  return /\s/.test(value) ? `"${value.replaceAll('"', "")}"` : value || "none";
 }
 
 // The 50th and 90th percentile of numbers, or null for none.

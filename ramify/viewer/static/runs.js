@@ -1,8 +1,7 @@
 // The list of runs, with filter and sorting; of thousands of rows only visible ones are elements.
 
-import { get } from "./api.js";
 import { fill, h, toast } from "./dom.js";
-import { FilterInput } from "./filter.js";
+import { FilterInput, firstDown } from "./filter.js";
 import {
   count,
   dollars,
@@ -15,42 +14,30 @@ import {
   stopWords,
 } from "./format.js";
 import { VirtualList } from "./list.js";
-import { facets, percentiles, RUN_FIELDS } from "./run_fields.js";
+import { facets, folds, percentiles, quotedValue, RUN_FIELDS } from "./run_fields.js";
+import { listPlaces } from "./run_list.js";
 import { worthTone } from "./story.js";
 
 const MAX_RUNS = 8; // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000; // between updates
+const SCROLL_MS = 150; // after scrolling, before the address says where
 // updates of a long list are rarer: they take at most one part in so many of the time
 const SHARE = 20;
 const NARROW = matchMedia("(max-width: 800px)");
 
-/** @type {{ name: string, isNumber?: boolean, key: (run: any) => any, text: (run: any) => string }[]} */
+// Names of columns are fields of the filter.
+/** @type {{ name: string, isNumber?: boolean, text: (run: any) => string }[]} */
 const COLUMNS = [
-  { name: "when", key: (run) => run.started_at || 0, text: (run) => moment(run.started_at) },
-  { name: "question", key: (run) => (run.question || "").toLowerCase(), text: questionWords },
-  { name: "answer", key: (run) => (run.answer || "").toLowerCase(), text: answerWords },
-  { name: "model", key: (run) => run.model || "", text: (run) => run.model || "" },
-  {
-    name: "calls",
-    isNumber: true,
-    key: (run) => run.num_calls || 0,
-    text: (run) => count(run.num_calls || 0),
-  },
-  {
-    name: "tokens",
-    isNumber: true,
-    key: (run) => run.tokens || 0,
-    text: (run) => count(run.tokens || 0),
-  },
-  { name: "cost", isNumber: true, key: (run) => run.cost ?? -1, text: (run) => dollars(run.cost) },
-  {
-    name: "seconds",
-    isNumber: true,
-    key: (run) => run.seconds || 0,
-    text: (run) => seconds(run.seconds || 0),
-  },
-  { name: "stop", key: (run) => standing(run)[0], text: (run) => standing(run)[0] },
-  { name: "reward", isNumber: true, key: (run) => run.reward ?? -1e9, text: rewardWords },
+  { name: "when", text: (run) => moment(run.started_at) },
+  { name: "question", text: questionWords },
+  { name: "answer", text: answerWords },
+  { name: "model", text: (run) => run.model || "" },
+  { name: "calls", isNumber: true, text: (run) => count(run.num_calls || 0) },
+  { name: "tokens", isNumber: true, text: (run) => count(run.tokens || 0) },
+  { name: "cost", isNumber: true, text: (run) => dollars(run.cost) },
+  { name: "seconds", isNumber: true, text: (run) => seconds(run.seconds || 0) },
+  { name: "stop", text: (run) => standing(run)[0] },
+  { name: "reward", isNumber: true, text: rewardWords },
 ];
 
 function questionWords(run) {
@@ -83,9 +70,16 @@ function shortened(run) {
   return run.problem.slice(Math.max(0, run.problem.indexOf(name)));
 }
 
-export async function runsPage(page, [filter = ""] = []) {
+// The address of the list with a filter, scrolled so that the run `top` is the first in sight.
+function runsAddress(filter, top = "") {
+  const words = filter.trim();
+  if (!words && !top) return "#/";
+  return `#/runs/${encodeURIComponent(words)}${top ? `/at/${encodeURIComponent(top)}` : ""}`;
+}
+
+export async function runsPage(page, [filter = "", at = "", top = ""] = []) {
   const view = new RunsView(filter);
-  await view.start(page);
+  await view.start(page, at === "at" ? top : "");
   return view;
 }
 
@@ -93,34 +87,38 @@ class RunsView {
   constructor(filter) {
     this.filter = new FilterInput(RUN_FIELDS, {
       label: "filter runs",
-      placeholder: "words, or cost>0.1 stop:error model:qwen reward:0",
+      placeholder: "words, or when:today stop:error cost>0.1 sort:cost",
       changed: () => this.filtered(),
       text: filter,
       id: "filter",
     });
     this.ticked = new Set(); // keys of the runs to compare
-    this.by = "when";
-    this.down = true;
-    this.shown = [];
+    this.shown = []; // runs, and rows that stand for many
     this.list = new VirtualList({
       rowHeight: NARROW.matches ? 76 : 36,
       make,
       show: (row, index) => this.show(row, index),
       pick: (index, event) => {
-        if (event?.target.closest?.(".when")) this.tick(this.shown[index]);
-        else if (this.shown[index].group) this.openGroup(this.shown[index].group);
-        else location.hash = runAddress(this.shown[index].key);
+        const run = this.shown[index];
+        if (event?.target.closest?.(".when") && !run.group) return this.tick(run);
+        this.rememberPlace();
+        location.hash = run.group ? this.groupAddress(run.group) : runAddress(run.key);
       },
       label: "runs",
     });
     this.list.onmove = () => {};
+    this.scrolled = () => {
+      clearTimeout(this.scrolling);
+      this.scrolling = setTimeout(() => this.rememberPlace(), SCROLL_MS);
+    };
+    this.list.box.addEventListener("scroll", this.scrolled, { passive: true });
     this.resized = () => {
       this.list.setRowHeight(NARROW.matches ? 76 : 36);
     };
     NARROW.addEventListener("change", this.resized);
   }
 
-  async start(page) {
+  async start(page, top) {
     this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
     this.figures = h("p.quiet.figures-line");
     this.groups = h(
@@ -176,7 +174,27 @@ class RunsView {
       ),
     );
     this.arrange();
+    this.restorePlace(top, history.state?.active);
     this.again();
+  }
+
+  // Scroll to the run `top`, and mark the run `active`, if they are still listed.
+  restorePlace(top, active) {
+    const indexOf = (key) => (key ? this.shown.findIndex((run) => run.key === key) : -1),
+      index = indexOf(top);
+    if (index > 0) this.list.box.scrollTop = index * this.list.rowHeight;
+    this.list.setActive(indexOf(active), false);
+  }
+
+  // Where the list is scrolled to is part of the address, and which row is marked is beside it, so
+  // that both come back.
+  rememberPlace() {
+    clearTimeout(this.scrolling);
+    if (this.closed) return;
+    const top = this.shown[Math.round(this.list.box.scrollTop / this.list.rowHeight)],
+      active = this.shown[this.list.active]?.key,
+      address = runsAddress(this.filter.text, this.list.box.scrollTop > 0 && top ? top.key : "");
+    history.replaceState({ active }, "", address);
   }
 
   // The next update; a list of thousands of runs takes a while.
@@ -185,7 +203,7 @@ class RunsView {
       async () => {
         if (!document.hidden)
           await this.load().then(
-            () => this.closed || this.arrange(),
+            () => this.closed || this.update(),
             () => {},
           );
         if (!this.closed) this.again();
@@ -194,17 +212,33 @@ class RunsView {
     );
   }
 
+  // A filter by time can select other runs although none changed.
+  update() {
+    const isTimed = /when[:=<>]/i.test(this.filter.text);
+    if (!this.data.changed && !isTimed) return;
+    if (isTimed) this.filter.read();
+    const active = this.shown[this.list.active]?.key,
+      first = Math.floor(this.list.box.scrollTop / this.list.rowHeight),
+      top = first ? this.shown[first]?.key : "",
+      beyond = this.list.box.scrollTop - first * this.list.rowHeight;
+    this.arrange();
+    this.restorePlace(top, active);
+    if (top) this.list.box.scrollTop += beyond;
+  }
+
   close() {
     this.closed = true;
     clearTimeout(this.timer);
+    clearTimeout(this.scrolling);
     this.list.close();
     NARROW.removeEventListener("change", this.resized);
   }
 
-  // The filter is part of the address, so that it can be shared and reloaded.
+  // Filter, groups and order are part of the address, so that they can be shared and come back.
   filtered() {
-    const { text } = this.filter;
-    history.replaceState(null, "", text.trim() ? `#/runs/${encodeURIComponent(text)}` : "#/");
+    history.replaceState(null, "", runsAddress(this.filter.text));
+    this.list.box.scrollTop = 0;
+    this.list.setActive(-1);
     this.arrange();
   }
 
@@ -212,8 +246,9 @@ class RunsView {
     this.filter.set(`${this.ungrouped()} ${name ? `group:${name}` : ""}`.trim());
   }
 
-  openGroup(part) {
-    this.filter.set(`${this.ungrouped()} ${part}`.trim());
+  // The address of the runs that a row stands for.
+  groupAddress(part) {
+    return runsAddress(`${this.ungrouped()} ${part}`);
   }
 
   ungrouped() {
@@ -262,7 +297,7 @@ class RunsView {
           {
             type: "button",
             onclick: () =>
-              this.filter.set(`${this.filter.text.trim()} ${field}:${quoted(value)}`.trim()),
+              this.filter.set(`${this.filter.text.trim()} ${field}:${quotedValue(value)}`.trim()),
           },
           `${field}:${value || "none"} `,
           h("span.quiet", null, grouped(count)),
@@ -273,38 +308,38 @@ class RunsView {
 
   async load() {
     const start = performance.now();
-    this.data = await get("/api/runs");
+    this.data = await listPlaces();
     this.took = performance.now() - start;
   }
 
   sortBy(name) {
-    const { isNumber } = COLUMNS.find((column) => column.name === name);
-    this.down = this.by === name ? !this.down : isNumber || name === "when";
-    this.by = name;
-    this.arrange();
+    const { name: by, down } = this.order();
+    this.filter.setSort(name, by === name ? !down : firstDown(RUN_FIELDS, name));
+  }
+
+  // The field that the list is sorted by.
+  order() {
+    return this.filter.sort || { name: "when", down: true };
   }
 
   arrange() {
-    const { matches, group } = this.filter,
+    const { matches, group, order, narrows, problem } = this.filter,
+      { name: by, down } = this.order(),
       words = this.filter.text.trim();
-    const value = COLUMNS.find((column) => column.name === this.by).key,
-      sign = this.down ? -1 : 1;
-    this.shown = this.data.runs
-      .filter(matches)
-      .map((run) => [value(run), run])
-      .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0))
-      .map(([, run]) => run);
+    this.shown = this.data.runs.filter(matches);
+    if (order) this.shown.sort(order);
     for (const [index, head] of this.heads.entries()) {
       const { name } = COLUMNS[index],
-        isSorted = name === this.by;
-      head.dataset.sort = isSorted ? (this.down ? "descending" : "ascending") : "none";
+        isSorted = name === by;
+      head.dataset.sort = isSorted ? (down ? "descending" : "ascending") : "none";
       head.setAttribute("aria-pressed", String(isSorted));
-      head.textContent = `${name}${isSorted ? (this.down ? " ↓" : " ↑") : ""}`;
+      head.textContent = `${name}${isSorted ? (down ? " ↓" : " ↑") : ""}`;
     }
     const total = this.data.runs.length,
       num = this.shown.length;
     this.drawFigures();
     if (group) this.shown = this.grouped(this.shown, group);
+    else if (!narrows && !order && !problem) this.fold();
     this.groups.value = group ? group.name : "";
     fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
@@ -320,10 +355,29 @@ class RunsView {
         ),
       );
     this.said = said;
-    this.none.hidden = total > 0;
-    this.body.hidden = !total;
+    this.none.hidden = num > 0;
+    this.body.hidden = !num;
     if (!total) this.sayNone();
+    else if (!num) this.sayNoMatch();
     this.list.set(this.shown.length);
+  }
+
+  // What a person asked comes first; evaluations and rollouts are one row each.
+  fold() {
+    const found = folds(this.shown);
+    if (found)
+      this.shown = [
+        ...found.asked,
+        ...found.made.map(({ runs, words, filter }) => rowOfMany(filter, words, runs)),
+      ];
+  }
+
+  sayNoMatch() {
+    fill(
+      this.none,
+      h("p", null, this.filter.problem ? "The filter cannot be read." : "No run matches."),
+      h("button.small", { type: "button", onclick: () => this.filter.set("") }, "show all runs"),
+    );
   }
 
   // Rows in groups: a row for each value, with its number of runs and its median figures, before
@@ -337,7 +391,10 @@ class RunsView {
     }
     return [...groups]
       .sort((a, b) => b[1].length - a[1].length)
-      .flatMap(([value, members]) => [groupRow(name, value, members), ...members]);
+      .flatMap(([value, members]) => [
+        rowOfMany(`${name}:${quotedValue(value)}`, value || `no ${name}`, members),
+        ...members,
+      ]);
   }
 
   sayNone() {
@@ -406,20 +463,16 @@ class RunsView {
   }
 }
 
-// A value as a part of the filter.
-function quoted(value) {
-  return /\s/.test(value) ? `"${value.replaceAll('"', "")}"` : value || "none";
-}
-
-// A row that stands for many runs: its figures are medians, its reward is the mean. A click filters
-// by it.
-function groupRow(name, value, runs) {
+// A row that stands for many runs: its figures are medians, its reward is the mean, its time is the
+// latest. A click filters by `part`.
+function rowOfMany(part, words, runs) {
   const median = (values) => percentiles(values)?.[0],
     rewards = runs.map((run) => run.reward).filter((reward) => typeof reward === "number");
   return {
-    key: `group ${value}`,
-    group: `${name}:${quoted(value)}`,
-    question: `${value || `no ${name}`} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
+    key: `group ${part}`,
+    group: part,
+    started_at: runs.reduce((latest, run) => Math.max(latest, run.started_at), 0),
+    question: `${words} · ${grouped(runs.length)} run${runs.length === 1 ? "" : "s"}`,
     num_calls: median(runs.map((run) => run.num_calls || 0)),
     tokens: median(runs.map((run) => run.tokens || 0)),
     cost: median(runs.map((run) => run.cost)) ?? null,

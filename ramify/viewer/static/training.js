@@ -20,6 +20,7 @@ import { FilterInput } from "./filter.js";
 import { many, number, seconds } from "./format.js";
 import { TrainingPlot } from "./plots.js";
 import { showNothing } from "./records.js";
+import { listPlaces } from "./run_list.js";
 import { Samples } from "./samples.js";
 import { table } from "./table.js";
 import { exportButtons } from "./training_export.js";
@@ -37,7 +38,7 @@ const OTHERS_MS = 10_000; // between two looks at the runs beside the first, whi
 const UNITS = { step: "step", seconds: "time", tokens: "tokens" };
 
 export async function trainingPage(page, keys) {
-  const { trainings } = await get("/api/runs");
+  const { trainings } = await listPlaces();
   document.title = "Training · Ramify";
   if (!trainings.length) {
     const missing = "The given paths contain no folder of ramify train.";

@@ -1,0 +1,113 @@
+"""The list of runs as columns, and only what changed since a page last asked.
+
+    page ── since="" ──────> {"version": "k3-7", "num": 10000, "columns": {"key": […], …}, …}
+    page ── since="k3-7" ──> {"version": "k3-7", "num": 0}                     nothing changed
+    page ── since="k3-7" ──> {"version": "k3-8", "num": 1, "columns": …, "gone": [keys], …}
+
+A column whose values are all the same is sent as one value. Evaluations, training folders, problems
+and places are sent whole when any of them changed. A page with an unknown version, such as that of
+an earlier server, receives everything. Not here: reading the places (see run_library.py), and HTTP.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from typing import Any
+
+import msgspec
+
+from ramify.viewer.run_library import RunLibrary, RunRow
+
+_FIELDS = tuple(name for name in RunRow.__struct_fields__ if name not in ("rewards", "requests"))
+"""Columns of the list: the fields that the page shows or filters by."""
+_MAX_GONE = 10_000
+"""Number of deleted runs to remember; a page that missed more receives everything."""
+
+
+class RunListing:
+    """The rows of a library with the version at which each changed. Safe for several threads."""
+
+    def __init__(self, library: RunLibrary) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self._start = os.urandom(3).hex()
+        self._version = 0
+        self._rows: dict[str, tuple[int, RunRow]] = {}
+        self._gone: dict[str, int] = {}
+        """Key of a deleted run -> version at which it was missing."""
+        self._oldest = 0
+        """Versions before this one cannot be continued."""
+        self._others: dict[str, Any] = {}
+        self._others_version = 0
+
+    def rows(self) -> dict[str, Any]:
+        """All runs, and the rest of the list."""
+        with self._lock:
+            runs, others = self._look()
+            return {"runs": [copy.copy(run) for run in runs], **others}
+
+    def changes(self, since: str) -> dict[str, Any]:
+        """Everything that changed since version ``since``; everything for an unknown one."""
+        with self._lock:
+            self._refresh()
+            start, _, number = since.partition("-")
+            known = int(number) if start == self._start and number.isdecimal() else -1
+            is_whole = not self._oldest <= known <= self._version
+            if is_whole:
+                known = -1
+            changed = [row for version, row in self._rows.values() if version > known]
+            told: dict[str, Any] = {
+                "version": f"{self._start}-{self._version}",
+                "num": len(changed),
+            }
+            if is_whole:
+                told["whole"] = True
+            if changed:
+                told["columns"] = {name: _column(changed, name) for name in _FIELDS}
+            gone = [key for key, version in self._gone.items() if version > known]
+            if gone and not is_whole:
+                told["gone"] = gone
+            if self._others_version > known:
+                told |= self._others
+            return told
+
+    def _look(self) -> tuple[list[RunRow], dict[str, Any]]:
+        runs, evaluations, problems = self._library.look()
+        return runs, {
+            "evaluations": evaluations,
+            "problems": problems,
+            "trainings": self._library.trainings(),
+            "places": self._library.places,
+        }
+
+    def _refresh(self) -> None:
+        runs, others = self._look()
+        after = self._version + 1
+        found = {run.key: run for run in runs}
+        for key, run in found.items():
+            known = self._rows.get(key)
+            if known is None or known[1] != run:
+                # A copy, since the library changes its rows in place.
+                self._rows[key] = after, copy.copy(run)
+                self._gone.pop(key, None)
+                self._version = after
+        for key in [key for key in self._rows if key not in found]:
+            del self._rows[key]
+            self._gone[key] = self._version = after
+        if len(self._gone) > _MAX_GONE:
+            self._gone.clear()
+            self._oldest = self._version
+        plain = msgspec.to_builtins(others)
+        if plain != self._others:
+            self._others = plain
+            self._others_version = self._version = after
+
+
+def _column(rows: list[RunRow], name: str) -> Any:
+    values = [getattr(row, name) for row in rows]
+    first = values[0]
+    if all(value == first for value in values) and not isinstance(first, tuple | dict):
+        return first
+    return [None if value == () or value == {} else value for value in values]
