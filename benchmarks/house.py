@@ -5,7 +5,7 @@
                                           …]}
     python benchmarks/house.py --against v0.9    also compare journals with those of a commit
 
-Three rules come first: no import cycle, no protocol with one implementer, and no object on the six
+Three rules come first: no import cycle, no protocol with one implementer, and no object on the seven
 walks of `benchmarks/walk.py` that `docs/architecture.md` does not name. Then, without a floor, the
 statements that a reader of the core has to own: all but `testing/` and `extras/` (`ASIDE`).
 

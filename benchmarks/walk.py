@@ -1,4 +1,4 @@
-"""The objects of six walks through the package, and whether `docs/architecture.md` names them.
+"""The objects of seven walks through the package, and whether `docs/architecture.md` names them.
 
     python benchmarks/walk.py            print a table
     python benchmarks/walk.py --objects  also list the objects of each walk with their files
@@ -10,6 +10,8 @@ that belongs to no class. Names that begin with "_" are their file's own busines
 
     a question     RLM.completion(…), over real HTTP, until a client is asked
     a request      from that client until its bytes are handed to the transport
+    an agent       an agent of an `AgentTask` is started; its request, over real HTTP, until a
+                   client is asked
     a cell         from the session until the cell is sent; in the guest, until the cell's own code
     a step         a step of reinforcement learning: rollouts, advantages, the loss, the optimizer
     a weight sync  from the trainer to the engine of this process, until it has taken the weights
@@ -189,6 +191,32 @@ def ask() -> Iterator[Walk]:
     yield walk_of("A model is asked", stack[client:])
 
 
+def ask_from_outside() -> Iterator[Walk]:
+    """Let an agent of another program ask a model over HTTP."""
+    from ramify.agents.agent_task import AgentTask
+    from ramify.evaluate.attempt import attempt
+    from tests.agents import small_agent
+
+    moments = (
+        "agents/agent_function.py:__init__",
+        "http_server/completions.py:read",
+        "engine/model_conversations.py:replies",
+        "engine/agent_threads.py:place",
+        "engine/model_requests.py:ask",
+    )
+    recorder = Recorder(*moments)
+    task = AgentTask(agent=small_agent.ask, items=small_agent.ROWS[:1], reward=lambda run: 1.0)
+
+    async def rollout() -> None:
+        async with ramify.RLM(ramify.ScriptedClient(["3"])) as rlm:
+            trajectory = await attempt(rlm, task, task.splits["train"][0])
+        assert trajectory.rewards, trajectory.errors
+
+    with recorder.recording():
+        asyncio.run(rollout())
+    yield walk_of("An outside agent asks", recorder.at(*moments))
+
+
 def run_cell() -> Iterator[Walk]:
     """Run a cell that prints the stack of the guest."""
     recorder = Recorder("sandbox/host/session.py:run")
@@ -250,7 +278,7 @@ def draw() -> Iterator[Walk]:
 
 
 def walks() -> Iterator[Walk]:
-    for take in (ask, run_cell, train, draw):
+    for take in (ask, ask_from_outside, run_cell, train, draw):
         yield from take()
 
 

@@ -54,6 +54,32 @@ def test_eval_prints_a_table_of_scores(shell: Shell) -> None:
     assert "in all " in lines[-1]
 
 
+AGENT = """
+import json, os, sys, urllib.request
+with open(sys.argv[1]) as file:
+    messages = [{"role": "user", "content": json.load(file)["question"]}]
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "any", "messages": messages}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+def test_an_agent_is_evaluated_from_the_command_line(shell: Shell) -> None:
+    """As docs/agents.md says."""
+    shell.write("my_agent.py", AGENT)
+    rows = [{"question": f"{number} + {4 - number}?", "answer": "4"} for number in range(4)]
+    shell.write("rows.jsonl", "\n".join(map(json.dumps, rows)))
+    given = ("command={python} my_agent.py {item_file}", "items=rows.jsonl", "reward=exact")
+    model = shell.model([{"match": "", "reply": ["4"] * 4}])
+    done = shell.run("eval", "agent", *given, "--split", "train", "--model", model, "-q")
+    assert (done.code, done.err) == (ExitCode.ANSWERED, "")
+    assert done.out.startswith("agent/train · scripted:script.json")
+    assert "mean correct 1" in done.out
+
+
 def test_json_output_and_comparison_with_another_evaluation(shell: Shell) -> None:
     first = json.loads(shell.run(*start(shell, WRONG, "--items", "3", "--json")).out)
     second = json.loads(
