@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -359,7 +360,7 @@ class _Command:
     def _shown(
         self, evaluation: Evaluation, record: EvaluationRecord | None, other: Evaluation | None
     ) -> ExitCode:
-        from ramify.evaluate.evaluation_report import difference, report, table
+        from ramify.evaluate.evaluation_report import difference, flips, report, table
 
         figures = report(evaluation, k=self._k)
         is_judged = figures.failed < figures.attempts
@@ -387,6 +388,9 @@ class _Command:
                     f"average minus that of {self._against}: {figure.value:+.3f} "
                     f"[{figure.low:+.3f} {figure.high:+.3f}] over {many(num, 'item')}"
                 )
+                flipped = Counter(flips(evaluation, other).values()) if other is not None else {}
+                if flipped:
+                    print(f"{flipped['better']:,} of them got better, {flipped['worse']:,} worse")
             if id is not None:
                 self._notes.say(f"evaluation {id}")
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in evaluation.outcomes)

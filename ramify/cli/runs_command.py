@@ -7,10 +7,11 @@ Not here: the files of the store (see ramify/store/store.py).
 from __future__ import annotations
 
 import asyncio
+import getpass
 import sys
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -31,7 +32,7 @@ from ramify.cli.terminal_text import (
 )
 from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheck
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import UNSCORED, Verdict
 from ramify.store.run_filter import parse_run_filter, reward_of
 from ramify.store.summary import RunSummary
 
@@ -45,6 +46,7 @@ words from the question."""
 _DROPPED_FIRST = ("when", "tokens", "calls", "model", "seconds", "answer")
 """Columns that are dropped on a narrow terminal, in this order; never the cost or the stop."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
+_VERDICTS = ("right", "wrong", "not-sure", "none")
 _BY_REFERENCE = "by reference"
 """Column with the number of files that a run's context refers to instead of containing them."""
 
@@ -80,12 +82,19 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
 
 
 def review(
-    words: list[str], label: list[str] | None, note: str | None, score: list[str] | None
+    words: list[str],
+    label: list[str] | None,
+    note: str | None,
+    score: list[str] | None,
+    verdict: str | None,
+    person: str | None,
 ) -> int:
     store = open_store()
     run = store.find(words[0])
     known = store.review(run)
-    if label is None and note is None and score is None:
+    if person is not None and verdict is None:
+        raise UsageError("--person says who gives a verdict: add --verdict, or remove --person")
+    if label is None and note is None and score is None and verdict is None:
         print(msgspec.json.format(json_line(known), indent=1))
         return ExitCode.ANSWERED
     labels, rewards = list(known.labels), dict(known.rewards)
@@ -103,7 +112,18 @@ def review(
             raise UsageError(
                 f"--score {each}: give NAME=NUMBER, or NAME= for the recorded score"
             ) from None
-    saved = RunReview(tuple(labels), known.note if note is None else note, rewards)
+    saved = msgspec.structs.replace(
+        known,
+        labels=tuple(labels),
+        note=known.note if note is None else note,
+        rewards=rewards,
+    )
+    if verdict is not None:
+        if verdict not in _VERDICTS:
+            raise UsageError(f"--verdict {verdict}: give {', '.join(_VERDICTS)}")
+        reward = next(iter(store.load(run).rewards), UNSCORED)
+        said = None if verdict == "none" else cast("Verdict", verdict.replace("-", " "))
+        saved = saved.with_verdict(person or getpass.getuser(), said, reward)
     store.write_review(run, saved)
     print(f"reviewed {run}")
     return ExitCode.ANSWERED
@@ -410,6 +430,13 @@ which stays as it is. Without options, it is printed.""",
             OptionSpec(
                 "score", list, "correct a score; NAME= restores the recorded one", "NAME=NUMBER"
             ),
+            OptionSpec(
+                "verdict",
+                str,
+                "say whether the answer is right, wrong or not-sure; none takes it back",
+                "VERDICT",
+            ),
+            OptionSpec("person", str, "who says it (default: the current user)", "NAME"),
         ),
     ),
     CommandSpec(

@@ -152,6 +152,21 @@ def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[
     return paired_difference(first, second, seed), len(both)
 
 
+def flips(ours: Evaluation, theirs: Evaluation) -> dict[str, str]:
+    """Item -> ``better`` or ``worse``, for the items that are right here and wrong there, or the
+    other way round. An item is right if at least half of its scored attempts are."""
+    a, b = (
+        {
+            item: 2 * sum(map(_is_right, attempts)) >= len(attempts)
+            for item, attempts in _by_item(each.outcomes).items()
+        }
+        for each in (ours, theirs)
+    )
+    return {
+        item: "better" if a[item] else "worse" for item in a if item in b and a[item] != b[item]
+    }
+
+
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
     """Raise ConfigError, which names the difference, if two evaluations have different items."""
     for name in ("task", "options", "split"):

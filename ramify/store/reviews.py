@@ -1,11 +1,14 @@
-"""What people decide about a run after its end: labels, a note and corrected scores.
+"""What people decide about a run after its end: verdicts, labels, a note and corrected scores.
 
     runs/RUN_ID.jsonl          the journal, which never contains a review
     runs/RUN_ID.review.json    {"RUN_ID": {"labels": ["wrong unit"], "rewards": {"correct": 0.0}}}
     rollouts/step-000010.jsonl and step-000010.review.json: one review per trajectory, by its id
 
 Corrected scores replace the recorded ones when runs are read as training data
-(``train/data/sft_data.py``), and in the viewer. A file is replaced as a whole, so a reader sees the
+(``train/data/sft_data.py``), and in the viewer. A verdict (right, wrong or not sure) belongs to one
+person; what all who are sure say is also the corrected score, so verdicts are rewards, too. Not
+here: scores that a program gives, and users' feedback about single replies. These are events of the
+journal (``ScoreAdded``). A file is replaced as a whole, so a reader sees the
 reviews before a change or after it.
 """
 
@@ -16,10 +19,12 @@ import fcntl
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -30,6 +35,14 @@ MAX_LABELS, MAX_LABEL, MAX_NOTE = 20, 60, 10_000
 """Maximum number of labels, and characters of a label and of a note."""
 
 
+Verdict = Literal["right", "wrong", "not sure"]
+"""What a person says about an answer."""
+DISPUTED = "disputed"
+"""The verdict of people who are sure and differ."""
+UNSCORED = "correct"
+"""Name of the score that a verdict gives to a run without scores."""
+
+
 class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Labels, note and corrected scores of one run."""
 
@@ -37,6 +50,8 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     note: str = ""
     rewards: dict[str, float] = {}
     """Corrected scores by name; they replace the recorded scores with the same names."""
+    verdicts: dict[str, Verdict] = {}
+    """Person -> what this person says about the answer."""
     changed_at: float = 0.0
     """Unix time; 0 before it is saved."""
 
@@ -49,6 +64,11 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
             raise ConfigError(f"a run has at most {MAX_LABELS} labels, and got {len(self.labels)}")
         if len(self.note) > MAX_NOTE:
             raise ConfigError(f"a note has at most {MAX_NOTE:,} characters: {len(self.note):,}")
+        for person in self.verdicts:
+            if not person.strip() or len(person) > MAX_LABEL:
+                raise ConfigError(
+                    f"a person's name has 1 to {MAX_LABEL} characters, and got {person!r}"
+                )
         for name, value in self.rewards.items():
             if not name or not math.isfinite(value):
                 raise ConfigError(
@@ -56,7 +76,72 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 )
 
     def is_empty(self) -> bool:
-        return not (self.labels or self.note or self.rewards)
+        return not (self.labels or self.note or self.rewards or self.verdicts)
+
+    @property
+    def verdict(self) -> str:
+        """What all who are sure say, ``disputed`` if they differ, ``not sure`` if no person is
+        sure, and empty without verdicts."""
+        sure = set(self.verdicts.values()) - {"not sure"}
+        return DISPUTED if len(sure) > 1 else next(iter(sure or self.verdicts.values()), "")
+
+    @property
+    def listed_labels(self) -> tuple[str, ...]:
+        """The labels, and the verdict of all people: what lists show and filter by."""
+        return (*self.labels, self.verdict) if self.verdict else self.labels
+
+    def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> RunReview:
+        """This review with the verdict of ``person``; None removes it.
+
+        The corrected score named ``reward`` becomes 1 or 0 by what all who are sure say. While they
+        differ, or no person is sure, there is none.
+        """
+        others = {name: each for name, each in self.verdicts.items() if name != person}
+        review = msgspec.structs.replace(
+            self, verdicts=others if verdict is None else {**others, person: verdict}
+        )
+        rewards = {name: value for name, value in self.rewards.items() if name != reward}
+        if review.verdict in _WORTH:
+            rewards[reward] = _WORTH[review.verdict]
+        return msgspec.structs.replace(review, rewards=rewards)
+
+
+_WORTH = {"right": 1.0, "wrong": 0.0}
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """How often two people say the same about the same runs."""
+
+    people: tuple[str, str]
+    both: int
+    """Number of runs about which both are sure."""
+    same: int
+    """Number of these about which they say the same."""
+    kappa: float | None
+    """Cohen's kappa (1960): 1 for full agreement, 0 for that of chance; None if both say the same
+    about all runs, since chance then explains everything."""
+
+
+def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[Agreement]:
+    """The agreement of each two people who are both sure about at least one run, by the verdicts of
+    each run."""
+    pairs: dict[tuple[str, str], Counter[tuple[Verdict, Verdict]]] = defaultdict(Counter)
+    for each in verdicts:
+        sure = sorted(person for person, verdict in each.items() if verdict in _WORTH)
+        for first, second in combinations(sure, 2):
+            pairs[first, second][each[first], each[second]] += 1
+    return [_agreement(people, counts) for people, counts in sorted(pairs.items())]
+
+
+def _agreement(people: tuple[str, str], counts: Counter[tuple[Verdict, Verdict]]) -> Agreement:
+    both = counts.total()
+    same = sum(num for (first, second), num in counts.items() if first == second)
+    rights = [
+        sum(num for said, num in counts.items() if said[side] == "right") / both for side in (0, 1)
+    ]
+    chance = rights[0] * rights[1] + (1 - rights[0]) * (1 - rights[1])
+    kappa = None if chance == 1 else (same / both - chance) / (1 - chance)
+    return Agreement(people, both, same, kappa)
 
 
 def review_file(path: Path) -> Path:

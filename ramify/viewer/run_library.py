@@ -22,7 +22,7 @@ from ramify.evaluate.run import read_evaluation
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile, writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
-from ramify.store.reviews import RunReview, listed_reviews, review_file
+from ramify.store.reviews import RunReview, Verdict, listed_reviews, review_file
 from ramify.store.short_events import ShortTrajectory
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
@@ -66,13 +66,16 @@ class RunRow(msgspec.Struct, omit_defaults=True):
     ending: str = ""
     """One sentence on why it ended."""
     labels: tuple[str, ...] = ()
+    """Labels of its review, and the verdict of the people who labelled it."""
+    verdicts: dict[str, Verdict] = {}
     note: str = ""
     corrected: dict[str, float] = {}
     """Corrected scores by name; ``reward`` is the corrected one."""
 
     def take_review(self, review: RunReview) -> None:
         """Show the labels, note and corrected scores of ``review``."""
-        self.labels, self.note, self.corrected = review.labels, review.note, review.rewards
+        self.labels = review.listed_labels
+        self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
         self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
 
 

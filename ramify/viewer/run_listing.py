@@ -20,7 +20,8 @@ import msgspec
 
 from ramify.viewer.run_library import RunLibrary, RunRow
 
-_FIELDS = tuple(name for name in RunRow.__struct_fields__ if name not in ("rewards", "requests"))
+_UNUSED = ("rewards", "requests", "verdicts")
+_FIELDS = tuple(name for name in RunRow.__struct_fields__ if name not in _UNUSED)
 """Columns of the list: the fields that the page shows or filters by."""
 _MAX_GONE = 10_000
 """Number of deleted runs to remember; a page that missed more receives everything."""

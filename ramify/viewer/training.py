@@ -22,11 +22,20 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, StoreError
-from ramify.evaluate.evaluation_report import RIGHT, EvaluationReport, difference, report
+from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.evaluate.evaluation_report import (
+    RIGHT,
+    EvaluationReport,
+    difference,
+    flips,
+    report,
+)
 from ramify.evaluate.run import AttemptOutcome, Evaluation, read_evaluation
-from ramify.evaluate.statistics import pass_at_k
+from ramify.evaluate.statistics import MeanEstimate, pass_at_k, score_with_interval
+from ramify.store.journal import JournalFile, decode_line
+from ramify.store.reviews import RunReview, agreements, listed_reviews
 from ramify.train.metrics import FILE, Diagnosis, StepMetrics, layers
+from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, as_text, cut
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.training_verdict import alarms, num_compared, verdict
@@ -273,6 +282,8 @@ class EvaluationLibrary:
     def __init__(self, library: RunLibrary) -> None:
         self._library = library
         self._known: dict[Path, tuple[tuple[int, int], EvaluationReport | None]] = {}
+        self._questions: dict[Path, tuple[str, str]] = {}
+        """Journal -> its question and expected answer, which never change."""
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
@@ -292,6 +303,7 @@ class EvaluationLibrary:
             key=lambda outcome: (first_index[outcome.item], outcome.attempt),
         )
         attempts = [self._attempt(outcome, path) for outcome in order[:MAX_ATTEMPTS]]
+        compared, flipped = self._compared(evaluation, other) if other else (None, {})
         return {
             "key": key,
             "name": path.stem,
@@ -301,7 +313,9 @@ class EvaluationLibrary:
             "passes": _passes(evaluation),
             "report": self._report(path, evaluation),
             "attempts": attempts,
-            "compared": self._compared(evaluation, other) if other else None,
+            "compared": compared,
+            "flips": flipped,
+            "agreements": agreements(attempt["verdicts"] for attempt in attempts),
             "problems": problems[:MAX_PROBLEMS],
         }
 
@@ -316,17 +330,31 @@ class EvaluationLibrary:
                 self._known[path] = (stamp, figures)
         return figures
 
-    def _compared(self, evaluation: Evaluation, other: str) -> dict[str, Any]:
+    def _compared(
+        self, evaluation: Evaluation, other: str
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The difference from ``other``, and which items got better or worse."""
         path = self._library.evaluation(other)
         try:
-            figure, items = difference(evaluation, read_evaluation(path))
+            theirs = read_evaluation(path)
+            figure, items = difference(evaluation, theirs)
         except ConfigError as error:
-            return {"name": path.stem, "problem": str(error)}
-        return {"name": path.stem, "difference": figure, "items": items}
+            return {"name": path.stem, "problem": str(error)}, {}
+        about = {"name": path.stem, "difference": figure, "items": items}
+        return about, flips(evaluation, theirs)
 
     def _attempt(self, outcome: AttemptOutcome, record: Path) -> dict[str, Any]:
         reward = outcome.reward
+        run = record.parent.parent / "runs" / f"{outcome.run}.jsonl" if outcome.run else None
+        question, expected = self._asked(run) if run is not None else ("", "")
+        review = listed_reviews(run)[outcome.run] if run is not None else RunReview()
         return {
+            "question": question,
+            "expected": expected,
+            "verdict": review.verdict,
+            "verdicts": review.verdicts,
+            "labels": review.labels,
+            "note": review.note,
             "item": outcome.item,
             "attempt": outcome.attempt,
             "kind": outcome.kind,
@@ -344,8 +372,21 @@ class EvaluationLibrary:
             "run": self._library.key_of_run(record, outcome.run),
         }
 
+    def _asked(self, run: Path) -> tuple[str, str]:
+        """(question, expected answer) of the run in a journal; both empty if it cannot be read."""
+        if run not in self._questions:
+            journal = JournalFile(run)
+            try:
+                event = decode_line(next(journal.lines(), b""), journal, 1)
+            except (RamifyError, OSError):
+                return "", ""
+            if not isinstance(event, RunStarted):
+                return "", ""
+            self._questions[run] = (cut(event.question), cut(str(event.config.get("gold") or "")))
+        return self._questions[run]
 
-def _passes(evaluation: Evaluation) -> list[tuple[int, float]]:
+
+def _passes(evaluation: Evaluation) -> list[tuple[int, MeanEstimate]]:
     """pass@k for each k up to the planned attempts, over the items with at least k scores."""
     items: dict[str, list[bool]] = {}
     for outcome in evaluation.outcomes:
@@ -357,5 +398,5 @@ def _passes(evaluation: Evaluation) -> list[tuple[int, float]]:
             pass_at_k(len(rights), sum(rights), k) for rights in items.values() if len(rights) >= k
         ]
         if scores:
-            passes.append((k, sum(scores) / len(scores)))
+            passes.append((k, score_with_interval(scores)))
     return passes

@@ -25,9 +25,11 @@
     GET /api/again?key=          what of a turn (&id=&turn=) can be edited, and what that may cost
     POST /api/again/cost         the cost of an edit, or why it is refused
     POST /api/again              start a new run from a turn; returns its address
+    GET /api/agreements          how often two people say the same about the same runs
     POST /api/review             save labels, a note and corrected scores of a run
+    POST /api/verdict            save what a person says about the answers of some runs
 
-Only the last two change anything, and not if every process of this machine may ask (see
+Only the last three change anything, and not if every process of this machine may ask (see
 run_again.py and store/reviews.py). While a page follows a run in progress, a file beside its
 journal asks the run for arriving replies (see store/live_text.py). Static files are served from
 memory. Not here: access (see ramify/http_server/), and how scripts are bundled (see
@@ -39,12 +41,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import getpass
 import hashlib
 import json
 import mimetypes
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -55,7 +58,7 @@ from ramify.http_server.access import BearerKeys, ListenAddress, new_key
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.shell import HttpServer, received
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import UNSCORED, RunReview, Verdict, agreements
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.page_headers import add_headers
@@ -110,6 +113,7 @@ class ViewServer:
         self._assets = StaticAssets()
         self._again = RunAgain(rebuild) if rebuild is not None else None
         self._listing = RunListing(library)
+        self._person = getpass.getuser()
 
     @property
     def url(self) -> str:
@@ -148,6 +152,7 @@ class ViewServer:
             "/api/evaluation": self._evaluation,
             "/api/maps": self._maps,
             "/api/map": self._map,
+            "/api/agreements": self._agreements,
             "/api/alive": self._alive,
             "/api/again": self._again_place,
         }.items():
@@ -155,6 +160,7 @@ class ViewServer:
         app.router.add_post("/api/again/cost", self._again_cost)
         app.router.add_post("/api/again", self._again_start)
         app.router.add_post("/api/review", self._write_review)
+        app.router.add_post("/api/verdict", self._write_verdicts)
         await self._http.start(app)
         if self._first:
             self._reading = asyncio.create_task(
@@ -337,12 +343,45 @@ class ViewServer:
     async def _write_review(self, request: web.Request) -> web.Response:
         self._refuse_if_open("a review is stored")
         wanted = await _decoded(request, ReviewRequest)
-        review = RunReview(wanted.labels, wanted.note, wanted.rewards)
         feed = self._feeds.run(self._library.find(wanted.key))
         await feed.fresh()
-        return data(
-            await feed.inspect(lambda run: fields(run.source.write_review(run.review_id, review)))
-        )
+
+        def write(run: WatchedRun) -> dict[str, Any]:
+            review = RunReview(wanted.labels, wanted.note, wanted.rewards, run.review.verdicts)
+            return fields(run.source.write_review(run.review_id, review))
+
+        return data(await feed.inspect(write))
+
+    async def _write_verdicts(self, request: web.Request) -> web.Response:
+        self._refuse_if_open("a verdict is stored")
+        wanted = await _decoded(request, VerdictRequest)
+        if not 1 <= len(wanted.keys) <= MAX_LABELLED:
+            raise RequestRejected(
+                f"{request.path} labels 1 to {MAX_LABELLED:,} runs, and got {len(wanted.keys):,}"
+            )
+        person = wanted.person.strip() or self._person
+
+        def write(run: WatchedRun) -> dict[str, Any]:
+            review = run.review
+            if wanted.note is not None:
+                review = msgspec.structs.replace(review, note=wanted.note)
+            if wanted.verdict != "":
+                reward = next(iter(run.tree.run.rewards), UNSCORED)
+                verdict = None if wanted.verdict == "none" else wanted.verdict
+                review = review.with_verdict(person, verdict, reward)
+            saved = run.source.write_review(run.review_id, review)
+            return {**fields(saved), "verdict": saved.verdict}
+
+        reviews = {}
+        for key in wanted.keys:
+            feed = self._feeds.run(self._library.find(key))
+            await feed.fresh()
+            reviews[key] = await feed.inspect(write)
+        return data({"person": person, "reviews": reviews})
+
+    async def _agreements(self, _: web.Request) -> web.Response:
+        listed = await asyncio.to_thread(self._listing.rows)
+        return data({"agreements": agreements(run.verdicts for run in listed["runs"])})
 
     # --- changes
 
@@ -407,6 +446,20 @@ class ReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: dict[str, float] = {}
 
 
+class VerdictRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request to label runs."""
+
+    keys: tuple[str, ...]
+    verdict: Verdict | Literal["none", ""] = ""
+    """``none`` removes the person's verdict; empty leaves it."""
+    note: str | None = None
+    """Replaces the note; None leaves it."""
+    person: str = ""
+    """Who says it; by default the user that runs the server."""
+
+
+MAX_LABELLED = 1_000
+"""Maximum number of runs that one request labels."""
 _KEEP_ALIVE_S = 15.0
 """Seconds between keep-alive comments on an idle stream."""
 

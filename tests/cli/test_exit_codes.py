@@ -293,6 +293,8 @@ WRONG_VALUES = {
     "files": "log.txt",
     "secret": "sk-12",
     "option": "=x",
+    "verdict": "perhaps",
+    "person": "ana",  # without a verdict
     **dict.fromkeys(("image", "shared"), "of no use to Slurm"),
 }
 ANY_VALUE = {("eval", "seed"), ("demos", "seed"), ("cluster simulate", "seed"), ("view", "export")}

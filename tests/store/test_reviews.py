@@ -10,7 +10,13 @@ import pytest
 
 from ramify import Store
 from ramify.errors import ConfigError, StoreError
-from ramify.store.reviews import RunReview, read_reviews, review_file, write_review
+from ramify.store.reviews import (
+    RunReview,
+    agreements,
+    read_reviews,
+    review_file,
+    write_review,
+)
 from ramify.train.data.sft_data import read
 from ramify.types.event import CallEnded, CallStarted, RunEnded, RunStarted
 from ramify.types.trajectory import Stop, Trajectory
@@ -55,6 +61,38 @@ def test_corrected_scores_become_training_rewards(tmp_path: Path) -> None:
         {"correct": 1.0, "f1": 0.5},
         {"correct": 0.0, "f1": 0.5},
     ]
+
+
+def test_verdicts_become_a_score_while_people_agree() -> None:
+    """Explicit corrections of other scores stay; a verdict that is taken back leaves no score."""
+    review = RunReview(("odd",), "n", {"f1": 0.5}).with_verdict("ana", "right", "correct")
+    assert review.listed_labels == ("odd", "right")
+    assert (review.verdict, review.rewards) == ("right", {"f1": 0.5, "correct": 1.0})
+    unsure = review.with_verdict("ben", "not sure", "correct")
+    assert (unsure.verdict, unsure.rewards["correct"]) == ("right", 1.0)
+    disputed = review.with_verdict("ben", "wrong", "correct")
+    assert (disputed.verdict, disputed.rewards) == ("disputed", {"f1": 0.5})
+    agreed = disputed.with_verdict("ana", "wrong", "correct")
+    assert (agreed.verdict, agreed.rewards["correct"]) == ("wrong", 0.0)
+    back = review.with_verdict("ana", None, "correct")
+    assert back == RunReview(("odd",), "n", {"f1": 0.5})
+    assert not RunReview(verdicts={"ana": "not sure"}).is_empty()
+    with pytest.raises(ConfigError, match="a person's name has 1 to 60 characters"):
+        review.with_verdict(" ", "right", "correct")
+
+
+def test_agreement_is_cohens_kappa() -> None:
+    """Cohen's table: both right 20, both wrong 15, and 5 and 10 differ: kappa 0.4."""
+    said = [("right", "right")] * 20 + [("right", "wrong")] * 5
+    said += [("wrong", "right")] * 10 + [("wrong", "wrong")] * 15
+    verdicts = [{"ana": first, "ben": second} for first, second in said]
+    verdicts += [{"ana": "right"}, {"ana": "right", "ben": "not sure"}, {}]
+    (found,) = agreements(verdicts)
+    assert (found.people, found.both, found.same) == (("ana", "ben"), 50, 35)
+    assert found.kappa == pytest.approx(0.4)
+    (alike,) = agreements([{"ana": "right", "ben": "right"}] * 3)
+    assert (alike.same, alike.kappa) == (3, None)
+    assert agreements([{"ana": "right"}]) == []
 
 
 def test_concurrent_reviews_are_all_kept(tmp_path: Path) -> None:

@@ -127,7 +127,13 @@ def test_evaluation_page_and_scored_run(
         page.locator("table.records a").click()
         page.locator(".tile", has_text="avg@2").wait_for()
         assert "0.750" in text(page, ".tile")
-        assert text(page, ".tile:nth-child(2)").split() == ["pass@2", "1.000"]
+        assert text(page, ".tile:nth-child(2)").split() == [
+            "pass@2",
+            "1.000",
+            "0.398",
+            "to",
+            "1.000",
+        ]
         kinds = [
             row.inner_text().split()[:3]
             for row in page.locator("[aria-label='by kind'] tbody tr").all()
@@ -139,7 +145,9 @@ def test_evaluation_page_and_scored_run(
         page.locator("#filter").fill("result:wrong kind:odd reward<1")
         page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
         page.locator("#filter").fill("words/test/0")
-        page.locator(".attempt:visible").first.click()
+        page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
+        page.locator(".square").first.click()
+        page.get_by_role("link", name="open the run").click()
         page.locator(".turn").nth(1).wait_for()
         assert text(page, ".badge.worth") == "correct 1 ✓"
         assert text(page, ".gold").startswith("expected ")

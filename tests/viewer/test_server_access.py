@@ -12,6 +12,7 @@ import aiohttp
 
 from ramify import Store
 from ramify.http_server.access import ListenAddress
+from ramify.store.reviews import RunReview
 from ramify.viewer.page_headers import POLICY
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.view_server import STATIC, ViewServer
@@ -152,6 +153,41 @@ def test_review_needs_private_page_and_same_origin(world: World, tmp_path: Path)
     assert Store(tmp_path / "store").review(world.tree).labels == ()
     assert asyncio.run(post(False, body))[1]["rewards"] == {"correct": 1.0}
     assert Store(tmp_path / "store").review(world.tree).labels == ("odd",)
+
+
+def test_verdicts_of_many_runs_are_saved_at_once(world: World, tmp_path: Path) -> None:
+    """Each keeps what was there: another person's verdict, labels and note."""
+    store = Store(shutil.copytree(world.store, tmp_path / "store"))
+    store.write_review(world.plain, RunReview(("odd",), "n", verdicts={"ben": "wrong"}))
+
+    async def post(path: str, wanted: Any) -> tuple[int, Any]:
+        async with (
+            ViewServer(RunLibrary([store.root])) as server,
+            session(server) as http,
+            http.post(f"http://127.0.0.1:{server.port}{path}", json=wanted) as response,
+        ):
+            return response.status, await response.json()
+
+    def say(**wanted: Any) -> tuple[int, Any]:
+        return asyncio.run(post("/api/verdict", wanted))
+
+    both = [world.tree, world.plain]
+    assert say(keys=both, verdict="perhaps")[0] == 400
+    assert say(keys=[], verdict="right")[0] == 400
+    assert say(keys=["p7/none"], verdict="right")[0] == 404
+    status, answer = say(keys=both, verdict="right", person="ana")
+    assert (status, answer["person"]) == (200, "ana")
+    assert [answer["reviews"][run]["verdict"] for run in both] == ["right", "disputed"]
+    kept = store.review(world.plain)
+    assert (kept.labels, kept.note, kept.rewards) == (("odd",), "n", {})
+    assert kept.verdicts == {"ben": "wrong", "ana": "right"}
+    assert store.review(world.tree).rewards == {"correct": 1.0}
+    say(keys=[world.tree], note="look again")
+    assert store.review(world.tree).note == "look again"
+    say(keys=[world.tree], verdict="none", person="ana", note="")
+    assert store.review(world.tree).is_empty()
+    form = {"key": world.plain, "labels": ["even"]}
+    assert asyncio.run(post("/api/review", form))[1]["verdicts"] == kept.verdicts
 
 
 def test_no_script_builds_html_from_strings() -> None:

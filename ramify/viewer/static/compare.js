@@ -405,7 +405,7 @@ class CompareView {
   turns(calls) {
     const rows = [],
       most = Math.max(...calls.map((call) => call.turns.length));
-    let parted = -1;
+    const [parted, why] = parting(calls) || [most, ""];
     if (textOf(calls[0].question) !== textOf(calls[1].question))
       rows.push(
         diffRow(
@@ -428,10 +428,8 @@ class CompareView {
         ),
       );
     for (let turn = 0; turn < most; turn++) {
-      const turns = calls.map((call) => call.turns[turn]),
-        why = parted < 0 ? difference(turns[0], turns[1]) : "";
-      if (why) {
-        parted = turn;
+      const turns = calls.map((call) => call.turns[turn]);
+      if (turn === parted) {
         rows.push(
           h(
             "p.parting",
@@ -446,11 +444,11 @@ class CompareView {
           turn,
           calls,
           this.pair.map((at) => this.runs[at]),
-          parted < 0,
+          turn < parted,
         ),
       );
     }
-    if (parted < 0)
+    if (parted === most)
       rows.push(
         h(
           "p.note.across",
@@ -683,6 +681,17 @@ function answerRow(calls) {
         : h("p.note", null, textOf(call.error) || stopWords(call.stop)[0]),
     ),
   );
+}
+
+// [index, why] of the first turn at which two calls differ, or null.
+/** @returns {[number, string] | null} */
+export function parting([left, right]) {
+  const most = Math.max(left.turns.length, right.turns.length);
+  for (let turn = 0; turn < most; turn++) {
+    const why = difference(left.turns[turn], right.turns[turn]);
+    if (why) return [turn, why];
+  }
+  return null;
 }
 
 // Why two turns differ, or empty. Prompts are compared before replies.

@@ -1,17 +1,24 @@
-// Evaluations: the list of records; and for one record its score with interval, pass@k, the scores
-// of each kind of item, the difference from another evaluation, and links to the runs of its
-// attempts.
+// Evaluations: the list of records; and for one record its score with interval, the matrix of items
+// and attempts beside the answer that is chosen, the scores of each kind of item, and the
+// difference from another evaluation.
+//
+//   #/evaluation/KEY[/OTHER]?filter=…&sort=…&at=ITEM/ATTEMPT      all of it is in the address
 
 import { get } from "./api.js";
-import { fill, h } from "./dom.js";
+import { fill, h, toast } from "./dom.js";
 import { FilterInput } from "./filter.js";
 import { count, dollars, many, number, oneLine, runAddress, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
 import { listRecords, showNothing } from "./records.js";
 import { listPlaces } from "./run_list.js";
 import { table } from "./table.js";
+import { AnswerCard, agreementWords, saveNote, sayVerdict } from "./verdicts.js";
 
 const EVERY_MS = 2000; // between requests while attempts are still being made
+const ROW = 34; // pixels
+const MOST_ROWS = 16; // that are in sight at once
+const SIGNS = { right: "✓", wrong: "✗", cut: "…", failed: "!" };
+const TONES = { right: "good", wrong: "bad", cut: "warn", failed: "failed" };
 
 // What attempts can be filtered by.
 /** @type {import("./filter.js").Fields} */
@@ -20,34 +27,69 @@ const ATTEMPT_FIELDS = {
     reward: (each) => each.reward,
     seconds: (each) => each.seconds,
     tokens: (each) => each.tokens,
+    cost: (each) => each.cost,
   },
   texts: {
     item: (each) => each.item,
     kind: (each) => each.kind,
+    question: (each) => each.question,
+    expected: (each) => each.expected,
     answer: (each) => each.answer,
     error: (each) => each.error,
     stop: (each) => each.stop,
     result: resultOf,
+    flipped: (each) => each.flipped,
+    mixed: (each) => (each.mixed ? "yes" : ""),
+    label: (each) => [...each.labels, each.verdict].filter(Boolean).join("\n"),
+    note: (each) => each.note,
   },
   words: (each) =>
-    `${each.item} ${each.kind} ${each.answer} ${each.error} ${stopWords(each.stop)[0]} ${resultOf(each)}`,
+    [
+      each.item,
+      each.kind,
+      each.question,
+      each.answer,
+      each.error,
+      stopWords(each.stop)[0],
+      resultOf(each),
+      each.flipped ? `flipped ${each.flipped}` : "",
+      each.verdict,
+    ].join(" "),
 };
 
+// right, wrong, cut short by a limit, or failed for reasons outside the model.
 function resultOf(each) {
-  return each.reward === null ? "failed" : each.right ? "right" : "wrong";
+  if (each.reward === null) return "failed";
+  if (each.right) return "right";
+  return stopWords(each.stop)[1] === "warn" ? "cut" : "wrong";
 }
 
-export async function evaluationPage(page, keys) {
+/** @type {Record<string, { words: string, key: (item: any) => number | string }>} */
+const SORTS = {
+  "": { words: "in the order of the task", key: (item) => item.index },
+  worst: { words: "worst first", key: (item) => item.mean ?? 2 },
+  best: { words: "best first", key: (item) => -(item.mean ?? -1) },
+  mixed: {
+    words: "most mixed first",
+    key: (item) => (item.mean === null ? 1 : Math.abs(item.mean - 0.5)),
+  },
+  flipped: { words: "flipped first", key: (item) => (item.flipped ? 0 : 1) },
+  item: { words: "by item", key: (item) => item.name },
+  cost: { words: "dearest first", key: (item) => -item.cost },
+};
+
+export async function evaluationPage(page, keys, query = new URLSearchParams()) {
   const { evaluations } = await listPlaces();
   document.title = "Evaluations · Ramify";
   if (!keys.length) return listed(page, evaluations);
-  const view = new EvaluationView(evaluations, keys[0], keys[1] || "");
+  const view = new EvaluationView(evaluations, keys[0], keys[1] || "", query);
   await view.start(page);
   return view;
 }
 
-function evaluationAddress(key, other = "") {
-  return `#/evaluation/${encodeURIComponent(key)}${other ? `/${encodeURIComponent(other)}` : ""}`;
+function evaluationAddress(key, other = "", query = "") {
+  const path = `#/evaluation/${encodeURIComponent(key)}${other ? `/${encodeURIComponent(other)}` : ""}`;
+  return query ? `${path}?${query}` : path;
 }
 
 /** @type {import("./table.js").Column[]} */
@@ -79,49 +121,79 @@ function listed(page, evaluations) {
 }
 
 class EvaluationView {
-  constructor(evaluations, key, other) {
+  constructor(evaluations, key, other, query) {
     this.evaluations = evaluations;
     this.key = key;
     this.other = other; // of the evaluation that it is compared with, or ""
+    this.query = query;
     this.data = null; // until the report has arrived: a filter may be typed before
-    this.shown = [];
+    this.items = []; // that are listed, in order
+    this.queue = []; // attempts that match the filter, in the order of the items
+    this.chosen = null; // the attempt whose answer is shown
+    this.ticked = new Set(); // places of attempts that are labelled together
+    this.sort = query.get("sort") in SORTS ? query.get("sort") : "";
     this.list = new VirtualList({
-      rowHeight: 34,
-      make,
-      show: (row, index) => showAttempt(row, this.shown[index]),
-      label: "attempts",
-      pick: (index) => {
-        const { run } = this.shown[index];
-        if (run) location.hash = runAddress(run);
-      },
+      rowHeight: ROW,
+      make: makeRow,
+      show: (row, index) => this.showItem(row, this.items[index]),
+      label: "items and their attempts",
+      role: "grid",
+      rowRole: "row",
+      pick: (index, event) => this.pick(this.items[index], event),
     });
-    this.list.onmove = () => {};
+    this.list.onmove = (index) => this.choose(this.items[index].listed[0]);
   }
 
   async start(page) {
-    this.body = h("div.evaluation");
+    this.top = h("div.evaluation");
+    this.bottom = h("div.evaluation");
     this.filter = new FilterInput(ATTEMPT_FIELDS, {
       label: "filter attempts",
-      placeholder: "filter attempts: item, kind, answer, stop, right, wrong",
+      placeholder: "filter attempts: right, wrong, flipped, kind:…, label:none",
       changed: () => this.data && this.arrange(),
+      text: this.query.get("filter") || "",
       id: "filter",
     });
+    this.sorts = h(
+      "select",
+      {
+        "aria-label": "order of the items",
+        onchange: () => {
+          this.sort = this.sorts.value;
+          this.arrange();
+        },
+      },
+      Object.entries(SORTS).map(([name, { words }]) =>
+        h("option", { value: name, selected: name === this.sort }, words),
+      ),
+    );
     this.tally = h("span.quiet", { "aria-live": "polite" });
+    this.chips = h("div.facets", { role: "group", "aria-label": "narrow by" });
+    this.agreement = h("p.quiet.agreement", { hidden: true });
+    this.card = new AnswerCard({
+      said: (verdict) => this.say(verdict),
+      noted: (note) => this.note(note),
+    });
+    this.card.element.hidden = true;
     fill(
       page,
       h(
         "div.wide",
         null,
-        this.body,
+        this.top,
         h(
           "div.wide-head",
           null,
           h("h2", null, "Attempts"),
           this.filter.input,
           this.tally,
+          this.sorts,
           this.filter.fix,
+          this.chips,
         ),
-        h("div.attempts", null, this.list.box),
+        this.agreement,
+        h("div.matrix-beside", null, h("div.matrix", null, this.list.box), this.card.element),
+        this.bottom,
       ),
     );
     await this.load();
@@ -142,8 +214,12 @@ class EvaluationView {
       this.other ? { key: this.key, other: this.other } : { key: this.key },
     );
     this.planned = this.data.plan.items * this.data.plan.attempts;
+    this.all = itemsOf(this.data);
     this.draw();
     this.arrange();
+    const at = this.chosen ? placeOf(this.chosen) : this.query.get("at");
+    const attempts = this.all.flatMap((item) => item.attempts);
+    this.choose(attempts.find((each) => placeOf(each) === at) || this.queue[0] || null);
   }
 
   draw() {
@@ -160,7 +236,8 @@ class EvaluationView {
       "select",
       {
         "aria-label": "compared with",
-        onchange: () => (location.hash = evaluationAddress(this.key, choose.value)),
+        onchange: () =>
+          (location.hash = evaluationAddress(this.key, choose.value, this.parameters())),
       },
       h("option", { value: "" }, "compare with: none"),
       same.map((each) =>
@@ -173,7 +250,7 @@ class EvaluationView {
     );
     document.title = `${plan.task} · ${plan.model} · Ramify`;
     fill(
-      this.body,
+      this.top,
       h(
         "div.wide-head",
         null,
@@ -190,31 +267,301 @@ class EvaluationView {
       h("p.quiet.file", null, data.path),
       data.problems.map((text) => h("p.problem", { role: "alert" }, text)),
       report
-        ? PANELS.map((panel) => panel(report, data))
+        ? [tiles, compared].map((panel) => panel(report, data))
         : h("p.note", null, "No attempt has been made yet."),
     );
+    fill(this.bottom, report ? [kinds, rest].map((panel) => panel(report, data)) : null);
+    this.drawAgreement(data.agreements);
+  }
+
+  drawAgreement(found) {
+    this.agreement.hidden = !found.length;
+    this.agreement.textContent = agreementWords(found);
   }
 
   arrange() {
-    const { attempts } = this.data;
-    this.shown = attempts.filter(this.filter.matches);
-    const shown = this.filter.text.trim() ? `${number(this.shown.length)} of ` : "";
-    fill(this.tally, `${shown}${number(attempts.length)}`);
-    this.list.box.style.height = `${Math.min(15, Math.max(1, this.shown.length)) * 34 + 2}px`;
-    this.list.set(this.shown.length);
+    const { key } = SORTS[this.sort],
+      matches = this.filter.matches;
+    for (const item of this.all) item.listed = item.attempts.filter(matches);
+    this.items = this.all
+      .filter((item) => item.listed.length)
+      .map((item) => [key(item), item])
+      .sort(([a, first], [b, second]) => (a < b ? -1 : a > b ? 1 : first.index - second.index))
+      .map(([, item]) => item);
+    this.queue = this.items.flatMap((item) => item.listed);
+    const shown = this.filter.text.trim() ? `${number(this.queue.length)} of ` : "";
+    fill(this.tally, `${shown}${number(this.data.attempts.length)}`);
+    this.list.box.style.height = `${Math.min(MOST_ROWS, Math.max(1, this.items.length)) * ROW + 2}px`;
+    this.drawChips();
+    this.list.set(this.items.length);
+    this.remember();
+  }
+
+  // What the attempts can be narrowed by, with their numbers; a second click takes it back.
+  drawChips() {
+    const attempts = this.data.attempts,
+      kindNames = [...new Set(attempts.map((each) => each.kind))].sort();
+    const offered = [
+      ...Object.keys(SIGNS).map((result) => ["result", result]),
+      ["flipped", "better"],
+      ["flipped", "worse"],
+      ["mixed", "yes"],
+      ...(kindNames.length > 1 ? kindNames.slice(0, 8).map((name) => ["kind", name]) : []),
+      ["label", "none"],
+      ["label", "right"],
+      ["label", "wrong"],
+      ["label", "disputed"],
+    ];
+    const isLabelled = attempts.some((each) => each.verdict);
+    fill(
+      this.chips,
+      offered.map(([field, value]) => {
+        const of = ATTEMPT_FIELDS.texts[field];
+        const num = attempts.filter((each) =>
+          value === "none" ? !of(each) : of(each) === value,
+        ).length;
+        if (!num || (field === "label" && value === "none" && !isLabelled)) return null;
+        const text = `${field}:${/\s/.test(value) ? `"${value}"` : value || "none"}`,
+          isOn = this.filter.text.split(/\s+/).includes(text);
+        const toggled = isOn
+          ? this.filter.text
+              .split(/\s+/)
+              .filter((each) => each !== text)
+              .join(" ")
+          : `${this.filter.text.trim()} ${text}`.trim();
+        const words = field === "result" ? `${SIGNS[value]} ${value}` : chipWords(field, value);
+        return h(
+          "button.small",
+          {
+            type: "button",
+            "aria-pressed": String(isOn),
+            class: field === "result" ? `chip-${TONES[value]}` : "",
+            onclick: () => this.filter.set(toggled),
+          },
+          `${words} `,
+          h("span.quiet", null, number(num)),
+        );
+      }),
+    );
+  }
+
+  showItem(row, item) {
+    const [name, squares, mean] = row.children;
+    const flip = item.flipped === "better" ? "↑" : item.flipped === "worse" ? "↓" : "";
+    fill(
+      name,
+      h("b", null, item.name),
+      item.kind ? h("span.quiet", null, ` ${item.kind}`) : null,
+      flip ? h("span.flip", { class: flip === "↑" ? "good" : "bad" }, ` ${flip}`) : null,
+      h("span", null, ` ${oneLine(item.question, 120)}`),
+    );
+    name.title = [item.name, item.kind, item.flipped ? `got ${item.flipped}` : "", item.question]
+      .filter(Boolean)
+      .join("\n");
+    squares.style.setProperty("--attempts", String(item.attempts.length));
+    fill(
+      squares,
+      item.attempts.map((each) => this.square(each, item)),
+    );
+    mean.textContent = item.mean === null ? "–" : item.mean.toFixed(2);
+  }
+
+  square(each, item) {
+    const result = resultOf(each),
+      verdict = each.verdict;
+    return h(
+      "button.square",
+      {
+        type: "button",
+        tabindex: "-1",
+        "data-attempt": String(each.attempt),
+        class: [
+          TONES[result],
+          each === this.chosen ? "chosen" : "",
+          item.listed.includes(each) ? "" : "aside",
+          verdict ? "labelled" : "",
+          this.ticked.has(placeOf(each)) ? "ticked" : "",
+        ].join(" "),
+        "aria-label": `attempt ${each.attempt + 1}: ${result}${verdict ? `, labelled ${verdict}` : ""}`,
+        title: `attempt ${each.attempt + 1}: ${result}${verdict ? `\nlabelled ${verdict}` : ""}\n${oneLine(each.answer || each.error || "no answer", 200)}`,
+      },
+      SIGNS[result],
+    );
+  }
+
+  pick(item, event) {
+    const square = event?.target?.closest?.(".square");
+    if (!square && event?.key === "Enter") return this.open();
+    const attempt = square
+      ? item.attempts.find((each) => String(each.attempt) === square.dataset.attempt)
+      : item.listed[0];
+    if (event?.shiftKey && square) return this.tick(attempt);
+    this.choose(attempt);
+  }
+
+  choose(attempt) {
+    this.chosen = attempt;
+    this.card.element.hidden = !attempt;
+    if (attempt) {
+      const item = this.all.find((each) => each.attempts.includes(attempt));
+      this.card.show(answered(attempt, item));
+      this.list.setActive(this.items.indexOf(item));
+    }
+    this.list.draw(true);
+    this.remember();
+  }
+
+  tick(attempt) {
+    if (!attempt) return;
+    const place = placeOf(attempt);
+    if (!this.ticked.delete(place)) this.ticked.add(place);
+    this.list.draw(true);
+    if (this.ticked.size)
+      toast(`${many(this.ticked.size, "answer")} ticked: 1, 0 or s labels all of them`);
+  }
+
+  move(step) {
+    const at = this.queue.indexOf(this.chosen);
+    const next = this.queue[Math.min(this.queue.length - 1, Math.max(0, at + step))];
+    if (next) this.choose(next);
+  }
+
+  moveItem(step) {
+    const at = this.items.findIndex((item) => item.attempts.includes(this.chosen));
+    const next = this.items[Math.min(this.items.length - 1, Math.max(0, at + step))];
+    if (next) this.choose(next.listed[0]);
+  }
+
+  open() {
+    if (this.chosen?.run) location.hash = runAddress(this.chosen.run);
+  }
+
+  // The verdict of the answer that is shown, and on to the next one; or of all that are ticked.
+  async say(verdict) {
+    const stored = this.all
+      .flatMap((item) => item.attempts)
+      .filter((each) => (this.ticked.size ? this.ticked.has(placeOf(each)) : each === this.chosen))
+      .filter((each) => each.run);
+    if (!stored.length) return toast("nothing to label: the run was not stored");
+    const at = this.queue.indexOf(this.chosen),
+      next = this.ticked.size ? this.chosen : this.queue[at + 1] || this.chosen;
+    this.ticked.clear();
+    this.choose(next);
+    await this.saved(
+      sayVerdict(
+        stored.map((each) => each.run),
+        verdict,
+      ),
+    );
+  }
+
+  async note(text) {
+    if (!this.chosen?.run) return;
+    await this.saved(saveNote(this.chosen.run, text));
+  }
+
+  // Takes over what the server stored.
+  async saved(request) {
+    try {
+      const reviews = await request;
+      for (const item of this.all)
+        for (const each of item.attempts) {
+          const { verdict, verdicts, note } = reviews[each.run] || each;
+          Object.assign(each, { verdict, verdicts, note });
+        }
+      if (this.chosen) this.card.drawVerdicts(this.chosen);
+      this.list.draw(true);
+      this.drawChips();
+      if (this.data.attempts.some((each) => Object.keys(each.verdicts).length > 1))
+        this.drawAgreement((await get("/api/evaluation", { key: this.key })).agreements);
+    } catch (error) {
+      toast(error.message);
+    }
+  }
+
+  parameters() {
+    const query = new URLSearchParams();
+    if (this.filter.text.trim()) query.set("filter", this.filter.text.trim());
+    if (this.sort) query.set("sort", this.sort);
+    if (this.chosen) query.set("at", placeOf(this.chosen));
+    return query.toString();
+  }
+
+  remember() {
+    history.replaceState(null, "", evaluationAddress(this.key, this.other, this.parameters()));
   }
 
   keys() {
-    return { "/": ["filter attempts", () => this.filter.focus()] };
+    return {
+      j: ["next item", () => this.moveItem(1)],
+      k: ["previous item", () => this.moveItem(-1)],
+      ArrowRight: ["next attempt", () => this.move(1)],
+      ArrowLeft: ["previous attempt", () => this.move(-1)],
+      Enter: ["open the run", () => this.open()],
+      x: ["tick the attempt, to label several at once", () => this.tick(this.chosen)],
+      ...this.card.keys(),
+      "/": ["filter attempts", () => this.filter.focus()],
+    };
   }
+}
+
+function chipWords(field, value) {
+  if (field === "mixed") return "attempts differ";
+  if (field === "flipped") return `flipped ${value}`;
+  if (field === "label") return value === "none" ? "not labelled" : `labelled ${value}`;
+  return `${field}:${value || "none"}`;
+}
+
+// The attempts of each item; all of them say whether the item flipped, or is mixed.
+function itemsOf({ attempts, flips }) {
+  const items = new Map();
+  for (const each of attempts) {
+    if (!items.has(each.item))
+      items.set(each.item, { name: each.item, index: items.size, kind: each.kind, attempts: [] });
+    items.get(each.item).attempts.push(each);
+  }
+  for (const item of items.values()) {
+    const scored = item.attempts.filter((each) => each.reward !== null);
+    item.mean = scored.length
+      ? scored.reduce((sum, each) => sum + each.reward, 0) / scored.length
+      : null;
+    item.question = item.attempts.find((each) => each.question)?.question || "";
+    item.cost = item.attempts.reduce((sum, each) => sum + (each.cost || 0), 0);
+    item.flipped = flips[item.name] || "";
+    item.listed = item.attempts;
+    const isMixed = new Set(scored.map((each) => each.right)).size > 1;
+    for (const each of item.attempts)
+      Object.assign(each, { flipped: item.flipped, mixed: isMixed });
+  }
+  return [...items.values()];
+}
+
+function placeOf(attempt) {
+  return `${attempt.item}/${attempt.attempt + 1}`;
+}
+
+// What the card shows of an attempt.
+/** @returns {import("./verdicts.js").Answered} */
+function answered(attempt, item) {
+  const result = resultOf(attempt);
+  return {
+    ...attempt,
+    title: `${attempt.item} · attempt ${attempt.attempt + 1} of ${item.attempts.length}`,
+    outcome: [`${SIGNS[result]} ${result}`, TONES[result]],
+    siblings: item.attempts
+      .filter((each) => each !== attempt && each.run)
+      .map((each) => ({
+        run: each.run,
+        name: `attempt ${each.attempt + 1} ${SIGNS[resultOf(each)]}`,
+        differs: resultOf(each) !== result,
+      })),
+  };
 }
 
 // --- panels ------------------------------------------------------------------------------------
 
-// What is shown of a report, from top to bottom. A panel receives the report and what the server
-// sent with it, and gives elements, or null if it has nothing to show. A new one is a module, and a
-// line here.
-const PANELS = [tiles, compared, kinds, rest];
+// A panel receives the report and what the server sent with it, and gives elements, or null if it
+// has nothing to show.
 
 function tiles(report) {
   const all = report.rows[0],
@@ -224,8 +571,7 @@ function tiles(report) {
         "div.tile",
         null,
         h("dt", null, name),
-        h("dd", null, value),
-        figure ? interval(figure) : null,
+        h("dd", null, value, figure ? interval(figure) : null),
       );
   return h(
     "dl.tiles",
@@ -255,11 +601,12 @@ function compared(_, data) {
   if (!found) return null;
   if (found.problem) return h("p.problem", null, found.problem);
   const { value, low, high } = found.difference,
-    sure = low > 0 || high < 0;
+    sure = low > 0 || high < 0,
+    flipped = (way) => Object.values(data.flips).filter((each) => each === way).length;
   return h(
     "p.parting",
     { role: "note" },
-    `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}.`,
+    `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}; ${number(flipped("better"))} got better and ${number(flipped("worse"))} worse.`,
   );
 }
 
@@ -288,7 +635,7 @@ function kinds(report, { passes }) {
     { name: "k", isNumber: true, cell: ([k]) => number(k) },
     {
       name: "pass@k",
-      cell: ([, value]) => [h("span.num", null, value.toFixed(3)), bar({ value })],
+      cell: ([, value]) => [h("span.num", null, shownFigure(value)), bar(value)],
     },
   ];
   return h(
@@ -326,7 +673,11 @@ function shownFigure({ value }) {
 }
 
 function interval({ low, high }) {
-  return h("small.quiet", null, low === high ? "" : `${low.toFixed(3)} to ${high.toFixed(3)}`);
+  return h(
+    "small.quiet",
+    { title: "95 % interval" },
+    low === high ? "" : `${low.toFixed(3)} to ${high.toFixed(3)}`,
+  );
 }
 
 // A bar for a value from 0 to 1, with its interval as a band across the end.
@@ -347,31 +698,12 @@ function bar({ value, low, high }) {
   );
 }
 
-function make() {
+function makeRow() {
   return h(
-    "div.attempt",
+    "div.matrix-row",
     null,
-    h("span.num.worth"),
-    h("span.item"),
-    h("span.answer-of"),
-    h("span.mark"),
-    h("span.num.took"),
-    h("span.quiet.leads"),
+    h("span.item-name", { role: "rowheader" }),
+    h("span.squares", { role: "gridcell" }),
+    h("span.num", { role: "gridcell" }),
   );
-}
-
-function showAttempt(row, each) {
-  const [worth, item, answer, mark, took, leads] = row.children,
-    [words, tone] = stopWords(each.stop);
-  worth.textContent = each.reward === null ? "–" : number(each.reward);
-  worth.className = `num worth ${each.reward === null ? "" : each.right ? "good" : "bad"}`;
-  item.textContent = `${each.item}${each.attempt ? ` #${each.attempt + 1}` : ""}${each.kind ? ` · ${each.kind}` : ""}`;
-  answer.textContent = oneLine(each.answer || each.error || "no answer", 160);
-  answer.classList.toggle("bad", !each.answer);
-  mark.textContent = words;
-  mark.className = `mark ${tone}`;
-  took.textContent = `${seconds(each.seconds)} · ${count(each.tokens)} tokens`;
-  leads.textContent = each.run ? "run →" : "";
-  row.classList.toggle("dead", !each.run);
-  row.title = `${each.answer || each.error}`;
 }

@@ -4,7 +4,7 @@
 //   #/runs/FILTER[/at/KEY]                    runs, scrolled to one of them
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
 //   #/run/KEY/report                          one run to read or print
-//   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
+//   #/evaluation[/KEY[/OTHER]][?…]          evaluations, and one of them
 //   #/map[/KEY[/FILTER]]                    maps, and the rows of one
 
 import { load, offline, showState, watchServer } from "./api.js";
@@ -27,8 +27,10 @@ const PAGES = [
 ];
 
 function readRoute() {
-  const parts = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
+  const [path, query] = location.hash.split("?", 2),
+    parts = path.replace(/^#\/?/, "").split("/").map(decoded);
   const route = {
+    query: new URLSearchParams(query || ""), // what a page keeps in its address
     name: parts[0] || (offline ? "run" : "runs"),
     keys: parts.slice(1).filter(Boolean),
     call: null,
@@ -100,7 +102,7 @@ async function open(route, page) {
   if (route.name === "training")
     return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation")
-    return (await import("./evaluation.js")).evaluationPage(page, route.keys);
+    return (await import("./evaluation.js")).evaluationPage(page, route.keys, route.query);
   if (route.name === "map") return (await import("./map.js")).mapPage(page, route.keys);
   if (route.name === "compare")
     return (await import("./compare.js")).comparePage(page, route.keys, route);

@@ -128,7 +128,7 @@ export class Story {
   }
 
   drawWorth(head) {
-    const { labels, note, rewards: corrected } = head.review;
+    const { labels, note, rewards: corrected, verdicts } = head.review;
     fill(
       this.worth,
       head.gold
@@ -153,6 +153,9 @@ export class Story {
         ),
       ),
       labels.map((label) => h("span.badge.tag", null, label)),
+      Object.entries(verdicts || {}).map(([who, verdict]) =>
+        h("span.badge.tag.verdict", { title: `what ${who} says` }, `${who}: ${verdict}`),
+      ),
     );
     this.note.hidden = !note;
     this.note.textContent = note;
