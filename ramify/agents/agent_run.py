@@ -54,8 +54,8 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """The last characters that the command printed (at most ``MAX_OUTPUT_CHARS``)."""
     error_output: str
-    """The last characters that the command wrote to stderr, at most as many. If a function raised
-    an exception, the traceback."""
+    """The last characters that the command wrote to stderr (at most ``MAX_OUTPUT_CHARS``). If a
+    function raised an exception, the traceback."""
     folder: Path
     """Working folder with the agent's files. It is deleted after the reward."""
     trajectory: Trajectory

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from ramify.clients.base import Client, Request, Sampling
-from ramify.errors import ConfigError, RunInUse
+from ramify.errors import ConfigError, RamifyError, RunInUse, raised_at
 from ramify.store.base import RunStore
-from ramify.tasks.base import Worth, as_score
+from ramify.tasks.base import Worth, as_score, store_score
 from ramify.types.event import TASK, AnyEvent, ScoreAdded
 from ramify.types.message import Message
 from ramify.types.traffic import next_message
@@ -142,14 +142,25 @@ def score_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
 ) -> ScoringResult:
     """Score all conversations by a function of a trajectory, which returns what a task's reward
-    returns; its rewards are those of the run, and ``Score.calls`` those of calls."""
+    returns; its rewards are those of the run, and ``Score.calls`` those of calls. Raises
+    RamifyError, which names the conversation, if it raises or returns no valid score; scores so
+    far are kept."""
     scored = busy = 0
     for id in store.ids():
-        worth = as_score(score(store.load(id)))
-        events: list[AnyEvent] = [ScoreAdded(by=by, rewards=dict(worth.rewards))]
+        run, where = store.load(id), f"conversation {id}"
+        try:
+            worth = as_score(score(run))
+        except RamifyError:
+            raise
+        except Exception as error:
+            raise RamifyError(
+                f"{where}: {by} raised {type(error).__name__}: {error}{raised_at(error)}"
+            ) from error
+        store_score(where, run, worth)  # as plain numbers
+        events: list[AnyEvent] = [ScoreAdded(by=by, rewards=run.rewards)]
         events += [
-            ScoreAdded(by=by, call=call, rewards=dict(rewards))
-            for call, rewards in worth.calls.items()
+            ScoreAdded(by=by, call=call, rewards=rewards)
+            for call, rewards in run.call_rewards.items()
         ]
         try:
             store.append(id, events)

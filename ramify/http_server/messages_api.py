@@ -104,7 +104,7 @@ class MessagesRequest(msgspec.Struct):
     output_config: _OutputConfig | None = None
     output_format: Any = None
     store: bool | None = None
-    """Not a field of Anthropic's API: with false, nothing of the exchange is recorded."""
+    """With false, nothing of the exchange is recorded. Anthropic's own API has no such field."""
     # Rejected unless their value has no effect: see ``_HARMLESS``.
     container: Any = None
     mcp_servers: Any = None

@@ -1,7 +1,7 @@
 """Opens a stored map as a table, wherever its rows are.
 
     open_map_table(path)     the table of one map
-    MapTables            the tables of many, each read once
+    MapTables                the tables of many, each read once
 
 Not here: the rows in a journal (``map_table.py``), and those in the parts of an output
 (``ray_table.py``).

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.cli.parser import ExitCode
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.errors import ConfigError
 from ramify.evaluate.traffic_scores import (
@@ -38,6 +39,7 @@ from ramify.train.signals.hints import hints_of
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.message import Message
 from ramify.types.trajectory import Group
+from tests.cli.helpers import Shell
 from tests.inference.helpers import policy
 from tests.shown import train
 from tests.train.small import even, small
@@ -226,6 +228,38 @@ def test_a_judge_decides_what_is_a_correction(tmp_path: Path) -> None:
     judge = CorrectionJudge(ScriptedClient(["Yes.", "perhaps"]))
     done = asyncio.run(score_corrections(store, judge, "judge"))
     assert (done.num_scored, done.num_corrections, done.num_undecided) == (1, 1, 1)
+
+
+def test_traffic_is_scored_from_the_command_line(tmp_path: Path) -> None:
+    """As docs/traffic.md says."""
+    made = served(tmp_path / "policy")
+    record(made, tmp_path / "traffic", 2, lambda ids: None, texts=["No, that is wrong", "thanks"])
+    shell = Shell(tmp_path)
+    shell.write(
+        "checks.py",
+        "def verified(run):\n    return len(run.root.turns) == 3\n\n\n"
+        "def raises(run):\n    return 1 / 0\n\n\n"
+        "def unnumbered(run):\n    return {'good': None}\n",
+    )
+    judge = shell.model([{"match": "", "reply": ["yes"] * 4}])
+
+    def told(*options: str) -> str:
+        done = shell.run("runs", "score", "traffic", *options)
+        return done.out.strip() if done.code == ExitCode.ANSWERED else done.err.strip()
+
+    # A reply that has the reward keeps it, so a second rule finds nothing to score.
+    assert told("--correction", r"^no\b") == "scored 4 replies, 2 of them corrected by the user"
+    assert told("--judge", judge) == "scored 0 replies, 0 of them corrected by the user"
+    assert told("--by", "checks.py:verified") == "scored 2 conversations"
+    assert "raises raised ZeroDivisionError: division by zero, at" in told(
+        "--by", "checks.py:raises"
+    )
+    assert "must be a finite number" in told("--by", "checks.py:unnumbered")
+    assert "score by one of --correction" in told()
+    assert "--max-cost is about --judge" in told("--by", "checks.py:verified", "--max-cost", "2")
+    assert "is not a regular expression" in told("--correction", "(")
+    task = TrafficTask(even, tmp_path / "traffic", group=1, temperature=1.0)
+    assert [sorted(each.rewards) for each in task.replies].count(["accepted", "correct"]) == 4
 
 
 def test_a_verifier_and_a_review_score_whole_conversations(tmp_path: Path) -> None:
