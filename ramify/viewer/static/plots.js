@@ -184,8 +184,9 @@ export class TrainingPlot {
     };
     const isInside = (x) => x >= left - 1 && x <= left + width + 1;
     const write = (words, x, y) => {
-      const wide = pen.measureText(words).width;
-      pen.fillText(words, Math.max(left, Math.min(x + 4 * dot, left + width - wide)), y);
+      const gap = 4 * dot,
+        wide = pen.measureText(words).width + gap;
+      pen.fillText(words, x + wide > left + width ? Math.max(left, x - wide) : x + gap, y);
     };
     for (const [name, place] of this.picture.stages) {
       const x = plot.valToPos(place, "x", true);

@@ -6,9 +6,13 @@ import { number } from "./format.js";
 
 const MARGIN = 16; // pixels around a chart of the picture
 const TITLE = 24; // pixels of its name
-const STYLE =
+// The head of the HTML file: it may load nothing and run nothing.
+const HEAD =
+  '<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src \'none\'; ' +
+  "img-src data:; style-src 'unsafe-inline'\"><style>" +
   "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:24px auto;padding:0 16px}" +
-  "img{max-width:100%}table{border-collapse:collapse}td,th{text-align:left;padding:2px 14px 2px 0}";
+  "img{max-width:100%}table{border-collapse:collapse}" +
+  "td,th{text-align:left;padding:2px 14px 2px 0;overflow-wrap:anywhere}</style>";
 
 // view: the training page, with its runs, charts and verdict
 export function exportButtons(view) {
@@ -21,9 +25,10 @@ export function exportButtons(view) {
     button("CSV", "all metrics of these runs", () =>
       save(`${name()}.csv`, "text/csv", metricsAsCsv(view.runs)),
     ),
-    button("PNG", "the charts in sight", () =>
-      pictureOf(view).toBlob((blob) => save(`${name()}.png`, "image/png", blob)),
-    ),
+    button("PNG", "the charts in sight", () => {
+      if (!view.charts.size) toast("no chart is in sight");
+      else pictureOf(view).toBlob((blob) => save(`${name()}.png`, "image/png", blob));
+    }),
     button("HTML", "verdict, charts and last values in one file", () =>
       save(`${name()}.html`, "text/html", reportOf(view)),
     ),
@@ -98,12 +103,7 @@ function pictureOf(view) {
 }
 
 function reportOf(view) {
-  const file = document.implementation.createHTMLDocument(view.data.name),
-    meta = h("meta", { charset: "utf-8" }),
-    style = file.createElement("style");
-  style.textContent = STYLE;
-  file.head.prepend(meta);
-  file.head.append(style);
+  const file = document.implementation.createHTMLDocument(view.data.name);
   const { verdict, alarms, names, config } = view.data;
   const rowsOf = (pairs) =>
     h(
@@ -120,11 +120,13 @@ function reportOf(view) {
     alarms.map(({ name, text }) =>
       h("p", null, h("b", null, name.replaceAll("_", " ")), ` ${text}`),
     ),
-    h("img", { src: pictureOf(view).toDataURL(), alt: "curves" }),
+    view.charts.size ? h("img", { src: pictureOf(view).toDataURL(), alt: "curves" }) : null,
     h("h2", null, "Last values"),
     rowsOf(Object.entries(names).map(([name, [, values]]) => [name, number(values.at(-1))])),
     h("h2", null, "Options"),
     rowsOf(Object.entries(config)),
   );
-  return `<!doctype html>\n${file.documentElement.outerHTML}`;
+  // The browser applies this page's policy to styles of a new document, too, so the head is added to
+  // the text. What comes from a run is in elements, and so escaped.
+  return `<!doctype html>\n${file.documentElement.outerHTML.replace("<head>", () => `<head>${HEAD}`)}`;
 }

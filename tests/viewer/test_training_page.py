@@ -1,0 +1,159 @@
+"""The training page in a real browser: alarms on the curves, stages, further runs, and exports."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.train.metrics import Diagnosis, MetricsFile
+from tests.viewer.browser import NARROW, photograph, served, tab
+from tests.viewer.page_helpers import text
+
+HOSTILE = "=<img src=x onerror='window.hacked=1'>"
+WRONG_SIGN = Diagnosis(name="wrong_sign", text="better rollouts get lower advantages: change it")
+
+
+def trained(
+    folder: Path,
+    rewards: Sequence[float],
+    *,
+    seed: int = 0,
+    rate: float = 0.001,
+    diagnoses: Sequence[Diagnosis] = (),
+) -> Path:
+    """A folder with two steps of SFT and one of RL for each reward; the last one has
+    ``diagnoses``."""
+    folder.mkdir(parents=True)
+    metrics = MetricsFile(folder)
+    for step in (1, 2):
+        metrics.write(step, "sft", 10.0 * step, {"loss": 3.0 / step, "row_tokens": 500.0})
+    for step, reward in enumerate(rewards, start=3):
+        values = {
+            "reward": reward,
+            "reward_std": 0.2,
+            "num_rollouts": 16.0,
+            "length_mean": 100.0 + step,
+            "truncated_rollouts": 0.25,
+            "advantage_reward_corr": 0.5 - step / 4,
+            "sampled_tokens": 1000.0,
+            "alarm_wrong_sign": float(bool(diagnoses)),
+        }
+        is_last = step == len(rewards) + 2
+        metrics.write(step, "rl", 10.0 * step, values, diagnoses if is_last else ())
+    state = folder / "checkpoints" / "step-000005" / "state.json"
+    state.parent.mkdir(parents=True)
+    config = {"seed": seed, "rl": {"optim": {"lr": rate}}, "name": HOSTILE}
+    state.write_text(json.dumps({"step": 5, "config": config}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    trained(folder / "a", (0.2, 0.3, 0.4), seed=1, diagnoses=[WRONG_SIGN])
+    trained(folder / "b", (0.4, 0.5, 0.6), seed=2)
+    trained(folder / "c", (0.1, 0.1, 0.1), seed=1, rate=0.1)
+    return folder
+
+
+def legend(page: Any, chart: str) -> str:
+    return text(page, f".chart[data-name='{chart}'] h3 span")
+
+
+def test_alarm_is_in_the_sentence_and_on_the_curves(
+    browser: Any, runs: Path, tmp_path: Path
+) -> None:
+    with served(runs) as server, tab(browser, NARROW) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        assert page.locator(".verdict .bad").inner_text() == "alarm: wrong sign since step 5"
+        assert WRONG_SIGN.text in text(page, ".problem[role='alert']")
+        marked = page.locator(".chart[data-alarms='wrong sign']")
+        # The chart of the metric that shows it is not folded away.
+        assert [chart.get_attribute("data-name") for chart in marked.all()] == [
+            "reward",
+            "advantage_reward_corr",
+        ]
+        photograph(page, "training-alarm-390", tmp_path)
+
+
+def test_choices_are_in_the_address_and_come_back(browser: Any, runs: Path) -> None:
+    with served(runs) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        assert page.locator(".chart[data-name='loss']").count() == 0  # of another stage
+        page.get_by_label("horizontal axis").select_option("tokens")
+        page.get_by_label("smoothing").fill("0.5")
+        page.get_by_label("log axis").check()
+        # (.2 * .25 + .3 * .5 + .4 * 1) / 1.75
+        assert legend(page, "reward") == "0.3429"
+        page.get_by_label("stage").select_option("sft")
+        page.locator(".chart[data-name='loss'] canvas").wait_for()
+        assert page.locator(".chart[data-name='reward']").count() == 0
+        page.reload()
+        page.locator(".chart[data-name='loss'] canvas").wait_for()
+        assert page.get_by_label("horizontal axis").input_value() == "tokens"
+        assert page.get_by_label("smoothing").input_value() == "0.5"
+        assert page.get_by_label("log axis").is_checked()
+        page.get_by_label("stage").select_option("all")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        page.goto("about:blank")
+        page.goto(f"{server.url}#/training/view=x:constructor;smooth:9;stage:none")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        assert page.get_by_label("horizontal axis").input_value() == "step"
+
+
+def test_runs_are_compared_and_seeds_are_a_band(browser: Any, runs: Path, tmp_path: Path) -> None:
+    with served(runs) as server, tab(browser, (1440, 900)) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.get_by_role("button", name="all 3").click()
+        page.locator(".differences td").first.wait_for()
+        assert legend(page, "reward") == "a and 1 other seed 0.5 · c 0.1"
+        assert page.locator(".differences tbody tr").all_inner_texts() == [
+            "rl.optim.lr\t0.001\t0.001\t0.1",
+            "seed\t1\t2\t1",
+        ]
+        photograph(page, "training-seeds-1440", tmp_path)
+        page.get_by_label("seeds as a band").uncheck()
+        assert legend(page, "reward") == "a 0.4 · b 0.6 · c 0.1"
+        page.get_by_label("remove b").click()
+        page.locator(".choose button", has_text="b ×").wait_for(state="detached")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        assert legend(page, "reward") == "a 0.4 · c 0.1"
+
+
+def test_exports_hold_what_is_shown(browser: Any, runs: Path, tmp_path: Path) -> None:
+    with served(runs) as server, tab(browser, (1024, 768)) as shown:
+        page = shown.open(f"{server.url}#/training/p0%2Fa/p0%2Fb")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        files = {}
+        for kind in ("CSV", "PNG", "HTML"):
+            with page.expect_download() as saved:
+                page.get_by_role("button", name=kind).click()
+            files[kind] = tmp_path / saved.value.suggested_filename
+            saved.value.save_as(files[kind])
+        assert [file.name for file in files.values()] == ["a.csv", "a.png", "a.html"]
+        with files["CSV"].open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["run"], row["step"], row["tokens"], row["reward"]) for row in rows] == [
+            *(("p0/a", "1", "500", ""), ("p0/a", "2", "1000", "")),
+            *(("p0/a", str(step), str(1000 * (step - 1)), f"0.{step - 1}") for step in (3, 4, 5)),
+            *(("p0/b", "1", "500", ""), ("p0/b", "2", "1000", "")),
+            *(("p0/b", str(step), str(1000 * (step - 1)), f"0.{step + 1}") for step in (3, 4, 5)),
+        ]
+        assert files["PNG"].read_bytes().startswith(b"\x89PNG")
+        page.context.set_offline(True)
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        shown.open(files["HTML"].as_uri())
+        assert "alarm: wrong sign since step 5" in text(page, "p")
+        assert HOSTILE in text(page, "table:last-of-type")
+        assert page.evaluate("document.images[0].naturalWidth") > 500
+        assert page.evaluate("window.hacked") is None
+        assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+        photograph(page, "training-export-1024", tmp_path)
