@@ -16,8 +16,9 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -42,6 +43,8 @@ from ramify.viewer.training_verdict import alarms, num_compared, verdict
 
 FINAL = ("first", "last", "best")
 """Stages of the evaluations before and after training, which are shown apart from the curves."""
+MAX_ITEM_STEPS = 50
+"""Maximum number of saved steps, the latest ones, in which an item is looked for."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
 _decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
@@ -229,9 +232,29 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
             f"{folder} has no saved rollouts of step {step}: schedule.save_rollouts_every sets how "
             "often they are saved"
         )
-    rows, problems, trajectories = [], [], []
+    problems: list[str] = []
+    trajectories, rows = [], []
+    for number, tree in _rollouts(path, problems):
+        trajectories.append(tree)
+        rows.append(_sample(tree, f"{key}:{number}"))
+    rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
+    return {
+        "step": step,
+        "path": str(path),
+        "rows": rows,
+        "problems": problems,
+        "depths": layers(trajectories, {}),
+    }
+
+
+def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple[int, Trajectory]]:
+    """Yield each saved rollout of a step, or only those of ``item``, with its line; report other
+    lines in ``problems``."""
+    mark = msgspec.json.encode(item) if item else b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if mark not in line:
+                continue
             try:
                 tree = _trajectory.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -241,17 +264,37 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
                 problems.append(
                     f"{path}, line {number} was written by a newer Ramify and was skipped"
                 )
-                continue
-            trajectories.append(tree)
-            rows.append(_sample(tree, f"{key}:{number}"))
-    rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
-    return {
-        "step": step,
-        "path": str(path),
-        "rows": rows,
-        "problems": problems,
-        "depths": layers(trajectories, {}),
-    }
+            elif not item or tree.task == item:
+                yield number, tree
+
+
+def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) -> dict[str, Any]:
+    """The saved attempts at ``item``, by step, for the last ``MAX_ITEM_STEPS`` saved steps.
+    ``key_of`` returns the address of a file. Raises StoreError if there is none."""
+    steps: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for step, path in sorted(kept(folder).items())[-MAX_ITEM_STEPS:]:
+        key = key_of(path) or ""
+        rows = [_sample(tree, f"{key}:{at}") for at, tree in _rollouts(path, problems, item)]
+        if rows:
+            steps.append(
+                {"step": step, "rows": sorted(rows, key=lambda row: (len(row["id"]), row["id"]))}
+            )
+    if not steps:
+        raise StoreError(f"{folder} has no saved rollout of item {item!r}")
+    return {"item": item, "steps": steps, "problems": problems[:MAX_PROBLEMS]}
+
+
+def _advantage(tree: Trajectory) -> float | None:
+    """Mean advantage over the root's turns, as a training run recorded it; None if it did not."""
+    recorded = tree.metadata.get("advantages")
+    if not isinstance(recorded, dict) or not tree.calls:
+        return None
+    turns = [value for name, value in recorded.items() if name.startswith(f"{tree.root.id}/")]
+    lists = [each if isinstance(each, list) else [each] for each in turns]
+    numbers = [[value for value in each if isinstance(value, int | float)] for each in lists]
+    means = [fmean(each) for each in numbers if each]
+    return fmean(means) if means else None
 
 
 def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
@@ -264,6 +307,7 @@ def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
         "stop": tree.stop,
         "reward": next(iter(tree.rewards.values()), None),
         "rewards": tree.rewards,
+        "advantage": _advantage(tree),
         "num_calls": len(tree.calls),
         "depth": tree.depth,
         "tokens": tree.usage.total_tokens,

@@ -18,7 +18,8 @@
     GET /api/journal?key=        download of the file of a run or an evaluation
     GET /api/training?key=       training curves, or nothing new since the page's &version=;
                                  /api/training/events sends their changes
-    GET /api/samples?key=        saved rollouts of a step
+    GET /api/samples?key=        saved rollouts of a step; /api/item?key=&item= has those of an item
+                                 over the steps
     GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
     GET /api/maps                all maps; /api/map?key= has the rows of one
     GET /api/alive               a sign of life
@@ -72,7 +73,7 @@ from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
-from ramify.viewer.training import EvaluationLibrary, kept, samples
+from ramify.viewer.training import EvaluationLibrary, item_history, kept, samples
 from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun, nth_line
 
@@ -147,6 +148,7 @@ class ViewServer:
             "/api/events": self._events,
             "/api/journal": self._journal,
             "/api/training": self._training,
+            "/api/item": self._item,
             "/api/training/events": self._training_events,
             "/api/samples": self._samples,
             "/api/evaluation": self._evaluation,
@@ -300,6 +302,11 @@ class ViewServer:
         step = _number(request, "step")
         path = kept(folder).get(step)
         return data(samples(folder, step, (self._library.key_of(path) or "") if path else ""))
+
+    async def _item(self, request: web.Request) -> web.Response:
+        folder = self._library.training(_word(request, "key"))
+        item, key_of = _word(request, "item"), self._library.key_of
+        return data(await asyncio.to_thread(item_history, folder, item, key_of))
 
     async def _evaluation(self, request: web.Request) -> web.Response:
         key, other = _word(request, "key"), request.query.get("other", "")

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from ramify.train.data.sft_data import write
 from ramify.train.metrics import Diagnosis, MetricsFile
+from ramify.types.trajectory import Call, Stop, Trajectory
 from tests.viewer.browser import NARROW, photograph, served, tab
 from tests.viewer.page_helpers import text
 
@@ -52,10 +54,31 @@ def trained(
     return folder
 
 
+def save_rollouts(folder: Path) -> None:
+    """Two items with two attempts each at step 4; at step 5 the first item alone."""
+    for step, items in ((4, ("t/1", HOSTILE)), (5, ("t/1",))):
+        rollouts = [
+            Trajectory(
+                id=f"step={step}/group={group}/rollout={attempt}",
+                task=item,
+                question=f"What is {item}?",
+                answer=f"answer {attempt}",
+                calls=[Call("0", "rlm", "m", 0, item, stop=Stop.FINAL, answer="x")],
+                stop=Stop.FINAL,
+                rewards={"correct": float(attempt)},
+                metadata={"advantages": {"0/0": attempt - 0.5, "0/1": [attempt - 0.5, "odd"]}},
+            )
+            for group, item in enumerate(items)
+            for attempt in (0, 1)
+        ]
+        (folder / "rollouts").mkdir(exist_ok=True)
+        write(folder / "rollouts" / f"step-{step:06d}.jsonl", rollouts)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    trained(folder / "a", (0.2, 0.3, 0.4), seed=1, diagnoses=[WRONG_SIGN])
+    save_rollouts(trained(folder / "a", (0.2, 0.3, 0.4), seed=1, diagnoses=[WRONG_SIGN]))
     trained(folder / "b", (0.4, 0.5, 0.6), seed=2)
     trained(folder / "c", (0.1, 0.1, 0.1), seed=1, rate=0.1)
     return folder
@@ -125,6 +148,33 @@ def test_runs_are_compared_and_seeds_are_a_band(browser: Any, runs: Path, tmp_pa
         page.locator(".choose button", has_text="b ×").wait_for(state="detached")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
         assert legend(page, "reward") == "a 0.4 · c 0.1"
+
+
+def test_attempts_at_an_item_are_side_by_side_and_over_steps(
+    browser: Any, runs: Path, tmp_path: Path
+) -> None:
+    with served(runs) as server, tab(browser, NARROW) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.get_by_label("item", exact=True).select_option("t/1")
+        attempts = page.get_by_label("attempts").locator("tbody tr")
+        attempts.first.wait_for()
+        assert attempts.all_inner_texts() == [
+            "attempt 1\t0\t-0.5\t0\t1\tfinal\tanswer 0",
+            "attempt 2\t1\t+0.5\t0\t1\tfinal\tanswer 1",
+        ]
+        steps = page.get_by_label("steps").locator("tbody tr")
+        assert steps.all_inner_texts() == ["4\t0.5\t0 1", "5\t0.5\t0 1"]
+        photograph(page, "training-item-390", tmp_path)
+        page.get_by_role("button", name="all rollouts").click()
+        page.get_by_label("step", exact=True).select_option("4")
+        page.locator("select[aria-label='item'] option", has_text=HOSTILE).wait_for(
+            state="attached"
+        )
+        page.get_by_label("item", exact=True).select_option(HOSTILE)
+        page.get_by_label("attempts").locator("tbody tr").first.wait_for()
+        assert page.evaluate("window.hacked") is None
+        page.get_by_role("link", name="compare these attempts").click()
+        page.locator("h1", has_text="Compare").wait_for()
 
 
 def test_exports_hold_what_is_shown(browser: Any, runs: Path, tmp_path: Path) -> None:

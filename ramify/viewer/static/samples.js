@@ -1,4 +1,5 @@
-// The saved rollouts of one training step: the best and the worst, and metrics for each depth.
+// The saved rollouts of one training step: the best and the worst, and metrics for each depth; or the
+// attempts at one item, side by side with their advantages, and over the steps.
 
 import { get } from "./api.js";
 import { fill, h, toast } from "./dom.js";
@@ -15,6 +16,35 @@ const DEPTH_COLUMNS = [
   { name: "surprise", isNumber: true, cell: (each) => brief(each.surprise) },
   { name: "cut", isNumber: true, cell: (each) => `${Math.round(100 * each.truncated)}%` },
 ];
+/** @type {import("./table.js").Column[]} */
+const ATTEMPT_COLUMNS = [
+  {
+    name: "attempt",
+    isHead: true,
+    cell: (row, index) => h("a", { href: runAddress(row.key) }, `attempt ${index + 1}`),
+  },
+  { name: "reward", isNumber: true, cell: (row) => number(row.reward) },
+  { name: "advantage", isNumber: true, cell: (row) => signed(row.advantage) },
+  { name: "tokens", isNumber: true, cell: (row) => count(row.tokens) },
+  { name: "calls", isNumber: true, cell: (row) => number(row.num_calls) },
+  { name: "end", cell: (row) => stopWords(row.stop)[0] },
+  {
+    name: "answer",
+    cell: (row) =>
+      h("span", { title: row.answer || row.error }, oneLine(row.answer || row.error || "–", 40)),
+  },
+];
+/** @type {import("./table.js").Column[]} */
+const HISTORY_COLUMNS = [
+  { name: "step", isHead: true, cell: ({ step }) => number(step) },
+  { name: "mean reward", isNumber: true, cell: ({ rows }) => number(meanReward(rows)) },
+  {
+    name: "attempts",
+    cell: ({ rows }) =>
+      rows.map((row) => [h("a", { href: runAddress(row.key) }, number(row.reward)), " "]),
+  },
+];
+const MAX_COMPARED = 8; // runs that the comparison shows
 const MAX_ROWS = 5; // best ones, and as many worst ones
 
 export class Samples {
@@ -49,6 +79,61 @@ export class Samples {
     }
   }
 
+  async showItem(item) {
+    try {
+      this.drawItem(await get("/api/item", { key: this.key, item }));
+    } catch (error) {
+      toast(error.message);
+    }
+  }
+
+  // Attempts of the shown step, else of the last one that has any.
+  drawItem({ item, steps, problems }) {
+    const shown = steps.find(({ step }) => step === this.step) ?? steps.at(-1),
+      { rows } = shown,
+      isComparable = rows.length > 1 && rows.length <= MAX_COMPARED;
+    fill(
+      this.element,
+      h(
+        "div.samples-head",
+        null,
+        h("b", null, `item ${item}`),
+        h("span.spread"),
+        h(
+          "button.small",
+          { type: "button", onclick: () => this.showStep(this.step) },
+          "all rollouts",
+        ),
+        h("span.quiet", null, oneLine(rows[0].question, 300)),
+      ),
+      problems.map((text) => h("p.problem", null, text)),
+      h("h3.item-title", null, `step ${number(shown.step)}: ${many(rows.length, "attempt")}`),
+      h(
+        "div.scroll-x",
+        { tabindex: "0", role: "group", "aria-label": "attempts" },
+        table("table.depths", ATTEMPT_COLUMNS, rows),
+      ),
+      isComparable
+        ? h(
+            "p.item-title",
+            null,
+            h(
+              "a",
+              { href: `#/compare/${rows.map((row) => encodeURIComponent(row.key)).join("/")}` },
+              "compare these attempts",
+            ),
+          )
+        : null,
+      h("h3.item-title", null, `over ${many(steps.length, "saved step")}`),
+      h(
+        "div.scroll-x",
+        { tabindex: "0", role: "group", "aria-label": "steps" },
+        table("table.depths", HISTORY_COLUMNS, steps),
+      ),
+    );
+    this.element.hidden = false;
+  }
+
   drawSamples({ step, rows, problems, depths }) {
     this.step = step;
     const kept = this.kept,
@@ -58,8 +143,8 @@ export class Samples {
       rows.length <= 2 * MAX_ROWS || this.whole
         ? rows
         : [...rows.slice(0, MAX_ROWS), null, ...rows.slice(-MAX_ROWS)];
-    const known = rows.filter((row) => row.reward !== null),
-      mean = known.reduce((sum, row) => sum + row.reward, 0) / known.length;
+    const mean = meanReward(rows),
+      items = [...new Set(rows.map((row) => row.task))].filter(Boolean);
     fill(
       this.element,
       h(
@@ -94,10 +179,21 @@ export class Samples {
           },
           "→",
         ),
+        items.length
+          ? h(
+              "select.item-choice",
+              {
+                "aria-label": "item",
+                onchange: (event) => this.showItem(event.target.value),
+              },
+              h("option", { value: "" }, `one of ${many(items.length, "item")}`),
+              items.map((item) => h("option", { value: item }, item)),
+            )
+          : null,
         h(
           "span.quiet",
           null,
-          `${many(rows.length, "rollout")}${known.length ? `, mean reward ${number(mean)}` : ""}, best first`,
+          `${many(rows.length, "rollout")}${mean === null ? "" : `, mean reward ${number(mean)}`}, best first`,
         ),
       ),
       problems.map((text) => h("p.problem", null, text)),
@@ -124,6 +220,15 @@ export class Samples {
     );
     this.element.hidden = false;
   }
+}
+
+function meanReward(rows) {
+  const known = rows.filter((row) => row.reward !== null);
+  return known.length ? known.reduce((sum, row) => sum + row.reward, 0) / known.length : null;
+}
+
+function signed(value) {
+  return value > 0 ? `+${number(value)}` : number(value);
 }
 
 function sampleRow(row) {
