@@ -133,7 +133,7 @@ def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] |
             continue
         try:
             row = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             yield UnreadRow(f"{name}, line {number} is not JSON: {error}")
             continue
         if isinstance(row, dict):

@@ -302,7 +302,7 @@ def _jsonl(text: str) -> str:
     first = next((line for line in text[:1_000_000].splitlines() if line.strip()), "")
     try:
         record = msgspec.json.decode(first)
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         return f"JSONL: {_count_lines(text):,} lines; the first is not JSON: {error}"
     keys = f"; {_names(list(record), 'key')}" if isinstance(record, dict) else ""
     return f"JSONL: {_count_lines(text):,} records{keys}"

@@ -77,7 +77,7 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
         first = next((line for line in islice(text.splitlines(), 100) if line.strip()), "")
         try:
             record = msgspec.json.decode(first)
-        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             return kind, f"JSONL: {num_lines:,} lines; the first is not JSON: {error}"
         keys = describe(name, first)[1].partition(";")[2] if isinstance(record, dict) else ""
         return kind, f"JSONL: {num_lines:,} records{f';{keys}' * bool(keys)}"

@@ -386,7 +386,7 @@ class JsonlRows(LazySequence[Row]):
             line = file.read(size)
         try:
             row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SourceError(f"{self.place(index)}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise SourceError(

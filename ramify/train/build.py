@@ -113,7 +113,9 @@ async def opened_trainer(
         wiring = Wiring(
             record,
             WatchedThread(watch),
-            first_prompt(parts.scaffold, parts.run, items_of(parts.task, "validation")[0]),
+            first_prompt(
+                parts.scaffold, parts.run, parts.task, items_of(parts.task, "validation")[0]
+            ),
             rollouts.client.name if parts.others else "",
         )
         learners = [

@@ -99,6 +99,13 @@ def test_task_in_a_recipe_is_plain_data(base: str) -> None:
     }
 
 
+def test_scaffold_of_the_recipe_does_not_concern_an_agent(base: str, tmp_path: Path) -> None:
+    """The default scaffold has a system message, which the format of this policy cannot write."""
+    given = run(base, AgentTask(agent=ask, items=ROWS, reward=even), steps=1)
+    train(msgspec.structs.replace(given, scaffold="default"), tmp_path, say=pytest.fail)
+    assert [row.values for row in read_rows(tmp_path, "rl") if "loss" in row.values]
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": GRPO()},
     "credit of calls": {"algorithm": DrGRPO(credit="per_role")},

@@ -243,19 +243,24 @@ def test_files_with_different_columns_are_refused(tmp_path: Path) -> None:
 
 def test_rows_that_fail_have_their_error_and_the_others_continue(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text('{"text": "the word is a"}\nnot json\n{"text": ""}\n{"text": "b refuse"}\n')
+    deep = "[" * 5000 + "]" * 5000
+    path.write_text(
+        '{"text": "the word is a"}\nnot json\n{"text": ""}\n{"text": "b refuse"}\n'
+        f'{{"text": {deep}}}\n'
+    )
 
     def reply(messages: Any) -> Any:
         text = messages[-1].content.splitlines()[0]
         return testing.refused("too long") if "refuse" in text else text.split()[-1]
 
     result = ask(path, model(reply))
-    first, second, third, fourth = result.table
+    first, second, third, fourth, fifth = result.table
     assert first == {"text": "the word is a", "answer": "a", "error": None}
     assert second["error"].startswith("t.jsonl, line 2 is not JSON")
     assert third["error"] == "the row has nothing in text"
     assert "too long" in fourth["error"]
-    assert (result.num_answered, result.num_failed, result.stop) == (1, 3, "done")
+    assert fifth["error"].startswith("t.jsonl, line 5 is not JSON: maximum recursion depth")
+    assert (result.num_answered, result.num_failed, result.stop) == (1, 4, "done")
 
 
 def test_strict_stops_at_the_first_error(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_text_encoding_is_detected(tmp_path: Path, data: bytes, text: str, detai
         ("t.tsv", "a\tb\n1\t2\n", "CSV: 2 columns a, b; 1 rows"),
         ("t.jsonl", '{"id": 1, "q": "x"}\n\n{"id": 2}\n', "JSONL: 2 records; 2 keys id, q"),
         ("t.jsonl", "oops\n{}\n", "JSONL: 2 lines; the first is not JSON: JSON is malformed"),
+        ("t.jsonl", "[" * 5000 + "]" * 5000, "JSONL: 1 lines; the first is not JSON: maximum"),
         ("t.json", '{"a": 1, "b": [2]}', "JSON: an object; 2 keys a, b"),
         ("t.json", "[1, 2, 3]", "JSON: a list of 3"),
     ],

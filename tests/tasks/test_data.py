@@ -137,6 +137,7 @@ def test_empty_context_becomes_none() -> None:
         ),
         ('{"question": "a?", "answer": null}', "x.jsonl, line 1: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
+        ('{"question": ' + "[" * 5000 + "]" * 5000 + "}", "x.jsonl, line 1: not JSON"),
         ("\n[1, 2]", "x.jsonl, line 2: a list; every line must be an object"),
         ("\n \n", "x, split 'test': it has no rows"),
     ],

@@ -50,7 +50,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check(made: RunParts, client: Any, model: Any = None) -> SelfCheck:
-    prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
+    prompt = first_prompt(made.scaffold, made.run, made.task, items_of(made.task, "validation")[0])
     return SelfCheck(AuditedClient(client), (model or made.policy.model).named_parameters, prompt)
 
 
