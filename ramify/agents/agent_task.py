@@ -197,6 +197,11 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
                 found.pop("folder", None)
 
     @property
+    def writes_prompts(self) -> bool:
+        """True, because the agent writes its own prompts: no scaffold applies."""
+        return True
+
+    @property
     def needs_rollout(self) -> bool:
         """True if the reward sees more than an answer, so that no answer alone can prove it."""
         return not self._compares

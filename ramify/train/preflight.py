@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.agents.agent_task import AgentTask
 from ramify.engine import observe, threads
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptFacts, context_facts
@@ -472,7 +471,7 @@ def check_folder(out: Path) -> None:
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
     """Reject a task whose first message leaves no room for a reply: every rollout would fail. What
     an agent will ask is unknown."""
-    if isinstance(task, AgentTask):
+    if getattr(task, "writes_prompts", False):
         return
     room, tools = policy.window - 1, scaffold.tools()
     for item in islice(items_of(task, "train"), 32):
@@ -522,7 +521,7 @@ def note_missing_template(policy: Policy) -> None:
 def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[Message]:
     """The first messages of a root call. An agent writes its own: the beginning of its question
     stands for them."""
-    if isinstance(task, AgentTask):
+    if getattr(task, "writes_prompts", False):
         return [Message("user", item.question[:100])]
     chars = observe.chars_of(item.context)
     context = context_facts(item.context, chars)
