@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 
 class _AgentRequest(msgspec.Struct, frozen=True):
-    """One request of an agent."""
-
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     schema: dict[str, Any] | None
