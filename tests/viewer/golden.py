@@ -194,8 +194,8 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
     return found
 
 
-def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]:
-    """(id, id of its first run) of an evaluation: four items of two kinds, two attempts each, of
+def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2) -> tuple[str, str]:
+    """(id, id of its first run) of an evaluation: four items of two kinds, some attempts each, of
     which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
     scored the first run's turns afterwards."""
     from ramify.evaluate.run import EvaluationPlan, EvaluationRecords, evaluate
@@ -238,7 +238,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
         tools={"describe": describe},
         limits=Limits(max_cost=0.5),
     )
-    plan = EvaluationPlan(model="scripted:counter", task="words", items=4, attempts=2)
+    plan = EvaluationPlan(model="scripted:counter", task="words", items=4, attempts=attempts)
     record = EvaluationRecords(store.root).create(plan)
     first = asyncio.run(evaluate(made, task, plan, record=record, concurrency=4)).outcomes[0].run
     record.close()

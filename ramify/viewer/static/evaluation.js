@@ -379,7 +379,7 @@ class EvaluationView {
           TONES[result],
           each === this.chosen ? "chosen" : "",
           item.listed.includes(each) ? "" : "aside",
-          verdict ? "labelled" : "",
+          verdict ? `labelled says-${verdict.replace(" ", "-")}` : "",
           this.ticked.has(placeOf(each)) ? "ticked" : "",
         ].join(" "),
         "aria-label": `attempt ${each.attempt + 1}: ${result}${verdict ? `, labelled ${verdict}` : ""}`,

@@ -5,6 +5,7 @@
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
 //   #/run/KEY/report                          one run to read or print
 //   #/evaluation[/KEY[/OTHER]][?…]          evaluations, and one of them
+//   #/label[/FILTER][?at=KEY]               runs to label, one after the other
 //   #/map[/KEY[/FILTER]]                    maps, and the rows of one
 
 import { load, offline, showState, watchServer } from "./api.js";
@@ -103,6 +104,8 @@ async function open(route, page) {
     return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation")
     return (await import("./evaluation.js")).evaluationPage(page, route.keys, route.query);
+  if (route.name === "label")
+    return (await import("./label.js")).labelPage(page, route.keys, route.query);
   if (route.name === "map") return (await import("./map.js")).mapPage(page, route.keys);
   if (route.name === "compare")
     return (await import("./compare.js")).comparePage(page, route.keys, route);

@@ -17,6 +17,7 @@ import { VirtualList } from "./list.js";
 import { facets, folds, percentiles, quotedValue, RUN_FIELDS } from "./run_fields.js";
 import { listPlaces } from "./run_list.js";
 import { worthTone } from "./story.js";
+import { sayVerdict, verdictKeys } from "./verdicts.js";
 
 const MAX_RUNS = 8; // that are compared, as in viewer/comparison.py
 const EVERY_MS = 2000; // between updates
@@ -133,6 +134,7 @@ class RunsView {
       { type: "button", hidden: true, onclick: () => this.compareTicked() },
       "compare",
     );
+    this.label = h("a.small.label-these", { href: "#/label" }, "label these");
     this.tally = h("span.quiet", { "aria-live": "polite" });
     this.problems = h("div.runs-problems");
     this.heads = COLUMNS.map(({ name, isNumber }) =>
@@ -164,6 +166,7 @@ class RunsView {
           this.tally,
           this.groups,
           this.compare,
+          this.label,
           this.figures,
           this.filter.fix,
           this.facets,
@@ -257,14 +260,30 @@ class RunsView {
 
   tick(run) {
     if (run.group) return;
-    if (!this.ticked.delete(run.key)) {
-      if (this.ticked.size === MAX_RUNS) return toast(`at most ${MAX_RUNS} runs are compared`);
-      this.ticked.add(run.key);
-    }
-    this.compare.hidden = this.ticked.size < 2;
+    if (!this.ticked.delete(run.key)) this.ticked.add(run.key);
+    this.drawTicked();
+  }
+
+  drawTicked() {
+    this.compare.hidden = this.ticked.size < 2 || this.ticked.size > MAX_RUNS;
     this.compare.textContent =
       this.ticked.size === 2 ? "compare these two" : `compare these ${this.ticked.size}`;
     this.list.later(true);
+  }
+
+  // Label all runs that are ticked.
+  async labelTicked(verdict) {
+    const keys = [...this.ticked];
+    if (!keys.length) return toast("tick runs to label them (x), or open the queue: label these");
+    this.ticked.clear();
+    this.drawTicked();
+    try {
+      await sayVerdict(keys, verdict);
+      await this.load();
+      if (!this.closed) this.update();
+    } catch (error) {
+      toast(error.message);
+    }
   }
 
   compareTicked() {
@@ -340,6 +359,9 @@ class RunsView {
     this.drawFigures();
     if (group) this.shown = this.grouped(this.shown, group);
     else if (!narrows && !order && !problem) this.fold();
+    const filter = this.ungrouped();
+    this.label.hidden = !num;
+    this.label.setAttribute("href", filter ? `#/label/${encodeURIComponent(filter)}` : "#/label");
     this.groups.value = group ? group.name : "";
     fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
@@ -450,10 +472,11 @@ class RunsView {
       j: ["next run", () => this.move(1)],
       k: ["previous run", () => this.move(-1)],
       x: [
-        "tick the run, to compare it",
+        "tick the run, to compare or label it",
         () => this.list.active >= 0 && this.tick(this.shown[this.list.active]),
       ],
       Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)],
+      ...verdictKeys("the ticked runs are", (verdict) => this.labelTicked(verdict)),
       "/": ["filter", () => this.filter.focus()],
     };
   }

@@ -83,6 +83,13 @@ export function agreementWords(agreements) {
  * @property {{ run: string, name: string, differs: boolean }[]} siblings other attempts
  */
 
+// Keys of a page that labels: said(verdict) is called.
+export function verdictKeys(words, said) {
+  return Object.fromEntries(
+    VERDICTS.map(([key, verdict]) => [key, [`${words} ${verdict}`, () => said(verdict)]]),
+  );
+}
+
 export class AnswerCard {
   // said(verdict): a person gave the verdict of the answer that is shown; noted(note): a note.
   constructor({ said, noted }) {
@@ -153,6 +160,7 @@ export class AnswerCard {
       ]);
       if (this.shown.run !== answered.run) return;
       this.head = picture.head;
+      if (!Object.keys(answered.verdicts).length) this.drawVerdicts(picture.head.review);
       this.call = call;
       this.draw();
       await this.part(answered.siblings.find((each) => each.differs) || answered.siblings[0]);
@@ -224,11 +232,9 @@ export class AnswerCard {
     );
     fill(
       place,
-      found
-        ? `Parts at turn ${found[0] + 1}: ${found[1]}. `
-        : "Every turn is the same as in that attempt. ",
+      found ? "Parts from " : "The same turns as ",
       choose,
-      " ",
+      found ? ` at turn ${found[0] + 1}: ${found[1]}. ` : " ",
       h(
         "a",
         { href: `#/compare/${encodeURIComponent(shown.run)}/${encodeURIComponent(sibling.run)}` },
@@ -240,11 +246,10 @@ export class AnswerCard {
 
   // Keys of the page that shows the card.
   keys() {
-    const keys = {};
-    for (const [key, verdict] of VERDICTS)
-      keys[key] = [`the answer is ${verdict}, and on to the next`, () => this.said(verdict)];
-    keys.n = ["note on the answer", () => this.note.focus()];
-    return keys;
+    return {
+      ...verdictKeys("on to the next: this answer is", this.said),
+      n: ["note on the answer", () => this.note.focus()],
+    };
   }
 }
 
