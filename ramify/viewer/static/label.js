@@ -224,7 +224,10 @@ function answeredBy(run) {
     expected: "",
     answer: run.answer ?? "",
     error: run.ending || "",
-    outcome: stopWords(run.stop, run.alive),
+    outcome:
+      typeof run.reward === "number"
+        ? [`score ${number(run.reward)}`, worthTone(run.reward)]
+        : stopWords(run.stop, run.alive),
     verdicts: run.said?.verdicts || {},
     note: run.note || "",
     siblings: [],
