@@ -12,8 +12,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
+
 from ramify.cli.parser import ExitCode
 from ramify.evaluate.run import EvaluationRecords
+from ramify.evaluate.statistics import paired_difference, share_with_interval
 from tests.cli.helpers import Shell
 
 MINE = """
@@ -48,7 +51,7 @@ def test_eval_prints_a_table_of_scores(shell: Shell) -> None:
     assert lines[2].split(maxsplit=2) == [
         "all",
         "12",
-        "1.000 [1.00 1.00]   1.000 [1.00 1.00]   1.000 [1.00 1.00]",
+        "1.000 [0.74 1.00]   1.000 [0.74 1.00]   1.000 [0.74 1.00]",
     ]
     assert [line.split()[0] for line in lines[3:5]] == ["a", "b"]
     assert "in all " in lines[-1]
@@ -87,16 +90,17 @@ def test_json_output_and_comparison_with_another_evaluation(shell: Shell) -> Non
             *start(shell, RIGHT, "--items", "4", "--json", "--against", first["evaluation"])
         ).out
     )
-    assert second["rows"][0]["average"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert second["rows"][0]["average"] == msgspec.to_builtins(share_with_interval(4, 4))
     assert second["against"] == {
         "evaluation": first["evaluation"],
         "items": 3,
-        "average": {"value": 1.0, "low": 1.0, "high": 1.0},
+        "average": msgspec.to_builtins(paired_difference([1.0] * 3, [0.0] * 3)),
     }
     shown = shell.run(*start(shell, RIGHT, "--items", "2", "--against", first["evaluation"])).out
     assert (
-        f"average minus that of {first['evaluation']}: +1.000 [+1.000 +1.000] over 2 items" in shown
-    )
+        f"average minus that of {first['evaluation']}: +1.000 [-0.684 +1.000] over 2 items\n"
+        "2 of them got better, 0 worse\n"
+    ) in shown
 
 
 def test_two_scaffolds_are_compared_over_the_same_items(shell: Shell) -> None:

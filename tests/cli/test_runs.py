@@ -245,6 +245,22 @@ def test_read_only_store_is_listed_and_shown(shell: Shell) -> None:
     assert "RAMIFY_DEBUG" not in error
 
 
+def test_verdicts_of_two_people_are_labels_of_a_run(stored: Shell) -> None:
+    def say(verdict: str, person: str) -> None:
+        words = ("runs", "review", "last", "--verdict", verdict, "--person", person)
+        assert stored.run(*words).code == 0
+
+    say("right", "ana")
+    assert json.loads(stored.run("runs", "review", "last").out)["rewards"] == {"correct": 1.0}
+    assert len(stored.run("runs", "label:right").out.splitlines()) == 2
+    say("wrong", "ben")
+    review = json.loads(stored.run("runs", "review", "last").out)
+    assert (review["verdicts"], review.get("rewards")) == ({"ana": "right", "ben": "wrong"}, None)
+    assert len(stored.run("runs", "label:disputed").out.splitlines()) == 2
+    done = stored.run("runs", "review", "last", "--person", "ana")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+
+
 def test_runs_are_filtered_sorted_and_grouped(stored: Shell) -> None:
     def questions(*filter: str) -> list[str]:
         found = stored.run("runs", *filter).out.splitlines()[1:]
