@@ -7,6 +7,7 @@ healthy ones. Their sentences are read from the page in Chromium, as a person wo
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,14 +39,10 @@ def figures(quick: bool) -> Iterator[Figure]:
 
     with tempfile.TemporaryDirectory(prefix="ramify-faces-") as name:
         folder = Path(name)
-        (folder / "start").mkdir()
-        policy = objectives_doctor.taught(folder / "start")
-        right = {
-            out: names for out, names, _ in objectives_doctor.broken_runs(folder / "broken", policy)
-        }
-        healthy = [folder / "healthy" / str(seed) for seed in range(NUM_HEALTHY)]
-        for out, seed in zip(healthy, objectives_doctor.SEEDS, strict=False):
-            objectives_doctor.healthy_run(out, policy, seed)
+        # In a process that is over before the page is served, since training leaves threads behind.
+        subprocess.run([sys.executable, __file__, name], check=True)
+        right = {folder / each.__name__: names for each, names in objectives_doctor.BROKEN.items()}
+        healthy = [folder / f"healthy-{seed}" for seed in healthy_seeds()]
         with chromium() as browser:
             said = dict(sentences(browser, [*right, *healthy]))
     wrong = {
@@ -58,6 +55,24 @@ def figures(quick: bool) -> Iterator[Figure]:
     yield Figure(silent, float(len(alarms)), f"of {len(healthy)}", alarms, 0.0)
 
 
+def healthy_seeds() -> list[int]:
+    import objectives_doctor
+
+    return list(objectives_doctor.SEEDS[:NUM_HEALTHY])
+
+
+def train_all(folder: Path) -> None:
+    """Run every broken and healthy run, each in a folder inside ``folder``."""
+    import objectives_doctor
+
+    (folder / "start").mkdir()
+    policy = objectives_doctor.taught(folder / "start")
+    for out, _, found in objectives_doctor.broken_runs(folder, policy):
+        print(f"{out.name}: {', '.join(each.name for _, each in found)}", file=sys.stderr)
+    for seed in healthy_seeds():
+        objectives_doctor.healthy_run(folder / f"healthy-{seed}", policy, seed)
+
+
 def sentences(browser: Any, folders: list[Path]) -> Iterator[tuple[Path, str]]:
     """Yield the verdict that the page shows for each training folder."""
     with served(*folders) as server, tab(browser) as shown:
@@ -66,3 +81,7 @@ def sentences(browser: Any, folders: list[Path]) -> Iterator[tuple[Path, str]]:
             page = shown.open(f"{server.url}#/training/p{index}%2F")
             page.locator(".verdict li").first.wait_for()
             yield folder, str(page.evaluate(_SENTENCE))
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]))
