@@ -333,7 +333,7 @@ def test_damaged_evaluation_is_shown_as_far_as_readable(world: World, tmp_path: 
         damaged = await get("/api/evaluation", key="p0/damaged.jsonl")
         assert (damaged["num_made"], len(damaged["problems"])) == (8, 1)
         assert "line 4 is damaged and was skipped" in damaged["problems"][0]
-        assert damaged["passes"] == [[1, 0.75], [2, 1.0]]
+        assert [[k, each["value"]] for k, each in damaged["passes"]] == [[1, 0.75], [2, 1.0]]
         assert {each["run"] for each in damaged["attempts"]} == {None}  # its store is elsewhere
         assert (await get("/api/evaluation", key="p0/begun.jsonl"))["report"] is None
         (problem,) = (await get("/api/run", key="p0/begun.jsonl"))["head"]["problems"]
