@@ -1,6 +1,6 @@
-"""Benchmarks of the front ends: the page (``faces_view.py``), its verdict on training runs
-(``faces_training.py``), labelling (``faces_labels.py``), its links between values and calls
-(``faces_provenance.py``), and the server of runs (``faces_serve.py``).
+"""Benchmarks of the front ends: the page (``faces_view.py``), its list of runs (``faces_runs.py``),
+its verdict on training runs (``faces_training.py``), labelling (``faces_labels.py``), its links
+between values and calls (``faces_provenance.py``), and the server of runs (``faces_serve.py``).
 
     python benchmarks/faces.py            print a table; --quick for fewer rounds, within five
                                           minutes
@@ -18,6 +18,7 @@ import sys
 
 import faces_labels
 import faces_provenance
+import faces_runs
 import faces_serve
 import faces_training
 import faces_view
@@ -31,7 +32,14 @@ def main() -> int:
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
     options = parser.parse_args()
-    parts = (faces_view, faces_training, faces_labels, faces_provenance, faces_serve)
+    parts = (
+        faces_view,
+        faces_runs,
+        faces_training,
+        faces_labels,
+        faces_provenance,
+        faces_serve,
+    )
     found = [figure for part in parts for figure in part.figures(options.quick)]
     show(found)
     if options.json:

@@ -334,10 +334,10 @@ class Store(RunStore):
         for entry in os.scandir(self._runs):
             if entry.name.endswith(".jsonl"):
                 try:
-                    keyed.append((_when(entry), Path(entry.path)))
+                    keyed.append((_when(entry), entry.path))
                 except FileNotFoundError:
                     continue
-        return [path for _, path in sorted(keyed, reverse=True)]
+        return [Path(path) for _, path in sorted(keyed, reverse=True)]
 
 
 def default_root() -> Path:

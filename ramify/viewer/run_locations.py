@@ -14,6 +14,7 @@ rollouts), or the record of an evaluation (a plan, then one outcome per line).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -209,17 +210,18 @@ def walk(
     Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read.
     """
     try:
-        entries = sorted(folder.iterdir())
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
     except OSError as error:
         if failed is not None:
             failed(folder, error)
         return
     for entry in entries:
-        if entry.is_dir():
-            if depth < MAX_DEPTH and entry.name not in _NOT_SEARCHED and not entry.is_symlink():
-                yield from walk(entry, matches, failed, depth + 1)
-        elif matches(entry.name):
-            yield entry
+        if entry.is_dir(follow_symlinks=False):
+            if depth < MAX_DEPTH and entry.name not in _NOT_SEARCHED:
+                yield from walk(Path(entry.path), matches, failed, depth + 1)
+        elif matches(entry.name) and not (entry.is_symlink() and Path(entry.path).is_dir()):
+            yield Path(entry.path)
 
 
 def _place(number: int, name: str | Path | RunStore) -> RunLocation:

@@ -8,11 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ramify import Store
-from ramify.types.event import CallEnded, CallStarted, RunEnded, RunStarted
-from ramify.types.trajectory import Stop
+from ramify.types.event import (
+    CallEnded,
+    CallStarted,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunStarted,
+)
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Parent, Stop
 from ramify.viewer.page_script import STATIC
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import AXE, photograph, served, tab, violations
@@ -212,3 +221,49 @@ def test_moving_with_keys_adds_no_history(browser: Any, world: World) -> None:
         page.keyboard.press("k")
         page.wait_for_function("location.hash.includes('/call/')")
         assert page.evaluate("history.length") == before
+
+
+def test_most_expensive_call_takes_two_clicks_and_a_key(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for run, costs in (
+        ("20260301-000000-small", [0.02]),
+        ("20260228-000000-large", [0.1, 0.7, 0.3]),
+    ):
+        journal = store.create(run)
+        journal.append(RunStarted(id=run, question=run, started_at=1.7e9))
+        journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question=run))
+        for n, cost in enumerate(costs):
+            ask = CallStarted(id=f"0.{n}", kind="lm", model="m", depth=1, question=f"part {n}")
+            journal.append(msgspec.structs.replace(ask, parent=Parent("0", 0, 0)))
+            prompt = (Message("user", f"part {n}"),)
+            journal.append(
+                RequestStarted(call=f"0.{n}", turn=0, reused=0, prompt=prompt, prompt_hash="0" * 64)
+            )
+            usage = Usage(input_tokens=10 * (5 - n), output_tokens=1, calls=1)
+            reply = Reply(Message("assistant", "31"), usage, cost=cost)
+            journal.append(ReplyReceived(call=f"0.{n}", turn=0, reply=reply))
+            journal.append(CallEnded(at_s=n + 1.0, id=f"0.{n}", stop=Stop.FINAL, answer="31"))
+        journal.append(CallEnded(at_s=4.0, id="0", stop=Stop.FINAL, answer="31"))
+        journal.append(RunEnded(at_s=4.0, stop=Stop.FINAL, answer="31"))
+        journal.close()
+    with served(tmp_path) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        page.locator(".thead .cost").click()
+        page.locator(".run-row .question").first.click()
+        page.locator(".call-row").first.wait_for()
+        page.keyboard.press("$")
+        page.locator(".crumbs b", has_text="call 0.1").wait_for()
+        page.keyboard.press("$")
+        page.locator(".crumbs b", has_text="call 0.2").wait_for()
+        page.get_by_role("button", name="cost", exact=True).click()
+        ids = page.locator(".call-row:visible .id")
+        ids.first.get_by_text("0.1").wait_for()
+        assert ids.all_inner_texts()[:3] == ["0.1", "0.2", "0.0"]
+        photograph(page, "calls-by-cost", tmp_path)
+        page.get_by_role("button", name="tokens", exact=True).click()
+        page.locator(".call-row:visible .cost", has_text="51 tok").wait_for()
+        assert ids.all_inner_texts()[:3] == ["0.0", "0.1", "0.2"]
+        if AXE.exists():
+            assert violations(page) == []
+        page.get_by_role("button", name="tokens ↓").click()
+        ids.first.get_by_text("0", exact=True).wait_for()

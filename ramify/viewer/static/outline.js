@@ -3,17 +3,22 @@
 
 import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
-import { dollars, grouped, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, oneLine, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
 
 const PLACEHOLDER = "filter calls";
+const SORTS = [
+  ["cost", "cost"],
+  ["time", "seconds"],
+  ["tokens", "tokens"],
+]; // [words, field of the filter]
 const TOGETHER = 8; // maximum plain sub-calls of one cell with separate rows
 const TWO_LINES = matchMedia("(max-width: 1300px)"); // a row's question above its answer
 const ROW_PIXELS = () => (TWO_LINES.matches ? 46 : 30);
 
 // What calls can be filtered by.
 /** @returns {import("./filter.js").Fields} */
-function callFields(run) {
+export function callFields(run) {
   const stopOf = (call) => call.stop || (run.alive ? "running" : "interrupted");
   return {
     numbers: {
@@ -70,10 +75,24 @@ export class Outline {
       { type: "button", hidden: true, onclick: () => this.showAll() },
       "all calls",
     );
+    this.sorts = SORTS.map(([words, field]) =>
+      h(
+        "button.small.sort",
+        { type: "button", title: `sort by ${words}`, onclick: () => this.sortBy(field) },
+        words,
+      ),
+    );
     this.element = h(
       "section.outline",
       { "aria-label": "calls" },
-      h("div.outline-head", null, this.filter.input, this.tally, this.back),
+      h(
+        "div.outline-head",
+        null,
+        this.filter.input,
+        this.tally,
+        this.back,
+        h("div.sorts", { role: "group", "aria-label": "sort calls by" }, this.sorts),
+      ),
       this.filter.fix,
       this.list.box,
     );
@@ -104,8 +123,14 @@ export class Outline {
     else this.add(roots);
     this.list.set(this.rows.length);
     this.back.hidden = !this.only;
+    for (const [at, [words, field]] of SORTS.entries()) {
+      const sort = this.filter.sort?.name === field ? this.filter.sort : null;
+      this.sorts[at].setAttribute("aria-pressed", String(Boolean(sort)));
+      this.sorts[at].textContent = `${words}${sort ? (sort.down ? " ↓" : " ↑") : ""}`;
+    }
     this.markSelected(false);
-    const shown = this.narrowed() ? `${grouped(this.rows.length)} of ` : "";
+    const isPart = this.only || this.filter.narrows || this.filter.problem,
+      shown = isPart ? `${grouped(this.rows.length)} of ` : "";
     fill(this.tally, `${shown}${grouped(this.run.calls.length)}`);
   }
 
@@ -150,6 +175,15 @@ export class Outline {
       if (this.only ? this.only.has(index) : this.filter.matches(call))
         this.rows.push({ call: index });
     });
+    const { order } = this.filter,
+      { calls } = this.run;
+    if (order && !this.only) this.rows.sort((a, b) => order(calls[a.call], calls[b.call]));
+  }
+
+  // Largest first; a second click returns to the tree.
+  sortBy(field) {
+    this.filter.setSort(this.filter.sort?.name === field ? "" : field);
+    this.list.box.scrollTop = 0;
   }
 
   narrowed() {
@@ -224,7 +258,12 @@ export class Outline {
     ].filter(Boolean);
     mark.className = `mark ${call.outlier && !call.failed ? "odd" : call.stop !== "final" ? tone : call.reward > 0 ? "good" : worth ? "bad" : ""}`;
     mark.textContent = parts.join(" · ");
-    cost.textContent = call.cost === null ? "" : dollars(call.cost);
+    cost.textContent =
+      this.filter.sort?.name === "tokens"
+        ? `${count(call.tokens_in + call.tokens_out)} tok`
+        : call.cost === null
+          ? ""
+          : dollars(call.cost);
     took.textContent = seconds(Math.max(0, now - call.started_s));
     row.title = [call.question, call.outlier, call.reason].filter(Boolean).join("\n");
   }

@@ -2,8 +2,9 @@
 
 import { follow, get, offline } from "./api.js";
 import { copy, fill, h, toast } from "./dom.js";
+import { parseFilter } from "./filter.js";
 import { many, runAddress } from "./format.js";
-import { Outline } from "./outline.js";
+import { callFields, Outline } from "./outline.js";
 import { Story } from "./story.js";
 import { Transcript } from "./transcript.js";
 import { Picture } from "./tree.js";
@@ -430,6 +431,16 @@ class RunView {
     else toast("no call differs from its siblings");
   }
 
+  // The most expensive call; then the next most expensive one.
+  nextExpensive() {
+    const order = parseFilter("sort:cost", callFields(this.run)).order,
+      calls = this.run.calls.filter((call) => call.cost !== null).sort(order);
+    if (!calls.length) return toast("no call has a known cost");
+    const at = this.walksCosts ? calls.findIndex((call) => call.id === this.shown) : -1;
+    this.walksCosts = true;
+    return this.go(calls[(at + 1) % calls.length].id);
+  }
+
   // --- keys --------------------------------------------------------------------------------------
 
   keys() {
@@ -443,6 +454,7 @@ class RunView {
       k: ["previous call", () => move(-1)],
       b: ["one step back to where the answer comes from", () => this.transcript.provenance.walk()],
       o: ["next call that differs from its siblings", () => this.nextOutlier()],
+      $: ["most expensive call, then the next one", () => this.nextExpensive()],
       u: [
         "the call that made this one",
         () => {

@@ -343,8 +343,7 @@ class RunsView {
 
   arrange() {
     const { matches, group, order, narrows, problem } = this.filter,
-      { name: by, down } = this.order(),
-      words = this.filter.text.trim();
+      { name: by, down } = this.order();
     this.shown = this.data.runs.filter(matches);
     if (order) this.shown.sort(order);
     for (const [index, head] of this.heads.entries()) {
@@ -363,7 +362,7 @@ class RunsView {
     this.label.hidden = !num;
     this.label.setAttribute("href", filter ? `#/label/${encodeURIComponent(filter)}` : "#/label");
     this.groups.value = group ? group.name : "";
-    fill(this.tally, words ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
+    fill(this.tally, narrows || problem ? `${grouped(num)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
     if (said !== this.said)
       fill(
