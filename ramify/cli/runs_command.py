@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
@@ -47,6 +49,8 @@ _DROPPED_FIRST = ("when", "tokens", "calls", "model", "seconds", "answer")
 """Columns that are dropped on a narrow terminal, in this order; never the cost or the stop."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 _VERDICTS = ("right", "wrong", "not-sure", "none")
+_MOST_SHOWN = 20
+"""Number of runs that are listed by default."""
 _BY_REFERENCE = "by reference"
 """Column with the number of files that a run's context refers to instead of containing them."""
 
@@ -57,10 +61,14 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
             raise UsageError("--maps has no filter: open them in ramify view")
         print_maps(open_store(), as_json=bool(json))
         return ExitCode.ANSWERED
-    limit = 20 if limit is None else limit
+    folds = not words and limit is None and not json and sys.stdout.isatty()
+    limit = _MOST_SHOWN if limit is None else limit
     if limit < 0:
         raise UsageError(f"--limit {limit}: give 0 (for all) or more")
     wanted = parse_run_filter(" ".join(words))
+    if folds:
+        _draw_folded(open_store().runs())
+        return ExitCode.ANSWERED
     stored = open_store().runs(None if words else limit or None)
     summaries = wanted.apply(stored)
     if words and not summaries:
@@ -305,6 +313,22 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
     ]
 
 
+def _draw_folded(summaries: list[RunSummary]) -> None:
+    """Show the newest runs that a person asked for, and one line for each task of evaluations.
+    Without such runs, show the newest of all."""
+    asked = [run for run in summaries if not run.task]
+    if not asked:
+        return _draw(summaries[:_MOST_SHOWN])
+    _draw(asked[:_MOST_SHOWN])
+    if len(asked) > _MOST_SHOWN:
+        print(f"and {len(asked) - _MOST_SHOWN:,} older: ramify runs --limit 0")
+    for task, num in Counter(run.task for run in summaries if run.task).most_common():
+        value = f'"{task}"' if " " in task else task
+        command = shlex.join(["ramify", "runs", f"task={value}"])
+        print(f"and {many(num, 'run')} of the evaluation of {one_line(task, 60)}: {command}")
+    return None
+
+
 class _GroupRow(NamedTuple):
     """Figures of the runs with one value of a field."""
 
@@ -404,7 +428,8 @@ COMMANDS = (
         "runs",
         """\
 List stored runs, newest first, or those that match FILTER, such as 'when:yesterday stop:error' or
-'sort:cost model:qwen' (docs/view.md has its fields). In a pipe, columns are separated by tabs.""",
+'sort:cost model:qwen' (docs/view.md has its fields). In a terminal without FILTER, the runs of
+evaluations are one line for each task. In a pipe, columns are separated by tabs.""",
         runs,
         "[FILTER]",
         0,

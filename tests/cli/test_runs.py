@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import sqlite3
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from ramify import Store
+from ramify.types.event import RunStarted
 from tests.cli.helpers import (
     COMMAND,
     SESSION_SCRIPT,
@@ -290,3 +295,29 @@ def test_unreadable_filter_lists_nothing(stored: Shell, filter: str, said: str) 
     done = stored.run("runs", filter)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert said in done.err
+
+
+def test_evaluations_are_one_line_on_a_terminal(stored: Shell) -> None:
+    store = Store(Path(stored.env["RAMIFY_HOME"]))
+    for n in range(3):
+        journal = store.create(f"20260301-00000{n}-item")
+        journal.append(RunStarted(id=journal.id, question="item", started_at=1.8e9, task="my sums"))
+        journal.close()
+    ours, theirs = pty.openpty()
+    process = stored.start("runs", stdout=theirs)
+    os.close(theirs)
+    written = b""
+    try:
+        while block := os.read(ours, 4096):
+            written += block
+    except OSError:  # the terminal's end
+        pass
+    finally:
+        os.close(ours)
+    assert process.wait(100) == 0
+    process.communicate()
+    lines = written.decode().splitlines()
+    assert "May" in lines[1]
+    assert lines[3:] == ["and 3 runs of the evaluation of my sums: ramify runs 'task=\"my sums\"'"]
+    listed = stored.run("runs", 'task="my sums"').out.splitlines()
+    assert len(listed) == 4
