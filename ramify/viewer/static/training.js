@@ -432,6 +432,7 @@ class TrainingView {
     const missing = numMeasured ? "no curve of that name" : "nothing was measured yet";
     fill(
       this.pinned,
+      h("h2.offscreen", null, "Pinned charts"),
       open.map(([name]) => made(name)),
       all.size || (numMeasured && !this.filter.text) ? null : h("p.quiet", null, missing),
     );
