@@ -128,5 +128,6 @@ function reportOf(view) {
   );
   // The browser applies this page's policy to styles of a new document, too, so the head is added to
   // the text. What comes from a run is in elements, and so escaped.
-  return `<!doctype html>\n${file.documentElement.outerHTML.replace("<head>", () => `<head>${HEAD}`)}`;
+  const text = new XMLSerializer().serializeToString(file.documentElement);
+  return `<!doctype html>\n${text.replace("<head>", () => `<head>${HEAD}`)}`;
 }
