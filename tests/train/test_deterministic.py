@@ -102,7 +102,7 @@ def sampled(policy: Policy, sizes: list[int], *, at_a_time: int, slots: int) -> 
 class NoText:
     """A placeholder renderer, for prompts given as ids."""
 
-    name, stop_ids = "none", ()
+    name, stop_ids, unstable = "none", (), ""
 
 
 def test_replies_are_bit_identical_in_any_batch() -> None:
