@@ -120,7 +120,7 @@ def test_two_scaffolds_are_compared_over_the_same_items(shell: Shell) -> None:
         "scaffold default",
         "scaffold plain.toml",
     ]
-    assert "average minus that of default: -1.000 [-1.000 -1.000] over 3 items" in done.out
+    assert "average minus that of default: -1.000 [-1.000 +0.415] over 3 items" in done.out
     lines = [json.loads(line) for line in shell.run(*asked, "--json").out.splitlines()]
     assert [line["scaffold"] for line in lines] == ["default", "plain.toml"]
     assert lines[1]["against"]["items"] == 3
