@@ -214,7 +214,7 @@ def test_a_folder_of_texts(seen: dict[str, Any]) -> None:
     assert [row["file"] for row in rows] == [*(f"{n}.txt" for n in range(4)), "broken.txt"]
     assert [row["answer"] for row in rows] == ["t0", "t1", "t2", "t3", None]
     assert num_answered == 4
-    assert rows[-1]["error"] == "the row has nothing in text"
+    assert rows[-1]["error"] == "broken.txt is not text in UTF-8"
 
 
 @pytest.mark.slow

@@ -426,4 +426,6 @@ def test_texts_that_are_no_actions_are_counted() -> None:
             of=plan(task="walk", items=1),
             limits={"max_turns": len(replies)},
         )
-        assert [each.metrics for each in found.outcomes] == [{"steps": steps, REJECTED: 2.0}]
+        assert [each.metrics for each in found.outcomes] == [
+            {"calls.new": 1, "turns.continued": len(replies) - 1, "steps": steps, REJECTED: 2.0}
+        ]
