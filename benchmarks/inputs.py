@@ -14,12 +14,9 @@ limit.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import sys
 
-from engine import Figure, show
+from parts import run_parts
 
 PARTS = (
     "documents",
@@ -31,23 +28,5 @@ PARTS = (
     "values",
 )
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Figures of inputs.")
-    parser.add_argument("--quick", action="store_true", help="smaller inputs")
-    parser.add_argument("--part", action="append", choices=PARTS, help="repeat for more")
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON on the last line"
-    )
-    options = parser.parse_args()
-    found: list[Figure] = []
-    for part in options.part or PARTS:
-        found += importlib.import_module(f"inputs_{part}").figures(options.quick)
-    show(found)
-    if options.json:
-        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
-    return 1 if any(figure.holds is False for figure in found) else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts("inputs", PARTS, "smaller inputs"))

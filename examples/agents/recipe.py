@@ -4,8 +4,8 @@
     python examples/agents/small_policy.py runs/small          a policy for trying things out
     AGENT=langgraph ramify train examples/agents/recipe.py --out runs/boxes
 
-``AGENT`` is the name of a folder beside this file. Each has an agent and its pins. The agent is
-started as it is for every rollout, and finds the policy at the address in its environment.
+``AGENT`` is the name of a folder beside this file. Each has an agent and its pins. The agent
+runs unchanged, once for each rollout, and reads the address of the policy from its environment.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ class ReplyGrowth:
 
     def gained(self, message: Message) -> tuple[str | None, str]:
         """Return (reasoning, content) that ``message`` has beyond what was sent. The reasoning is
-        None if there is no more of it; it may begin with an empty text. Text that was sent and has
-        changed is not sent again."""
+        None if nothing was added to it; the first part of it may be empty. If text that was sent
+        has changed since, it is not sent again."""
         reasoning: str | None = None
         if message.reasoning is not None:
             reasoning = _gain(self._reasoning or "", message.reasoning)

@@ -8,10 +8,10 @@
 
     request ──> admit ──> ServedModel ── replies or a stream ──> body or events
 
-A server decides who is admitted and which model answers (``Admission``). A reply that does not do
-what ``tool_choice`` requires is an error: nothing constrains what is sampled. An error before the
-first part of a stream is an error response; a later one is the stream's last event. Not here: the
-list of models, which each server writes itself (``listed_models``).
+A server decides which requests it accepts and which model answers them (``Admission``). A reply
+that does not obey ``tool_choice`` is an error, because sampling is not constrained. An error before
+the first part of a stream is an error response; a later one is the stream's last event. Not here:
+the list of models, which each server writes itself (``listed_models``).
 """
 
 from __future__ import annotations

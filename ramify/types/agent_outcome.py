@@ -31,5 +31,5 @@ class AgentOutcome(enum.StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True for every outcome but ``ENDED`` and ``CANCELLED``."""
+        """True for all outcomes except ``ENDED`` and ``CANCELLED``."""
         return self not in (AgentOutcome.ENDED, AgentOutcome.CANCELLED)

@@ -53,7 +53,7 @@ def even_by_call(run: AgentRun) -> Mapping[str, float]:
 
 
 def fails_at_times(job: AgentJob) -> str:
-    """Crash for every second question."""
+    """Raise an error for questions whose last number is odd."""
     if int(job.item.question.split()[-1][:-1]) % 2:
         raise ValueError("no such table")
     return ask(job)

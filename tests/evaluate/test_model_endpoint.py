@@ -110,7 +110,7 @@ def test_client_decides_length_and_number_but_not_temperature() -> None:
         assert all(each.token and len(each.top_logprobs) == 2 for each in content)
 
 
-def test_ended_key_and_key_of_nobody_are_wrong_keys() -> None:
+def test_ended_and_unknown_keys_are_refused() -> None:
     async def run() -> None:
         async with RLM(ScriptedClient(["x"])) as rlm, ModelEndpoint() as endpoint:
 
@@ -119,7 +119,7 @@ def test_ended_key_and_key_of_nobody_are_wrong_keys() -> None:
                     return key
 
             ended = (await rlm.start(TaskStart(conduct=conduct), "play")).answer
-            for key in (ended, "rk-of-nobody"):
+            for key in (ended, "rk-unknown"):
                 with pytest.raises(openai.AuthenticationError, match="no running rollout"):
                     await by_chat(endpoint.url(), key)
                 with pytest.raises(openai.AuthenticationError, match="no running rollout"):
