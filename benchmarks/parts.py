@@ -15,8 +15,7 @@ def run_parts(name: str, parts: Sequence[str], quick: str) -> int:
     """Measure the parts that the command line names, or all of them, and print their figures.
 
     A part is imported when its turn comes, because it imports the library that it measures.
-    ``quick`` says what ``--quick`` leaves out. Returns the exit code: 1 if a figure misses its
-    limit.
+    ``quick`` is the help text of ``--quick``. Returns the exit code: 1 if a figure misses its limit.
     """
     parser = argparse.ArgumentParser(description=f"Figures of {name}.")
     parser.add_argument("--quick", action="store_true", help=quick)
