@@ -94,7 +94,7 @@ class FileFeed(Generic[T]):
         async with self.lock:
             run = self.watched
             if isinstance(run, TrainingCurves):
-                return run.data() if run.version != version else None
+                return run.changes(version) if run.version != version else None
             missed = [node.index for node in run.tree.order if node.version > version]
             return changes(run, missed) if missed or run.version != version else None
 
@@ -142,11 +142,13 @@ class FileFeed(Generic[T]):
                 queue.put_nowait(self._arriving)
 
     def _notify(self, changed: set[int] | bool) -> None:
+        run, before = self.watched, self._sent_version
+        self._sent_version = run.version
         if not self._queues:
             return
-        run = self.watched
         if isinstance(run, TrainingCurves):
-            message = run.data() if changed else None
+            # A follower received all changes before this version when it began to follow.
+            message = run.changes(before) if changed else None
         else:
             head = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
             message = (
@@ -160,6 +162,8 @@ class FileFeed(Generic[T]):
 
     _sent_head: tuple[object, ...] = ()
     """Values behind the head that the pages last received."""
+    _sent_version = -1
+    """Version of ``watched`` that all pages have received."""
 
 
 class FileFeeds:

@@ -89,7 +89,7 @@ class RunListing:
         found = {run.key: run for run in runs}
         for key, run in found.items():
             known = self._rows.get(key)
-            if known is None or known[1] != run:
+            if known is None or not _same(known[1], run):
                 # A copy, since the library changes its rows in place.
                 self._rows[key] = after, copy.copy(run)
                 self._gone.pop(key, None)
@@ -101,9 +101,14 @@ class RunListing:
             self._gone.clear()
             self._oldest = self._version
         plain = msgspec.to_builtins(others)
-        if plain != self._others:
+        if not _same(plain, self._others):
             self._others = plain
             self._others_version = self._version = after
+
+
+def _same(known: Any, found: Any) -> bool:
+    """Whether two values are equal. NaN counts as equal to itself, so that it is sent once."""
+    return bool(known == found) or repr(known) == repr(found)
 
 
 def _column(rows: list[RunRow], name: str) -> Any:

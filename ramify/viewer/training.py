@@ -3,6 +3,8 @@ evaluation's page: scores with intervals for each kind of item, and all attempts
 
 metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […],
                           "clock": {…}, "verdict": […], "alarms": […], …}
+    since a version      {"since": 40, "version": 41, "names": {"reward": [39, [40], [0.5]]}, …}:
+                          the new points of each curve, from an index on, and what else changed
 checkpoints/             "config": {"rl.optim.lr": "0.001", …}, from the latest one
 rollouts/step-N.jsonl    the rollouts of one step, best first, and metrics for each depth
 
@@ -15,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
@@ -67,7 +71,17 @@ class TrainingCurves:
 
     def _clear(self) -> None:
         self.offset = 0
+        self._num_lines = 0
+        # A version of another server, or from before the file was replaced, is none of these.
+        self._first_version = self.version = secrets.randbits(50)
+        """``version`` grows by one with each line."""
+        self._looked_at = self.version
+        """Version when ``_others`` was last looked at."""
+        self._others: dict[str, tuple[int, Any]] = {}
+        """All data but the curves, each with the version at which it changed."""
         self.names: dict[str, tuple[list[int], list[float]]] = {}
+        self._written: dict[str, list[int]] = {}
+        """Metric -> version at which each of its points was written."""
         self.stages: list[tuple[str, int]] = []
         """(stage, its first step)."""
         self.final: list[dict[str, Any]] = []
@@ -79,7 +93,8 @@ class TrainingCurves:
         """Faults that the doctor found, with their steps."""
         self.clock: dict[str, list[float]] = {"steps": [], "seconds": [], "tokens": []}
         """Steps, and at the end of each: seconds of training, and tokens so far."""
-        self.version = 0
+        self._ticked: list[int] = []
+        """Version at which each point of ``clock`` was written."""
 
     def size_changed(self) -> bool:
         """Whether the file has changed since it was read. Costs one system call."""
@@ -125,12 +140,13 @@ class TrainingCurves:
 
     def _add(self, line: bytes) -> None:
         self.version += 1
+        self._num_lines += 1
         try:
             measured = _decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if len(self.problems) < 10:
                 self.problems.append(
-                    f"{self.path}, line {self.version} is damaged and was skipped: {error}"
+                    f"{self.path}, line {self._num_lines} is damaged and was skipped: {error}"
                 )
             return
         self.step = measured.step
@@ -147,11 +163,14 @@ class TrainingCurves:
         self._tick(measured)
         for name, value in measured.values.items():
             steps, values = self.names.setdefault(name, ([], []))
+            written = self._written.setdefault(name, [])
             if steps and steps[-1] == measured.step:
                 values[-1] = value
+                written[-1] = self.version
             else:
                 steps.append(measured.step)
                 values.append(value)
+                written.append(self.version)
 
     def _tick(self, measured: StepMetrics) -> None:
         clock = self.clock
@@ -160,11 +179,46 @@ class TrainingCurves:
         values = measured.values
         num = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0)
         before = clock["tokens"][-1] if clock["tokens"] else 0.0
+        self._ticked.append(self.version)
         clock["steps"].append(measured.step)
         clock["seconds"].append(measured.at_s)
         clock["tokens"].append(before + (num or values.get("row_tokens", 0.0)))
 
     def data(self) -> dict[str, Any]:
+        """Everything that the page shows."""
+        self._look()
+        others = {name: value for name, (_, value) in self._others.items()}
+        return {"version": self.version, "names": self.names, "clock": self.clock, **others}
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """What changed since version ``since``; everything for an unknown one."""
+        if not self._first_version <= since <= self.version:
+            return self.data()
+        self._look()
+        names = {}
+        for name, (steps, values) in self.names.items():
+            first = bisect_right(self._written[name], since)
+            if first < len(steps):
+                names[name] = (first, steps[first:], values[first:])
+        first = bisect_right(self._ticked, since)
+        return {
+            "since": since,
+            "version": self.version,
+            "names": names,
+            "clock": {"first": first, **{name: all[first:] for name, all in self.clock.items()}},
+            **{name: value for name, (at, value) in self._others.items() if at > since},
+        }
+
+    def _look(self) -> None:
+        """Note what changed apart from the curves. A file beside the metrics may change without a
+        new line; then the next version has it."""
+        at = max(self.version, self._looked_at + 1)
+        for name, value in self._beside_curves().items():
+            if name not in self._others or self._others[name][1] != value:
+                self._others[name] = (at, value)
+        self._looked_at = self.version
+
+    def _beside_curves(self) -> dict[str, Any]:
         found = alarms(self.diagnoses, self.names)
         start = self.stages[-1][1] if self.stages else 0
         num_steps = sum(step >= start for step in self.clock["steps"])
@@ -173,11 +227,9 @@ class TrainingCurves:
             "folder": str(self.folder),
             "step": self.step,
             "at_s": self.at_s,
-            "names": self.names,
-            "stages": self.stages,
-            "final": self.final,
+            "stages": list(self.stages),
+            "final": list(self.final),
             "kept": sorted(kept(self.folder)),
-            "clock": self.clock,
             "verdict": verdict(self.names, self.stages, found),
             "num_compared": num_compared(num_steps),
             "alarms": found,

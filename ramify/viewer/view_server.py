@@ -16,8 +16,8 @@
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version, and arriving replies
     GET /api/journal?key=        download of the file of a run or an evaluation
-    GET /api/training?key=       training curves, or nothing new since the page's &version=;
-                                 /api/training/events sends their changes
+    GET /api/training?key=       training curves, or only what changed since the page's &version=;
+                                 /api/training/events sends further changes
     GET /api/samples?key=        saved rollouts of a step; /api/item?key=&item= has those of an item
                                  over the steps
     GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
@@ -293,9 +293,12 @@ class ViewServer:
     async def _training(self, request: web.Request) -> web.Response:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
         curves = await feed.fresh()
-        if request.query.get("version") == str(curves.version):
-            return data({"version": curves.version})
-        return data(curves.data() | {"version": curves.version})
+        if "version" not in request.query:
+            return data(curves.data())
+        version = _number(request, "version")
+        if version == curves.version:
+            return data({"version": version})
+        return data(curves.changes(version))
 
     async def _samples(self, request: web.Request) -> web.Response:
         folder = self._library.training(_word(request, "key"))

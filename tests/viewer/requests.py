@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from ramify.store.base import RunStore
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.view_server import ViewServer
 
@@ -25,7 +26,9 @@ def session(server: ViewServer) -> aiohttp.ClientSession:
 
 
 def with_server(
-    paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any
+    paths: Sequence[Path | RunStore],
+    ask: Callable[[Get, ViewServer], Awaitable[Any]],
+    **options: Any,
 ) -> Any:
     """Return the result of ``ask(get, server)`` for a server of ``paths``; ``get(path, **query)``
     returns JSON."""

@@ -92,6 +92,14 @@ def test_matrix_shows_each_attempt_and_the_chosen_answer(
         card.locator(".card-parting", has_text="The same turns as").wait_for()
 
 
+def items_in_order(page: Any) -> list[str]:
+    found: list[str] = page.locator(".matrix-row:visible").evaluate_all(
+        "(rows) => rows.sort((a, b) => a.dataset.index - b.dataset.index)"
+        ".map((row) => row.querySelector('.item-name b').textContent)"
+    )
+    return found
+
+
 def test_filter_order_and_chosen_attempt_are_in_the_address(
     browser: Any, shown_world: Evaluated
 ) -> None:
@@ -115,6 +123,14 @@ def test_filter_order_and_chosen_attempt_are_in_the_address(
         page.goto(address)
         page.locator(".card h2", has_text="words/test/3").wait_for()
         assert page.locator(".matrix-row:visible").count() == 2
+        page.locator("#filter").fill("sort:-item")
+        page.locator(".wide-head .quiet", has_text="8 of 8").wait_for()
+        assert items_in_order(page) == [f"words/test/{n}" for n in (3, 2, 1, 0)]
+        assert page.get_by_label("order of the items").is_disabled()
+        # Items are in the order of their first attempt: the wrong ones lead.
+        page.locator("#filter").fill("sort:-reward")
+        page.wait_for_function("!document.querySelector('#filter').value.includes('item')")
+        assert items_in_order(page) == [f"words/test/{n}" for n in (1, 3, 0, 2)]
         page.locator("#filter").fill("kind:even")
         page.locator(".wide-head .quiet", has_text="4 of 8").wait_for()
         page.locator("#filter").fill("mixed:yes")

@@ -60,6 +60,9 @@ def test_a_map_is_a_table_whose_rows_open_as_runs(
         page.locator("#filter").fill("state:failed")
         page.locator(".wide-head .quiet", has_text="1 of 302").wait_for()
         assert "refuse" in text(page, ".map-row .item")
+        page.locator("#filter").fill("sort:row")
+        page.locator(".map-row .place", has_text="302").first.wait_for()
+        assert rows_in_sight(page)[:3] == ["302", "300", "299"]
         page.locator("#filter").fill("equal>0")
         page.locator(".wide-head .quiet", has_text="1 of 302").wait_for()
         page.locator(".map-row").first.click()
@@ -73,6 +76,14 @@ def test_a_map_is_a_table_whose_rows_open_as_runs(
         page.locator(".answer").wait_for()
         assert text(page, ".answer .said") == "40000"
         assert page.evaluate(HACKED) == [None, 0]
+
+
+def rows_in_sight(page: Any) -> list[str]:
+    found: list[str] = page.locator(".map-row:visible").evaluate_all(
+        "(rows) => rows.sort((a, b) => a.dataset.index - b.dataset.index)"
+        ".map((row) => row.querySelector('.place').textContent)"
+    )
+    return found
 
 
 def test_a_filter_may_be_typed_before_the_rows_have_arrived(browser: Any, store: Path) -> None:

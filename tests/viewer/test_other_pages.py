@@ -51,6 +51,23 @@ def test_run_list_is_filtered_sorted_and_opened(
         page.locator(".answer").wait_for()
 
 
+def test_every_page_is_in_sight_in_the_navigation(browser: Any, world: World) -> None:
+    with served(world.store) as server, tab(browser, (360, 740)) as shown:
+        page = shown.open(f"{server.url}#/compare")
+        page.locator("#parting").wait_for()
+        boxes = [
+            each.bounding_box() for each in page.locator("#top nav a, #top button:visible").all()
+        ]
+        assert len(boxes) == 6
+        assert all(box["x"] >= 0 and box["x"] + box["width"] <= 360 for box in boxes)
+        rights = [box["x"] + box["width"] for box in boxes]
+        assert all(right <= box["x"] for right, box in zip(rights, boxes[1:], strict=False))
+        # Nothing that scrolls hides a part of them.
+        assert page.evaluate(
+            "(nav => nav.scrollWidth <= nav.clientWidth)(document.querySelector('#top nav'))"
+        )
+
+
 def test_long_run_list_renders_few_elements(browser: Any, world: World, tmp_path: Path) -> None:
     line = (world.trainings / "second/rollouts/step-000020.jsonl").read_bytes()
     (tmp_path / "many.jsonl").write_bytes(line * 300)

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import Store
+from ramify import MemoryStore, Store
+from ramify.store.base import RunStore
+from ramify.store.summary import RunSummary
 from ramify.types.event import (
     CallEnded,
     CallStarted,
@@ -33,7 +35,7 @@ DAY_S = 86400.0
 
 
 def write_run(
-    store: Store, id: str, question: str, *, age_s: float = 0.0, cost: float = 0.01, **more: Any
+    store: RunStore, id: str, question: str, *, age_s: float = 0.0, cost: float = 0.01, **more: Any
 ) -> None:
     """Write a finished run; ``more`` has a stop reason or a task."""
     stop, task = more.get("stop", Stop.FINAL), more.get("task", "")
@@ -92,6 +94,28 @@ def test_only_changes_are_sent_and_a_poll_without_news_is_small(tmp_path: Path) 
             assert (await get("/api/runs/changes", since=unknown))["num"] == 300
 
     with_server([tmp_path], ask)
+
+
+class Broken(MemoryStore):
+    """A store whose rewards are NaN, as one of a plug-in may be."""
+
+    def runs(self, limit: int | None = None) -> list[RunSummary]:
+        found = super().runs(limit)
+        return [msgspec.structs.replace(each, rewards={"odd": float("nan")}) for each in found]
+
+
+def test_reward_that_is_not_a_number_is_sent_once() -> None:
+    store = Broken()
+    write_run(store, "20260301-000000-odd", "one")
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        first = await get("/api/runs/changes")
+        assert (first["num"], first["columns"]["reward"]) == (1, [None])
+        for _ in range(2):
+            news = await get("/api/runs/changes", since=first["version"])
+            assert news == {"version": first["version"], "num": 0}
+
+    with_server([store], ask)
 
 
 def test_columns_match_those_that_page_reads(many: Path) -> None:

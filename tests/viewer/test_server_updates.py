@@ -88,6 +88,67 @@ def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def extended(known: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
+    """What a page has after a message: new points replace those from an index on."""
+    if "since" not in news:
+        return news
+    assert news["since"] <= known["version"]
+    names = dict(known["names"])
+    for name, (first, steps, values) in news["names"].items():
+        old_steps, old_values = names.get(name, ([], []))
+        names[name] = [[*old_steps[:first], *steps], [*old_values[:first], *values]]
+    ticks, first = news["clock"], news["clock"]["first"]
+    clock = {name: [*each[:first], *ticks[name]] for name, each in known["clock"].items()}
+    others = {name: news[name] for name in news.keys() - {"since", "names", "clock"}}
+    return {**known, **others, "names": names, "clock": clock}
+
+
+def test_training_sends_only_what_changed(tmp_path: Path) -> None:
+    from ramify.train.metrics import METRICS, MetricsFile
+
+    folder = golden.training(tmp_path / "mine", [], steps=200)
+    metrics = MetricsFile(folder)
+
+    async def main() -> None:
+        async with ViewServer(RunLibrary([folder])) as server, session(server) as http:
+            url = f"http://127.0.0.1:{server.port}/api/training"
+
+            async def now(**query: Any) -> dict[str, Any]:
+                async with http.get(url, params={"key": "p0/", **query}) as response:
+                    found: dict[str, Any] = await response.json()
+                    return found
+
+            known = early = await now()
+            async with http.get(
+                f"{url}/events", params={"key": "p0/", "version": known["version"]}
+            ) as response:
+                stream = messages(response)
+                for step in (201, 202):
+                    metrics.write(step, "rl", 2.0 * step, {"reward": 0.25, "loss": 1.0})
+                    news = await anext(stream)
+                    assert news["names"].keys() == {"reward", "loss"}
+                    assert "config" not in news
+                    known = extended(known, news)
+                # The evaluation after a step has the same step; the clock stays.
+                metrics.write(202, "rl", 404.0, {"validation/reward": 0.5, "reward": 0.75})
+                news = await anext(stream)
+                assert news["names"]["reward"][1:] == [[202], [0.75]]
+                assert news["clock"]["steps"] == []
+                known = extended(known, news)
+                whole = await now()
+                assert known == whole
+                # A page that reconnects, or asks every ten seconds.
+                assert extended(early, await now(version=early["version"])) == whole
+                assert await now(version=whole["version"]) == {"version": whole["version"]}
+                # A resumed run has another file, and a page of another server an unknown version.
+                METRICS.cut(folder, 20)
+                news = await anext(stream)
+                assert news == await now(version=whole["version"]) == await now(version=7)
+                assert news["step"] == 20
+
+    asyncio.run(main())
+
+
 def test_resumed_training_is_reread(world: World, tmp_path: Path) -> None:
     from ramify.train.metrics import METRICS
     from ramify.viewer.training import TrainingCurves

@@ -84,6 +84,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CHARTS = "() => [...document.querySelectorAll('.pinned .chart')].map((each) => each.dataset.name)"
+
+
 def legend(page: Any, chart: str) -> str:
     return text(page, f".chart[data-name='{chart}'] h3 span")
 
@@ -125,6 +128,10 @@ def test_choices_are_in_the_address_and_come_back(browser: Any, runs: Path) -> N
         assert page.get_by_label("log axis").is_checked()
         page.get_by_label("stage").select_option("all")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
+        assert page.evaluate(CHARTS) == ["reward", "length and cut share", "advantage_reward_corr"]
+        page.get_by_label("filter curves").fill("sort:name")
+        page.wait_for_function(f"({CHARTS})()[0] !== 'reward'")
+        assert page.evaluate(CHARTS) == ["advantage_reward_corr", "length and cut share", "reward"]
         page.goto("about:blank")
         page.goto(f"{server.url}#/training/view=x:constructor;smooth:9;stage:none")
         page.locator(".chart[data-name='reward'] canvas").wait_for()

@@ -37,6 +37,24 @@ export function chartsOf(names) {
   return charts;
 }
 
+// What the server has sent so far, with its latest message: everything, or what changed. null if a
+// message is missing in between.
+export function withChanges(known, { since, names, clock, ...others }) {
+  if (since === undefined) return { names, clock, ...others };
+  if (since > known.version) return null;
+  const extended = (list, first, added) => [...list.slice(0, first), ...added],
+    all = { ...known.names };
+  for (const [name, [first, steps, values]] of Object.entries(names)) {
+    const [oldSteps, oldValues] = all[name] ?? [[], []];
+    all[name] = [extended(oldSteps, first, steps), extended(oldValues, first, values)];
+  }
+  const ticks = ["steps", "seconds", "tokens"].map((name) => [
+    name,
+    extended(known.clock[name], clock.first, clock[name]),
+  ]);
+  return { ...known, ...others, names: all, clock: Object.fromEntries(ticks) };
+}
+
 /**
  * @typedef {object} Line
  * @property {string} name its metric

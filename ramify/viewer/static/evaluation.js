@@ -281,13 +281,20 @@ class EvaluationView {
 
   arrange() {
     const { key } = SORTS[this.sort],
-      matches = this.filter.matches;
-    for (const item of this.all) item.listed = item.attempts.filter(matches);
+      { matches, order } = this.filter;
+    for (const item of this.all) {
+      item.listed = item.attempts.filter(matches);
+      if (order) item.listed.sort(order);
+    }
     this.items = this.all
       .filter((item) => item.listed.length)
       .map((item) => [key(item), item])
       .sort(([a, first], [b, second]) => (a < b ? -1 : a > b ? 1 : first.index - second.index))
       .map(([, item]) => item);
+    // An order of attempts is also that of their items, by the first attempt of each.
+    if (order) this.items.sort((a, b) => order(a.listed[0], b.listed[0]));
+    this.sorts.disabled = Boolean(order);
+    this.sorts.title = order ? "the filter's sort: decides the order" : "";
     this.queue = this.items.flatMap((item) => item.listed);
     const shown = this.filter.text.trim() ? `${number(this.queue.length)} of ` : "";
     fill(this.tally, `${shown}${number(this.data.attempts.length)}`);

@@ -85,7 +85,7 @@ class MapView {
     this.shown = [];
     this.filter = new FilterInput(ROW_FIELDS, {
       label: "filter rows",
-      placeholder: "words, or state:failed error:cut answer:yes cost>0.01 by:session",
+      placeholder: "words, or state:failed answer:yes cost>0.01 sort:cost",
       changed: () => this.filtered(),
       text: filter,
       id: "filter",
@@ -185,8 +185,10 @@ class MapView {
   }
 
   arrange() {
-    const rows = this.data.shown;
-    this.shown = rows.filter(this.filter.matches);
+    const rows = this.data.shown,
+      { matches, order } = this.filter;
+    this.shown = rows.filter(matches);
+    if (order) this.shown.sort(order);
     const part = this.filter.text.trim() ? `${number(this.shown.length)} of ` : "";
     fill(this.tally, `${part}${number(rows.length)}`);
     const counts = new Map();

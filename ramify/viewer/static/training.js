@@ -14,6 +14,7 @@ import {
   pinnedOf,
   pointsOf,
   seedGroups,
+  withChanges,
 } from "./curves.js";
 import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
@@ -159,10 +160,14 @@ class TrainingView {
     return this.runs[0].data;
   }
 
-  take(data) {
+  async take(message) {
+    const [key] = this.chosen,
+      data =
+        withChanges(this.data, message) ?? (await get("/api/training", { key }).catch(() => null));
+    if (!data) return; // the next message asks again
     const isLast = this.samples.step === this.data.kept.at(-1),
       newest = data.kept.at(-1);
-    this.runs[0] = { key: this.chosen[0], data: { ...data } };
+    this.runs[0] = { key, data };
     this.samples.kept = data.kept;
     this.draw();
     if (isLast && newest !== this.samples.step) this.samples.showStep(newest);
@@ -172,9 +177,9 @@ class TrainingView {
   async lookAtOthers() {
     for (const run of this.runs.slice(1)) {
       const known = run.data.version,
-        data = await get("/api/training", { key: run.key, version: known }).catch(() => null);
-      if (!data?.names) continue; // nothing new, or no answer
-      run.data = data;
+        news = await get("/api/training", { key: run.key, version: known }).catch(() => null);
+      if (!news?.names) continue; // nothing new, or no answer
+      run.data = withChanges(run.data, news);
       this.draw();
     }
   }
@@ -382,8 +387,8 @@ class TrainingView {
       inPinned = new Set([...pinned.values()].flatMap((lines) => lines.map(({ name }) => name))),
       constants = constantsOf(this.shown.map((run) => run.curves)),
       charts = chartsOf(names.filter((name) => !constants.has(name) && !inPinned.has(name)));
-    const matches = this.filter.matches,
-      isFiltered = !!this.filter.text.trim();
+    const { matches, order, narrows, problem } = this.filter,
+      isFiltered = narrows || Boolean(problem);
     const chosen = [...pinned].filter(([chart, lines]) =>
       [chart, ...lines.map((line) => line.name)].some(matches),
     );
@@ -393,17 +398,21 @@ class TrainingView {
     );
     const open = [...chosen, ...alarmed.filter(matches).map((name) => [name, charts.get(name)])],
       folded = [...charts.keys()].filter((chart) => matches(chart) && !alarmed.includes(chart));
+    if (order) {
+      open.sort(([a], [b]) => order(a, b));
+      folded.sort(order);
+    }
     if (isFiltered && folded.length) this.fold.open = true;
     const isOpen = this.fold.open,
-      order = isOpen ? inGroups(folded) : [];
+      groups = !isOpen ? [] : order ? [["", folded]] : inGroups(folded);
     const all = new Map(
       /** @type {[string, import("./curves.js").Line[]][]} */ ([
         ...open,
         ...(isOpen ? folded.map((name) => [name, charts.get(name)]) : []),
       ]),
     );
-    const signature = JSON.stringify([open.map(([name]) => name), order, isFiltered]);
-    if (signature !== this.signature) this.arrange(signature, open, order, all, names.length);
+    const signature = JSON.stringify([open.map(([name]) => name), groups, isFiltered]);
+    if (signature !== this.signature) this.arrange(signature, open, groups, all, names.length);
     this.fold.hidden = !folded.length;
     fill(
       this.restName,
@@ -421,7 +430,7 @@ class TrainingView {
     this.size();
   }
 
-  arrange(signature, open, order, all, numMeasured) {
+  arrange(signature, open, groups, all, numMeasured) {
     this.signature = signature;
     for (const [name, chart] of this.charts)
       if (!all.has(name)) {
@@ -438,7 +447,10 @@ class TrainingView {
     );
     fill(
       this.rest,
-      order.map(([title, members]) => [h("h2.group-title", null, title), members.map(made)]),
+      groups.map(([title, members]) => [
+        title ? h("h2.group-title", null, title) : null,
+        members.map(made),
+      ]),
     );
   }
 
