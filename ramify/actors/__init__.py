@@ -2,6 +2,8 @@
 
 child_process.py      a process of this machine, beside this one or in its place
 process_guard.py      the program that ends a process with everything that it started
+command_words.py      commands that a user writes with placeholders
+output_pipe.py        the output of a process, read while it runs
 launcher.py           slots (shares of a machine); starts processes on them, on this machine
 ray_cluster.py        joining a Ray cluster, or starting one here
 ray_launcher.py       the launcher of a Ray cluster

@@ -22,8 +22,6 @@ import contextlib
 import errno
 import os
 import shlex
-import shutil
-import string
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,11 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from ramify.actors.child_process import ChildProcess
+from ramify.actors.command_words import (
+    absolute_word,
+    check_program,
+    filled_words,
+    passed_on,
+    split_command,
+    without_nulls,
+)
+from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
 from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_run import MAX_OUTPUT_CHARS, output_tail
 from ramify.engine.threads import in_thread
-from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.errors import ConfigError, RamifyError
 
 PLACEHOLDERS = {
     "item_file": "the item as a JSON file",
@@ -50,28 +57,12 @@ PLACEHOLDERS = {
     "model": "a name of the model",
 }
 """Name in a command -> what it stands for."""
-PASSED_ON = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "TMPDIR",
-)
-"""Variables of this process that every agent gets."""
 _END_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _LEFT_S = 1.0
 """Seconds that children of an agent may take to end after it."""
 _CLEANUP_S = 30.0
 """Seconds that removing a container may take."""
-_BLOCK = 1 << 16
-_PIPE_BYTES = 1 << 20
-"""Largest size of a pipe of an ordinary user."""
 _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 
 
@@ -90,19 +81,12 @@ class CommandTemplate:
         self._shell = command if shell and isinstance(command, str) else ""
         if shell and not self._shell:
             raise ConfigError("AgentTask: shell=True needs the command as one text")
-        try:
-            words = shlex.split(command) if isinstance(command, str) else list(command)
-        except ValueError as error:
-            raise ConfigError(f"AgentTask: command {command!r:.200}: {error}") from None
-        if not words:
-            raise ConfigError("AgentTask: command is empty")
-        for word in words:
-            _check_placeholders(word)
-        self._words = [word if container else _absolute(word) for word in words]
+        words = split_command(command, PLACEHOLDERS, "AgentTask")
+        self._words = [word if container else absolute_word(word) for word in words]
         if container:
             self.container = AgentContainer(container)
         elif not shell:
-            self._check_program(self._words[0])
+            check_program(self._words[0], "AgentTask")
 
     def words(self, job: AgentJob) -> list[str]:
         """The command of one rollout, within its container if it has one."""
@@ -118,52 +102,14 @@ class CommandTemplate:
             "anthropic_base_url": job.anthropic_base_url,
             "model": job.model,
         }
-        # No argument of a process can hold a null character.
-        values = {
-            name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
-        }
         if self._shell:
-            quoted = {name: shlex.quote(value) for name, value in values.items()}
+            quoted = {name: shlex.quote(value) for name, value in without_nulls(values).items()}
             return ["/bin/sh", "-c", self._shell.format_map(quoted)]
-        return [word.format_map(values) for word in self._words]
+        return filled_words(self._words, values)
 
     def cleanup(self, job: AgentJob) -> list[str]:
         """A command that removes what the agent may leave if it is stopped; empty if nothing."""
         return [] if self.container is None else self.container.removal(job)
-
-    def _check_program(self, word: str) -> None:
-        if "{" not in word and shutil.which(word) is None:
-            raise ConfigError(
-                f"AgentTask: command {word!r:.200} is not a program here: install it, or give its "
-                "path"
-            )
-
-
-def _check_placeholders(word: str) -> None:
-    """Raise ConfigError unless each placeholder of ``word`` is a known name alone."""
-    try:
-        parts = list(string.Formatter().parse(word))
-    except ValueError as error:
-        raise ConfigError(
-            f"AgentTask: command: {word!r:.200}: {error}; write a brace as {{{{ or }}}}"
-        ) from None
-    for _, name, format, conversion in parts:
-        if name is None:
-            continue
-        if name not in PLACEHOLDERS or format or conversion:
-            raise ConfigError(
-                f"AgentTask: command has no value for {{{name}}}: {nearest(name, PLACEHOLDERS)}; "
-                "write a brace as {{ or }}"
-            )
-
-
-def _absolute(word: str) -> str:
-    """``word`` as an absolute path if it names a file here and is not a program."""
-    if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
-        return word
-    if os.sep not in word and shutil.which(word) is not None:
-        return word
-    return str(Path(word).absolute())
 
 
 def named_variables(names: Sequence[str]) -> dict[str, str]:
@@ -200,13 +146,12 @@ async def start_command(
     """Start the agent of one rollout, with the variables ``names``. Raises RamifyError if it cannot
     be started."""
     own = environment_of(job, names)
-    usual = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     words, cleanup = template.words(job), template.cleanup(job)
     if template.container is not None:
         words = template.container.words(words, job, own)
-    environment = {**usual, **own}
+    environment = {**passed_on(), **own}
     with contextlib.ExitStack() as opened:
-        outputs = [_AgentOutput(), _AgentOutput()]
+        outputs = [OutputPipe(_MAX_BYTES), OutputPipe(_MAX_BYTES)]
         for output in outputs:
             opened.callback(output.close)
         files = (None, outputs[0].writing, outputs[1].writing)
@@ -257,59 +202,14 @@ def _started(
     )
 
 
-class _AgentOutput:
-    """Pipe from an agent, of which the last bytes are kept."""
-
-    def __init__(self) -> None:
-        self._reading, self.writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        self._kept = bytearray()
-
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to read. The agent must already have the writing end, which is closed here."""
-        os.close(self.writing)
-        self.writing = -1
-        loop.add_reader(self._reading, self._read, loop)
-
-    def end(self, loop: asyncio.AbstractEventLoop) -> str:
-        """Read the rest, and return the end of the output as text."""
-        loop.remove_reader(self._reading)
-        # No more than a pipe holds: a process that escaped may still write.
-        for _ in range(_PIPE_BYTES // _BLOCK):
-            if not self._take():
-                break
-        self.close()
-        return output_tail(self._kept.decode(errors="replace"))
-
-    def close(self) -> None:
-        for descriptor in (self._reading, self.writing):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._reading = self.writing = -1
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._take():
-            loop.remove_reader(self._reading)
-
-    def _take(self) -> bool:
-        """Read one block. Returns False at the end, or if nothing has arrived."""
-        try:
-            block = os.read(self._reading, _BLOCK)
-        except BlockingIOError:
-            return False
-        self._kept += block
-        del self._kept[:-_MAX_BYTES]
-        return bool(block)
-
-
 class AgentProcess:
     """One run of a command. Implements ``RunningAgent``."""
 
     def __init__(
         self,
         child: ChildProcess,
-        output: _AgentOutput,
-        errors: _AgentOutput,
+        output: OutputPipe,
+        errors: OutputPipe,
         cleanup: Sequence[str] = (),
     ) -> None:
         """``cleanup`` is a command that runs once the process has been stopped."""
@@ -348,7 +248,7 @@ class AgentProcess:
         self._loop.remove_reader(self._child)
         self.exit_code = None if self._is_stopped else status
         self.num_left = self._child.num_left
-        self.output = self._output.end(self._loop)
-        self.error_output = self._errors.end(self._loop)
+        self.output = output_tail(self._output.end(self._loop))
+        self.error_output = output_tail(self._errors.end(self._loop))
         self.answer = self.output.strip()
         self.ended.set_result(None)

@@ -1,0 +1,105 @@
+"""Commands that a user writes with placeholders: how they are split, checked and filled in.
+
+    "{python} my_agent.py {question}"  ──split──> words  ──filled──> arguments of a process
+
+A command is split into words first and filled in afterwards, so that a question with spaces or
+quotes is one argument, and no shell reads it. Also the variables that a stranger's program gets
+from this process: where programs and the home folder are, and the language, but no key. Not here:
+what each command's placeholders stand for, and the process (``child_process.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import string
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from ramify.errors import ConfigError, nearest
+
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+)
+"""Variables of this process that every program of a stranger gets."""
+
+
+def split_command(
+    command: str | Sequence[str], placeholders: Collection[str], where: str
+) -> list[str]:
+    """The words of ``command``, whose ``placeholders`` are checked. ``where`` begins the errors.
+
+    Raises ConfigError for an empty command and for an unknown placeholder."""
+    try:
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+    except ValueError as error:
+        raise ConfigError(f"{where}: command {command!r:.200}: {error}") from None
+    if not words:
+        raise ConfigError(f"{where}: command is empty")
+    for word in words:
+        _check_placeholders(word, placeholders, where)
+    return words
+
+
+def filled_words(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """``words`` with the ``values`` of their placeholders."""
+    values = without_nulls(values)
+    return [word.format_map(values) for word in words]
+
+
+def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
+    """``values`` in a form that the arguments of a process can hold: without null characters."""
+    return {
+        name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
+    }
+
+
+def absolute_word(word: str) -> str:
+    """``word`` as an absolute path if it names a file here and is not a program, because the
+    command runs in another folder."""
+    if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
+        return word
+    if os.sep not in word and shutil.which(word) is not None:
+        return word
+    return str(Path(word).absolute())
+
+
+def check_program(word: str, where: str) -> None:
+    """Raise ConfigError unless the first ``word`` of a command is a program here."""
+    if "{" not in word and shutil.which(word) is None:
+        raise ConfigError(
+            f"{where}: command {word!r:.200} is not a program here: install it, or give its path"
+        )
+
+
+def passed_on() -> dict[str, str]:
+    """The variables of ``PASSED_ON`` that this process has."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+
+
+def _check_placeholders(word: str, known: Collection[str], where: str) -> None:
+    """Raise ConfigError unless each placeholder of ``word`` is a known name alone."""
+    try:
+        parts = list(string.Formatter().parse(word))
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: command: {word!r:.200}: {error}; write a brace as {{{{ or }}}}"
+        ) from None
+    for _, name, format, conversion in parts:
+        if name is None:
+            continue
+        if name not in known or format or conversion:
+            raise ConfigError(
+                f"{where}: command has no value for {{{name}}}: {nearest(name, known)}; "
+                "write a brace as {{ or }}"
+            )

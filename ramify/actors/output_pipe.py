@@ -1,0 +1,74 @@
+"""The output of a process, which an event loop reads while the process runs. The last bytes are
+kept.
+
+    pipe = OutputPipe(max_bytes)
+    ChildProcess(command, files=(None, pipe.writing, None))
+    pipe.begin(loop)      once the process has the writing end
+    pipe.end(loop)        once the process has ended: the last bytes as text
+
+A process may write without end: memory is bounded, and the process never waits for a reader. Not
+here: when a process that writes too much is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+_BLOCK = 1 << 16
+_PIPE_BYTES = 1 << 20
+"""Largest size of a pipe of an ordinary user."""
+
+
+class OutputPipe:
+    """Pipe from a process, of which the last bytes are kept."""
+
+    def __init__(self, max_bytes: int, on_read: Callable[[], object] | None = None) -> None:
+        """``on_read`` is called in the event loop after each block that was read."""
+        self.num_bytes = 0
+        """Number of bytes read so far."""
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._max_bytes = max_bytes
+        self._on_read = on_read
+        self._kept = bytearray()
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to read. The process must already have the writing end, which is closed here."""
+        os.close(self.writing)
+        self.writing = -1
+        loop.add_reader(self._reading, self._read, loop)
+
+    def end(self, loop: asyncio.AbstractEventLoop) -> str:
+        """Read the rest, and return the end of the output as text."""
+        loop.remove_reader(self._reading)
+        # No more than a pipe holds: a process that escaped may still write.
+        for _ in range(_PIPE_BYTES // _BLOCK):
+            if not self._take():
+                break
+        self.close()
+        return self._kept.decode(errors="replace")
+
+    def close(self) -> None:
+        for descriptor in (self._reading, self.writing):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._reading = self.writing = -1
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._take():
+            loop.remove_reader(self._reading)
+        elif self._on_read is not None:
+            self._on_read()
+
+    def _take(self) -> bool:
+        """Read one block. Returns False at the end, or if nothing has arrived."""
+        try:
+            block = os.read(self._reading, _BLOCK)
+        except BlockingIOError:
+            return False
+        self.num_bytes += len(block)
+        self._kept += block
+        del self._kept[: -self._max_bytes]
+        return bool(block)

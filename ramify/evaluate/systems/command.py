@@ -1,0 +1,83 @@
+"""A command of the user as a system: it gets a question and the file of a context, and prints the
+answer.
+
+    --with "./my_rlm {question} {context_file}"
+    --with "{python} -m my_rlm --ask {question} --over {context_file} --model {model}"
+
+Its answer is what it writes to stdout, without surrounding space. It finds the model at
+``OPENAI_BASE_URL`` with ``OPENAI_API_KEY``. No shell reads the command. Not here: the process and
+its limits (``program.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from ramify.actors.command_words import absolute_word, check_program, filled_words, split_command
+from ramify.errors import ConfigError
+from ramify.evaluate.systems.base import MeterSeat, SystemAnswer
+from ramify.evaluate.systems.program import run_program
+
+PLACEHOLDERS = {
+    "question": "the question",
+    "context_file": "a UTF-8 file with the context",
+    "base_url": "the base URL for clients of OpenAI's APIs",
+    "model": "the name of the model",
+    "folder": "an empty folder, in which the command runs",
+    "python": "the Python interpreter that runs Ramify",
+}
+"""Name in a command -> what it stands for."""
+TIMEOUT_S = 1800.0
+"""Seconds that a system may take for one item, unless another limit is given."""
+_WHERE = "--with"
+
+
+class CommandSystem:
+    """A command that answers one item. Implements ``System``."""
+
+    def __init__(self, command: str, *, name: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        """Raises ConfigError for a command without ``{question}``, an unknown placeholder, and a
+        program that does not exist."""
+        words = split_command(command, PLACEHOLDERS, _WHERE)
+        if not any("{question}" in word for word in words):
+            raise ConfigError(
+                f"{_WHERE}: command {command!r:.200} has no {{question}}, so it cannot know what "
+                "is asked: add {question}, and {context_file} for the context"
+            )
+        self._words = [absolute_word(word) for word in words]
+        check_program(self._words[0], _WHERE)
+        self.name = name or Path(self._words[0]).name
+        self._timeout_s = timeout_s
+
+    async def answer(self, question: str, context: str, *, seat: MeterSeat) -> SystemAnswer:
+        folder = Path(tempfile.mkdtemp(prefix="ramify-system-"))
+        try:
+            context_file = folder / "context.txt"
+            await asyncio.to_thread(context_file.write_bytes, _encoded(context))
+            work = folder / "work"
+            work.mkdir()
+            values = {
+                "question": question,
+                "context_file": str(context_file),
+                "base_url": seat.base_url,
+                "model": seat.model,
+                "folder": str(work),
+                "python": sys.executable,
+            }
+            end = await run_program(filled_words(self._words, values), work, seat, self._timeout_s)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return SystemAnswer(
+            answer=None if end.failure else end.output.strip(),
+            failure=end.failure,
+            is_late=end.is_late,
+            seconds=end.seconds,
+        )
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")

@@ -1,0 +1,135 @@
+"""Other systems: commands of the user, and the errors of those that cannot run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.evaluate.systems.attempt import attempt_by, system_of
+from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
+from ramify.tasks.base import Item, SimpleTask
+from ramify.types.trajectory import Stop
+
+QUESTION = 'Which word is "first", and who\'s \u00e9mile?'
+
+
+def seat() -> MeterSeat:
+    return MeterSeat(
+        "item",
+        base_url="http://127.0.0.1:9/v1",
+        key="rk-secret-of-this-seat",
+        model="model",
+        window=1000,
+        budget=SeatBudget(),
+        is_priced=False,
+    )
+
+
+def answered(system: System, context: str = "text") -> SystemAnswer:
+    return asyncio.run(system.answer(QUESTION, context, seat=seat()))
+
+
+def script(folder: Path, code: str) -> str:
+    """A command that runs ``code`` with the question and the context's file."""
+    path = folder / "program.py"
+    path.write_text(f"import os, pathlib, sys, time\n{code}\n")
+    return f"{{python}} {path} {{question}} {{context_file}}"
+
+
+def test_a_command_gets_the_item_and_its_output_is_the_answer(tmp_path: Path) -> None:
+    code = (
+        "text = pathlib.Path(sys.argv[2]).read_text(encoding='utf-8')\n"
+        "print(); print([sys.argv[1], text, os.environ['OPENAI_BASE_URL'],"
+        " os.environ['OPENAI_API_KEY'], os.getcwd() in sys.argv[2], 'PYTEST_VERSION' in os.environ])"
+    )
+    system = system_of(script(tmp_path, code))
+    context = "alpha \u20ac\r\n" * 3
+    given = answered(system, context)
+    assert given.failure == ""
+    expected = [QUESTION, context.replace("\r\n", "\n")]
+    expected += ["http://127.0.0.1:9/v1", "rk-secret-of-this-seat", False, False]
+    assert given.answer == str(expected)
+    assert not list(Path("/tmp").glob(f"ramify-system-*/{tmp_path.name}"))
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        (
+            "print('key', os.environ['OPENAI_API_KEY'], file=sys.stderr); sys.exit(3)",
+            "it ended with status 3: key KEY",
+        ),
+        ("print('   ')", "it ended and wrote nothing to stdout"),
+        ("os.kill(os.getpid(), 9)", "it was killed by signal 9"),
+        ("time.sleep(1000)", "it did not end within 0.5 s and was ended"),
+        (
+            "while True: os.write(1, b'x' * 65536)",
+            "it wrote more than 8 MB and was ended",
+        ),
+    ],
+)
+def test_a_command_that_goes_wrong(tmp_path: Path, code: str, failure: str) -> None:
+    timeout_s = 0.5 if "sleep" in code else 60.0
+    system = system_of(script(tmp_path, code), timeout_s=timeout_s)
+    given = answered(system)
+    assert given.answer is None
+    assert given.failure.startswith(failure)
+
+
+def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = f"pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(1000)"
+    system = system_of(script(tmp_path, code))
+
+    async def cancel() -> None:
+        answering = asyncio.ensure_future(system.answer(QUESTION, "text", seat=seat()))
+        while not (pid_file.exists() and pid_file.read_text()):
+            await asyncio.sleep(0.02)
+        answering.cancel()
+        await asyncio.wait([answering])
+        assert answering.cancelled()
+
+    asyncio.run(cancel())
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("cat {context_file}", r"has no \{question\}.*add \{question\}"),
+        ("cat {question} {contex_file}", "no value for {contex_file}: .*context_file"),
+        ("no-such-program {question}", "'no-such-program' is not a program here: install it"),
+        ("rlm", "'rlm' is not a system: .*'rlms'"),
+        ("", "'' is not a system"),
+    ],
+)
+def test_a_wrong_system_is_an_error_before_anything_runs(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        system_of(words)
+
+
+def test_a_missing_peer_names_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAMIFY_SYSTEMS", str(tmp_path / "a folder"))
+    with pytest.raises(ConfigError, match=r"--with dspy: dspy==.* is not installed in") as raised:
+        system_of("dspy")
+    folder = f"'{tmp_path}/a folder/dspy-3.4.1'"
+    assert f"-m venv {folder} && {folder}/bin/pip install dspy==" in str(raised.value)
+
+
+def test_an_attempt_is_scored_and_a_failure_scores_as_no_answer(tmp_path: Path) -> None:
+    task = SimpleTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
+    item = Item("How many?", "context", gold="12", kind="count", id="t/test/0")
+    right = system_of(script(tmp_path, "print(12)"))
+    outcome = asyncio.run(attempt_by(right, task, item, 0, seat=seat()))
+    assert (outcome.reward, outcome.answer, outcome.stop) == (1.0, "12", Stop.FINAL)
+    assert (outcome.kind, outcome.error) == ("count", "")
+    (tmp_path / "b").mkdir()
+    wrong = system_of(script(tmp_path / "b", "sys.exit(1)"))
+    outcome = asyncio.run(attempt_by(wrong, task, item, 1, seat=seat()))
+    assert (outcome.reward, outcome.answer, outcome.stop) == (0.0, None, Stop.ERROR)
+    assert outcome.error == "it ended with status 1"
