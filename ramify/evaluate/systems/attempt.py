@@ -111,7 +111,7 @@ def _stop(given: SystemAnswer, seat: MeterSeat) -> Stop:
 
 
 def _failure(given: SystemAnswer, seat: MeterSeat) -> str:
-    """Why there is no answer; empty if there is one."""
+    """Why an answer is missing; empty if there is one."""
     if given.answer is not None:
         return ""
     if seat.exhausted is not None:

@@ -52,7 +52,7 @@ _NO_LIMIT = 1 << 62
 
 
 class MeterSeat:
-    """The access of one item to the model: an address, a key of its own, and what was spent."""
+    """The access of one item to the model: an address, its own key, and what was spent."""
 
     def __init__(
         self,

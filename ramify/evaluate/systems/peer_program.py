@@ -7,8 +7,8 @@
     result.json   {"answer", "failure", "requests", "input_tokens", "output_tokens"}
 
 It imports the standard library and the peer, and nothing of Ramify. Each peer is called as its
-documentation shows, with its own defaults. Where it has an option for a limit of the item, it is
-told that limit, so that it can still answer before the meter refuses its requests. Not here: which
+documentation shows, with its own defaults. If it has an option for a limit of the item, it gets
+that limit, so that it can still answer before the meter refuses its requests. Not here: which
 versions (``peers.py``).
 """
 

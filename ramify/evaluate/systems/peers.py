@@ -1,4 +1,4 @@
-"""Other libraries for recursive language models as systems, each in an environment of its own.
+"""Other libraries for recursive language models as systems, each in its own environment.
 
     ~/.cache/ramify/systems/rlms-0.1.3/      a virtual environment with the pinned versions of PEERS
       bin/python -I peer_program.py rlms item.json result.json

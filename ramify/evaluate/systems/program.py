@@ -1,4 +1,4 @@
-"""A program that answers one item, in a process of its own, with limits on its time and its output.
+"""A program that answers one item, in a separate process, with limits on its time and its output.
 
     words, variables ──> ChildProcess ── output ──> ProgramEnd
                               │ too late, or too much output: SIGTERM, then SIGKILL
@@ -108,59 +108,68 @@ class _ProgramRun:
         self.status = 0
         self.output = ""
         self.errors = ""
+        self._loop = asyncio.get_running_loop()
+        self._how: asyncio.Future[str] = self._loop.create_future()
+        """Why the run is over: ``end``, ``late`` or ``flood``."""
 
     async def ended(
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
         """Run the program. Returns ``end``, ``late`` or ``flood``. Raises OSError if it cannot be
         started."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[str] = loop.create_future()
-
-        def look() -> None:
-            is_flood = output.num_bytes > MAX_OUTPUT_BYTES
-            if not ended.done() and (is_flood or (child is not None and child.poll() is not None)):
-                ended.set_result("flood" if is_flood else "end")
-
-        output = OutputPipe(MAX_OUTPUT_BYTES, look)
-        errors = OutputPipe(_KEPT_ERROR_BYTES)
-        child: ChildProcess | None = None
         with contextlib.ExitStack() as opened:
+            output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))
+            errors = OutputPipe(_KEPT_ERROR_BYTES)
             opened.callback(output.close)
             opened.callback(errors.close)
-            files = (None, output.writing, errors.writing)
-            starting = asyncio.ensure_future(
-                in_thread(_started, list(words), dict(environment), folder, files)
-            )
-            try:
-                child = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                # The thread uses the pipes until it has ended.
-                await asyncio.wait([starting])
-                if starting.exception() is None:
-                    await in_thread(starting.result().end, 0.0)
-                raise
-            output.begin(loop)
-            errors.begin(loop)
-            loop.add_reader(child, look)
+            child = await _started(words, environment, folder, (output.writing, errors.writing))
+            output.begin(self._loop)
+            errors.begin(self._loop)
+            self._loop.add_reader(child, self._look, child)
             try:
                 async with asyncio.timeout(timeout_s):
-                    how = await ended
+                    return await self._how
             except TimeoutError:
-                how = "late"
+                return "late"
             finally:
-                loop.remove_reader(child)
+                self._loop.remove_reader(child)
                 if child.poll() is None:
                     await asyncio.shield(in_thread(child.end, _END_S))
-            self.status = child.poll() or 0
-            self.output, self.errors = output.end(loop), errors.end(loop)
-        return how
+                self.status = child.poll() or 0
+                self.output, self.errors = output.end(self._loop), errors.end(self._loop)
+
+    def _look(self, child: ChildProcess) -> None:
+        if child.poll() is not None:
+            self._set("end")
+
+    def _check_size(self, output: OutputPipe) -> None:
+        if output.num_bytes > MAX_OUTPUT_BYTES:
+            self._set("flood")
+
+    def _set(self, how: str) -> None:
+        if not self._how.done():
+            self._how.set_result(how)
 
 
-def _started(
-    words: list[str],
-    environment: dict[str, str],
+async def _started(
+    words: Sequence[str],
+    environment: Mapping[str, str],
     folder: Path,
-    files: tuple[int | None, int | None, int | None],
+    files: tuple[int, int],
 ) -> ChildProcess:
-    return ChildProcess(words, environment=environment, inherits=False, folder=folder, files=files)
+    """Start the program in a thread, with ``files`` as its stdout and stderr."""
+
+    def start() -> ChildProcess:
+        return ChildProcess(
+            words, environment=environment, inherits=False, folder=folder, files=(None, *files)
+        )
+
+    starting = asyncio.ensure_future(in_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The thread uses the pipes until it has ended.
+        await asyncio.wait([starting])
+        if starting.exception() is None:
+            await in_thread(starting.result().end, 0.0)
+        raise
