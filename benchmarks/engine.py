@@ -11,8 +11,9 @@ In JSON, "against" maps the names of other libraries to their figures, "floor" i
 maximum and "least" the promised minimum; null if nothing is promised.
 
 Absolute times depend on the machine and its load, so quote ratios. The other libraries need their
-own environment (``processes.INSTALL_PEERS``); without it their columns are empty. The exit code is
-1 if a figure misses its limit.
+own environment, which ``benchmarks/setup`` makes. Without it their columns are empty, and a figure
+that does not hold names what is missing (``--without-peers`` leaves it out). The exit code is 1 if a
+figure misses its limit.
 """
 
 from __future__ import annotations
@@ -28,42 +29,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import peers
 from contexts import log_text
-from processes import INSTALL_PEERS, Server, peers_python, run_command, run_side, scripted_server
+from figures import Figure as Figure
+from figures import show as show
+from processes import Server, run_command, run_side, scripted_server
 
 Measured = dict[str, Any]
 BIG = 50_000_000
-
-
-class Figure(NamedTuple):
-    name: str
-    value: float | None
-    """Measured value; None if it could not be measured."""
-    unit: str
-    against: dict[str, float | str]
-    """Figures of other libraries, by name."""
-    floor: float | None = None
-    """Promised maximum."""
-    valid: bool = True
-    """False if the figure must not count, whatever its value."""
-    least: float | None = None
-    """Promised minimum, for figures where more is better."""
-
-    @property
-    def holds(self) -> bool | None:
-        if self.floor is None and self.least is None:
-            return None
-        if self.value is None or not self.valid:
-            return False
-        return (self.floor is None or self.value <= self.floor) and (
-            self.least is None or self.value >= self.least
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name)
-            for name in ("name", "value", "unit", "against", "floor", "least", "holds")
-        }
 
 
 class Bench(NamedTuple):
@@ -449,34 +422,6 @@ FIGURES = {
 # --- the command line -----------------------------------------------------------------------------
 
 
-def show(figures: list[Figure]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        "figure", "ours", "others (times ours)", "promised", "holds", box=None, header_style="bold"
-    )
-    for figure in figures:
-        others = ", ".join(
-            f"{name} {with_ratio(theirs, figure)}" for name, theirs in figure.against.items()
-        )
-        ours = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
-        bounds = (("≤", figure.floor), ("≥", figure.least))
-        floor = ", ".join(
-            f"{sign} {bound:.3g} {figure.unit}" for sign, bound in bounds if bound is not None
-        )
-        holds = {None: "", True: "[green]yes", False: "[bold red]NO"}[figure.holds]
-        table.add_row(figure.name, ours, others, floor, holds)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
-
-
-def with_ratio(theirs: float | str, figure: Figure) -> str:
-    if isinstance(theirs, str):
-        return theirs
-    factor = f" ({theirs / figure.value:.2g}×)" if figure.value and figure.unit != "×" else ""
-    return f"{theirs:.3g}{factor}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of the engine beside those of others.")
     parser.add_argument(
@@ -488,19 +433,15 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
     )
+    peers.add_option(parser)
     options = parser.parse_args()
-    peers = peers_python()
-    if peers is None:
-        print(
-            f"rlms and droste are not installed, so their columns stay empty: {INSTALL_PEERS}",
-            file=sys.stderr,
-        )
-    figures = []
+    figures = list(peers.check(options.without_peers, peers.BESIDE, "rlms", "droste"))
+    others = None if options.without_peers else peers.BESIDE.python_with("rlms", "droste")
     with ExitStack() as stack:
         servers = (
             stack.enter_context(scripted_server(latency_s)) for latency_s in (0.0, 0.05, 5.0)
         )
-        bench = Bench(peers, options.quick, *servers)
+        bench = Bench(others, options.quick, *servers)
         for name in options.only or FIGURES:
             for figure in FIGURES[name](bench):
                 print(f"{figure.name}: {figure.value} {figure.unit}", file=sys.stderr)

@@ -9,8 +9,8 @@
                             to 1e-6 to formulas written from the papers and from each trainer's code
     objectives_doctor.py    broken and healthy runs: is the fault named, and soon
 
-The exit code is 1 if a figure misses its limit. TRL's own code takes part if it is installed
-(``requirements-trl.txt``).
+The exit code is 1 if a figure misses its limit. TRL's own code takes part in the Python of
+``benchmarks/.venv-trl``, which ``benchmarks/setup`` makes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import objectives_table
-from engine import Figure, show
+from figures import Figure, show
 
 QUICK, FULL = 4, 20
 """Random batches per cell."""
@@ -47,8 +47,15 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="print the figures as JSON on the last line"
     )
+    parser.add_argument(
+        "--without-peers", action="store_true", help="do not miss TRL if it is not installed here"
+    )
     options = parser.parse_args()
     figures = list(measure(options.quick))
+    if not find_spec("trl") and not options.without_peers:
+        figures.append(
+            Figure("peer trl: run with the Python of benchmarks/.venv-trl", None, "", {}, least=1)
+        )
     show(figures)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in figures]}))

@@ -804,7 +804,6 @@ def figures(num_batches: int = 8) -> Iterator[Figure]:
             f"cells of {name} that do not exist: {', '.join(missing)}", len(missing), "", {}
         )
     if not find_spec("trl"):
-        yield Figure("objectives against installed TRL (requirements-trl.txt)", None, "", {})
         return
     for objective in TRL:
         most = max(

@@ -20,10 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-INSTALL_PEERS = (
-    "python -m venv benchmarks/.venv && "
-    "benchmarks/.venv/bin/pip install -r benchmarks/requirements.txt"
-)
 
 
 class Server(NamedTuple):
@@ -52,25 +48,6 @@ def scripted_server(latency_s: float = 0.0) -> Iterator[Server]:
             yield Server(process.stdout.readline().strip())
         finally:
             process.terminate()
-
-
-def peers_python() -> str | None:
-    """Return the Python interpreter that has the other libraries: that of benchmarks/.venv, or this
-    one if it has them."""
-    for python in (str(HERE / ".venv/bin/python"), sys.executable):
-        if (
-            Path(python).exists()
-            and not subprocess.run(
-                [
-                    python,
-                    "-c",
-                    "import importlib.util as u, sys; sys.exit(not (u.find_spec('rlm') and "
-                    "u.find_spec('droste')))",
-                ]
-            ).returncode
-        ):
-            return python
-    return None
 
 
 def quiet_env(**more: str) -> dict[str, str]:

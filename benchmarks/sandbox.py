@@ -34,11 +34,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from engine import Figure, present, ratio, show
+import peers
+from engine import present, ratio
+from figures import Figure, show
 from sandbox_minimal import MinimalServer, MinimalSession
 from sandbox_peers import (
-    INSTALL_BUBBLEWRAP,
-    INSTALL_IPYKERNEL,
     bare_loop,
     bare_subprocess,
     bubblewrap,
@@ -134,19 +134,9 @@ async def first_cell(b: Bench) -> Figures:
             found["subprocess"].append(await asyncio.to_thread(bare_subprocess))
             found["bubblewrap"].append(await asyncio.to_thread(bubblewrap))
     kernel = await asyncio.to_thread(ipykernel, 2 if b.quick else 5, 20)
-    if kernel is None:
-        print(
-            f"ipykernel is not installed, so its column stays empty: {INSTALL_IPYKERNEL}",
-            file=sys.stderr,
-        )
     ms = {name: middle(values, 1e3) for name, values in found.items()}
     ms["ipykernel"] = middle(kernel.first_s, 1e3) if kernel else None
     ours, bwrap = ms.pop("jail"), ms["bubblewrap"]
-    if bwrap is None:
-        print(
-            f"bubblewrap is not installed, so it is not compared: {INSTALL_BUBBLEWRAP}",
-            file=sys.stderr,
-        )
     yield Figure("a session and its first cell, no pool", ours, "ms", present(**ms))
     yield Figure(
         "the same, to bubblewrap + Python", ratio(ours, bwrap), "×", {}, 1 / 6 if bwrap else None
@@ -587,6 +577,7 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
     )
+    peers.add_option(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     bench = Bench(
@@ -595,7 +586,10 @@ def main() -> int:
         options.soak or (1000 if options.quick else 100_000),
         options.before,
     )
-    figures = asyncio.run(measure(bench, options.only or list(FIGURES)))
+    without = options.without_peers
+    figures = list(peers.check(without, peers.BESIDE, "ipykernel", "jupyter_client"))
+    figures += peers.check_command(without, "bubblewrap", "bwrap")
+    figures += asyncio.run(measure(bench, options.only or list(FIGURES)))
     show(figures)
     for figure in figures:
         if figure.holds is False:

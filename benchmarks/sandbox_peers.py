@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-INSTALL_BUBBLEWRAP = "apt-get install bubblewrap"
-INSTALL_IPYKERNEL = "benchmarks/.venv/bin/pip install ipykernel jupyter_client"
 _CODE = "exec(compile('x = 1', '<cell>', 'exec')); print('done')"
 
 

@@ -142,7 +142,7 @@ def wall_time_and_staleness(sample: StepSampleSpec, seed: int) -> dict[str, floa
 async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetrics]:
     """Return the metrics of each step of one run."""
     ids = ByteTokenIds()
-    answers = iter(random.Random(seed).choices(("heads", "tails"), k=1_000_000))
+    answers = iter(random.Random(seed).choices(('FINAL("heads")', 'FINAL("tails")'), k=1_000_000))
     client = LongTailed(lambda messages: next(answers), ids=ids)
     task = SimpleTask(
         "coin",

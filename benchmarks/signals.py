@@ -166,8 +166,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two rounds")
     arguments = parser.parse_args()
-    found = list(figures(arguments.rounds))
+    found = list(figures(2 if arguments.quick else arguments.rounds))
     show(found)
     if arguments.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))

@@ -14,8 +14,8 @@ sampling engine.
 All three use the same trainer with the same model (0.5M parameters), in CPU seconds of one thread.
 Replies have 16 tokens and observations 8. Prompt : response 16 : 1 means a prompt with 16 times the
 sampled tokens of one sibling. A step is packing, forward and backward. The exit code is 1 if a
-figure misses its limit. TRL needs its own environment (requirements-trl.txt); without it its
-figures are empty.
+figure misses its limit. TRL has its own environment, which ``benchmarks/setup`` makes;
+without it its figures are empty, and one of them says so.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from typing import Any, NamedTuple
 import inference_part
 import msgspec
 import numpy as np
+import peers
 import torch
 import training_page
 import trees
-from engine import Figure, show
+from figures import Figure, show
 from transformers import Qwen3Config
 from trl_peer import against_trl
 
@@ -326,9 +327,12 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help="put the figures into docs/training.md"
     )
+    peers.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: list[Figure] = []
+    if trl.__name__ in (options.only or FIGURES):
+        figures += peers.check(options.without_peers, peers.WITH_TRL, "trl")
     bench = Bench(SingleBackend(small_policy(), compute=FP32), options.quick)
     for name in options.only or FIGURES:
         started = time.monotonic()

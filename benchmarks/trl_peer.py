@@ -25,8 +25,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import peers
 import trees
-from engine import Figure
+from figures import Figure
 from processes import HERE, quiet_env
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
@@ -40,12 +41,6 @@ from ramify.train.losses.loss import LossSpec
 from ramify.types.message import Reply
 from ramify.types.sequence import TokenSequence
 
-INSTALL = (
-    "python -m venv benchmarks/.venv-trl && benchmarks/.venv-trl/bin/pip install -c "
-    "constraints.txt "
-    "-r benchmarks/requirements-trl.txt"
-)
-PYTHON = HERE / ".venv-trl/bin/python"
 PROMPTS, SIBLINGS, REPLY = 16, 8, 64
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")
@@ -54,8 +49,6 @@ Step = Callable[[], float]
 
 
 def against_trl(policy_of: Callable[[], Policy], *, quick: bool) -> Iterator[Figure]:
-    if not PYTHON.exists():
-        print(f"TRL is not installed, so its figures stay empty: {INSTALL}", file=sys.stderr)
     rounds = 3 if quick else 7
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -203,10 +196,11 @@ def ours(policy: Policy) -> Iterator[tuple[LocalClient, SingleBackend]]:
 def peer(*arguments: Any) -> Iterator[Step | None]:
     """Yield TRL's trainer as a function that makes a step; None if it is not installed or does not
     start."""
-    if not PYTHON.exists():
+    python = peers.WITH_TRL.python_with("trl")
+    if python is None:
         yield None
         return
-    command = [str(PYTHON), str(HERE / "side_trl.py"), *map(str, arguments)]
+    command = [python, str(HERE / "side_trl.py"), *map(str, arguments)]
     environment = quiet_env(OMP_NUM_THREADS="1")
     with (
         tempfile.TemporaryFile() as errors,
