@@ -8,7 +8,7 @@ measured, and what crashed.
                                                    "name", "value", …}, …], "crashed": {…}}
 
 A benchmark is a module of this folder with a command, unless it is a part of another
-(``faces_view`` of ``faces``) or is named in ``NOT_BENCHMARKS``. Each runs in a process of its own,
+(``faces_view`` of ``faces``) or is named in ``NOT_BENCHMARKS``. Each runs in a separate process,
 which is ended after ``--limit-s``. A benchmark crashed if its last line of output is not JSON with
 figures. A figure without a value was not measured. The exit code is 1 if anything crashed, falls
 short or was not measured although something is promised. Not here: what is measured.
@@ -44,7 +44,7 @@ NOT_BENCHMARKS = {
     "side_rlms": "one side of a comparison",
     "side_trl": "one side of a comparison",
 }
-"""Module with a command -> why it is no benchmark."""
+"""Module with a command -> why it is not a benchmark."""
 WITH_PEERS = ("engine", "objectives", "sandbox", "training")
 """Benchmarks with the option ``--without-peers``."""
 LIMIT_S = 900

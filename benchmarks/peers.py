@@ -3,7 +3,7 @@ pinned version, and the figure that says so.
 
     python benchmarks/engine.py --without-peers     measure ours alone; no peer is missed
 
-A peer lives in an environment of its own, which ``benchmarks/setup`` makes from a list of pinned
+A peer lives in a separate environment, which ``benchmarks/setup`` makes from a list of pinned
 versions. A peer that is missing, or has another version, gives a figure that does not hold, because
 a comparison that silently lost its other side looks like one that was won. Not here: how a peer is
 measured (``side_NAME.py``, ``trl_peer.py``).
