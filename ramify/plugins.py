@@ -67,6 +67,7 @@ REGISTRIES = (
     "ramify.inference.http.inference_spec:ENGINES",
     "ramify.inference.weight_sync:WEIGHT_SYNCS",
     "ramify.train.trackers.base:TRACKERS",
+    "ramify.testing.offline:OFFLINE_SUITES",
 )
 """Where each registry is, in the order in which ``ramify plugins`` lists them."""
 _GROUP_ESTIMATORS = (

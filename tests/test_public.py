@@ -53,8 +53,9 @@ PUBLIC = {
     """,
     "ramify.ray": "Asker",
     "ramify.testing": """
-        BatchServer ByteTokenIds CHECKS ConformanceCheck ConformanceError ConformanceResult
-        ForgetfulDisk HubServer ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient
+        AccuracyCurve BatchServer ByteTokenIds CHECKS ConformanceCheck ConformanceError
+        ConformanceResult ForgetfulDisk HubServer ModelLatency OfflineModel OfflineSuite
+        ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient
         ScriptedFailure
         ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
         no_usage rate_limited refused server_error stalled unreachable

@@ -362,7 +362,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     else:
         provider = split_name(model)[0]
         is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
-    if provider not in ("scripted", IN_PROCESS) and not is_plain:
+    if provider not in ("scripted", "offline", IN_PROCESS) and not is_plain:
         import threading
 
         # Not a daemon: OpenSSL crashes if the process ends while certificates are read.

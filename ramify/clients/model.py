@@ -50,7 +50,7 @@ _KEYWORDS = (
     "window",
 )
 _ANTHROPIC = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL")
-_WITHOUT_KEY = ("scripted", IN_PROCESS)
+_WITHOUT_KEY = ("scripted", "offline", IN_PROCESS)
 _ALIAS = re.compile(r"[^\s:'\"`]{1,64}")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PRICE_FORM = "'$0.25 in, $2 out per million tokens', or ramify.Price(input=0.25, output=2)"

@@ -212,6 +212,7 @@ CLIENTS = Registry(
         "anthropic": "ramify.clients.anthropic:AnthropicClient",
         "litellm": "ramify.clients.litellm:LiteLLMClient",
         "scripted": "ramify.testing.scripted:connect",
+        "offline": "ramify.testing.offline:connect",
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )

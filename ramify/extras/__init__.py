@@ -22,6 +22,9 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "programs": "ramify.extras.studies.programs.task:programs",
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },
+    "ramify.offline": {
+        "needle": "ramify.extras.studies.offline_needle:NEEDLE",
+    },
     "ramify.demos": {
         "programs": "ramify.extras.studies.programs.demos:program_demos",
         "retool": "ramify.extras.studies.toolmath.demos:retool_demos",

@@ -7,6 +7,8 @@
     '42'
 
     a model       ScriptedClient, in this process; ScriptedServer, OpenAI's API over real HTTP
+    a reader      OfflineModel, which answers suites with a stated accuracy (AccuracyCurve,
+                  ModelLatency), and what it knows of one (OfflineSuite)
     batches       BatchServer, the batch APIs of OpenAI and Anthropic over real HTTP
     a script      a list, ScriptRule, a function of the messages, or a file (Script)
     failures      rate_limited server_error refused unreachable dropped cut stalled malformed …

@@ -9,6 +9,10 @@ from ramify.testing.conformance.base import ConformanceError as ConformanceError
 from ramify.testing.conformance.base import SandboxProbe as SandboxProbe
 from ramify.testing.forgetful_disk import ForgetfulDisk as ForgetfulDisk
 from ramify.testing.hub import HubServer as HubServer
+from ramify.testing.offline import AccuracyCurve as AccuracyCurve
+from ramify.testing.offline import ModelLatency as ModelLatency
+from ramify.testing.offline import OfflineModel as OfflineModel
+from ramify.testing.offline import OfflineSuite as OfflineSuite
 from ramify.testing.script import Script as Script
 from ramify.testing.script import ScriptedFailure as ScriptedFailure
 from ramify.testing.script import ScriptRule as ScriptRule

@@ -1,6 +1,7 @@
 """``python -m ramify.testing``: a scripted model as a server, and the checks of a sandbox.
 
 python -m ramify.testing serve SCRIPT.json [--port 8123]    print the base URL, and serve
+python -m ramify.testing serve offline:default              the model for offline use
 python -m ramify.testing sandbox [PROVIDER]                 check every guarantee
 """
 

@@ -192,7 +192,8 @@ class ScriptedClient:
         if self._ids is not None and reply.token_ids is None:
             reply = self._ids.added_to(reply, request)
         model = reply.model or self.name.partition(":")[2]
-        return msgspec.structs.replace(reply, model=model, seconds=time.perf_counter() - started)
+        seconds = reply.seconds or time.perf_counter() - started
+        return msgspec.structs.replace(reply, model=model, seconds=seconds)
 
     async def close(self) -> None:
         """Do nothing: there is nothing to close."""

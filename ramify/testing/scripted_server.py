@@ -5,6 +5,7 @@
         server.served           exact usage that it would have charged, lost replies included
 
     python -m ramify.testing serve SCRIPT.json --port 8123 --latency 0.05
+    python -m ramify.testing serve offline:default
 
 It fails on the network as real servers do: 429 with ``retry-after``, web pages, bodies that are
 invalid JSON or truncated, connections that close or stall. ``GET /served`` returns its counts to a
@@ -28,6 +29,7 @@ import msgspec
 from ramify.clients.function_client import count_message
 from ramify.clients.loopback import LoopbackExchange, LoopbackServer
 from ramify.errors import ConfigError, Refused
+from ramify.testing.offline import model_of
 from ramify.testing.script import Lines, Script, ScriptedFailure, Step, served
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture, picture_of
@@ -414,7 +416,8 @@ async def _serve(options: argparse.Namespace) -> None:
     done = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, done.set)
-    script = Script.load(options.script)
+    kind, _, name = options.script.partition(":")
+    script = Script(model_of(name).tell) if kind == "offline" else Script.load(options.script)
     async with ScriptedServer(
         script,
         latency_s=options.latency,
@@ -428,12 +431,15 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Serve a script file until interrupted. The first line printed is the base URL."""
+    """Serve a script, or the model for offline use, until interrupted. The first line printed is
+    the base URL."""
     parser = argparse.ArgumentParser(
         prog="python -m ramify.testing serve", description=main.__doc__
     )
     parser.add_argument(
-        "script", metavar="SCRIPT.json", help="a JSON list of replies, failures or rules"
+        "script",
+        metavar="SCRIPT.json",
+        help="a JSON list of replies, failures or rules; or offline:NAME",
     )
     parser.add_argument("--port", type=int, default=0, help="0 uses any free port (default)")
     parser.add_argument("--host", default="127.0.0.1")

@@ -161,6 +161,8 @@ def test_python_blocks_of_page_run(page, reader):
         assert namespace["services"]["judge"].variable == "VLLM_BASE_URL"
     elif page == "plugins.md":
         assert namespace["task"].name == "colors"
+    elif page == "offline-model.md":
+        assert namespace["TEAL"].read("How many words are 'teal' here?", "teal mint teal") == "2"
     elif page == "objectives.md":
         assert namespace["rl"].steps == 200
     elif page == "own-algorithm.md":

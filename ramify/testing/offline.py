@@ -1,0 +1,318 @@
+"""A model for offline use: a scripted model that reads with a stated accuracy, so that suites and
+systems can be compared without a network and with a known best score.
+
+    request ──┬── the prompt of a known system (root_forms.py) ──> the suite's strategy, as its code
+              └── a text and a question ──> the right reply, with probability accuracy(tokens read)
+                                            a plausible wrong one otherwise
+
+    client = OfflineModel().client()                   in this process
+    ScriptedServer(OfflineModel().tell)                over HTTP
+    ramify eval oolong --model offline:default         by name: default, perfect, 0.9, FILE.json
+
+As a root, the model runs one fixed strategy for each suite, in three steps: it looks at the
+context, runs the code of the strategy, and gives the result. As a leaf, it reads nothing but the
+prompt. Its replies are deterministic: errors are drawn from a hash of the seed and the request.
+
+Decides when a reply is right, how long it takes, and the steps of a root. Not here: what suites ask
+and how they are solved (plug-ins of the group ``ramify.offline``, beside the suites).
+
+Scores with this model say how suites and systems behave. They say nothing about real models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import inspect
+import itertools
+import math
+import random
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ramify.clients.base import Price
+from ramify.clients.function_client import count, count_message
+from ramify.errors import ConfigError
+from ramify.plugins import Registry
+from ramify.testing.root_forms import RESULT, ROOT_FORMS, RootForm, RootTurn
+from ramify.testing.script import Step
+from ramify.testing.scripted import ScriptedClient
+from ramify.types.message import Message, Reply
+
+OFFLINE_SUITES = Registry("offline suite", "ramify.offline", {})
+"""Suite -> an ``OfflineSuite``."""
+Ask = Callable[[list[str]], list[str]]
+"""Sends prompts to a sub-model and returns its replies in order."""
+_IMPORTS = """\
+import collections
+import datetime
+import difflib
+import re
+from collections.abc import Callable"""
+_LOOK = "print(type(context).__name__, len(context))\nprint(context[:500])"
+_UNKNOWN = "unknown"
+
+
+class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Share of right replies as a function of the tokens that a request has.
+
+    >>> testing.AccuracyCurve()(2_000)
+    0.999
+    """
+
+    points: tuple[tuple[int, float], ...] = (
+        (2_000, 0.999),
+        (8_000, 0.98),
+        (32_000, 0.85),
+        (128_000, 0.45),
+        (1_000_000, 0.05),
+    )
+    """(tokens, accuracy) pairs, tokens rising. Between two of them, the accuracy is linear in the
+    logarithm of the tokens; outside, it is that of the nearest one."""
+
+    def __post_init__(self) -> None:
+        tokens = [point[0] for point in self.points]
+        if not self.points or tokens != sorted(set(tokens)) or tokens[0] < 1:
+            raise ConfigError(
+                f"accuracy curve: the tokens {tokens} must rise, from 1 up, with at least one point"
+            )
+        if not all(0 <= share <= 1 for _, share in self.points):
+            raise ConfigError("accuracy curve: each accuracy is from 0 to 1")
+
+    def __call__(self, num_tokens: int) -> float:
+        """Return the accuracy of a reply to ``num_tokens`` tokens."""
+        if num_tokens <= self.points[0][0]:
+            return self.points[0][1]
+        for (low, left), (high, right) in itertools.pairwise(self.points):
+            if num_tokens <= high:
+                share = math.log(num_tokens / low) / math.log(high / low)
+                return left + (right - left) * share
+        return self.points[-1][1]
+
+
+class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a reply.
+
+    >>> testing.ModelLatency(first_s=0.5, input_s=0.1, output_s=20.0).seconds(10_000, 50)
+    2.5
+    """
+
+    first_s: float = 0.4
+    """Seconds of every reply."""
+    input_s: float = 0.05
+    """Further seconds for each 1,000 tokens of the prompt."""
+    output_s: float = 10.0
+    """Further seconds for each 1,000 tokens of the reply."""
+
+    def seconds(self, num_input: int, num_output: int) -> float:
+        """Return the seconds of a reply of ``num_output`` tokens to ``num_input``."""
+        return self.first_s + (num_input * self.input_s + num_output * self.output_s) / 1_000
+
+
+class OfflineSuite(msgspec.Struct, frozen=True):
+    """What the offline model knows of one suite: how its questions look, the strategy of a
+    competent root, and how a leaf reads. None of its functions gets an item or its gold answer.
+
+    Example:
+        suite = testing.OfflineSuite("teal", r"How often does", solve, read, spoil)
+    """
+
+    name: str
+    asks: str
+    """Regular expression of the suite's questions."""
+    solve: Callable[[str, str, Ask, int], str]
+    """(question, context, ask, characters of one sub-call) -> answer. The strategy: a root writes
+    the source of this function into its session."""
+    read: Callable[[str, str], str | None]
+    """(question, text) -> the right reply to a question that ``solve`` asks about a part of the
+    context. None if it is not such a question."""
+    spoil: Callable[[str, str, str, random.Random], str]
+    """(question, text, right reply, generator) -> a plausible wrong reply."""
+    helpers: tuple[Callable[..., object], ...] = ()
+    """Functions that ``solve`` calls, whose source it needs in the session."""
+
+    def code(self) -> str:
+        """Return the source of the strategy."""
+        return "\n\n".join(inspect.getsource(each).strip() for each in (*self.helpers, self.solve))
+
+
+class OfflineModel(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """A scripted model that reads with a stated accuracy, and knows a strategy for each suite.
+
+    >>> model = testing.OfflineModel(curve=testing.AccuracyCurve(((1, 1.0),)))
+    >>> with ramify.RLM(model.client()) as rlm:
+    ...     text = "The access code of Tamorusi is 482913."
+    ...     rlm.completion(text, "What is the access code of Tamorusi?").answer
+    '482913'
+    """
+
+    curve: AccuracyCurve = AccuracyCurve()
+    """Accuracy of a reply to a question about a text. A root's own steps have no errors."""
+    latency: ModelLatency = ModelLatency()
+    sleep: Literal["none", "virtual", "real"] = "none"
+    """``real``: replies take the stated seconds. ``virtual``: replies only state them, at once.
+    ``none``: replies are instant."""
+    price: Price | None = Price(input=0.25, output=2.0)
+    """Price that ``offline:NAME`` states."""
+    window: int = 128_000
+    """Tokens of a prompt."""
+    seed: int = 0
+    """Seed of the errors."""
+    leaf_tokens: int = 2_000
+    """Tokens of the parts that a root gives to one sub-call, if its number of sub-calls allows
+    it."""
+    suites: tuple[str, ...] = ()
+    """Suites that the model knows, by name; empty for all."""
+
+    def client(self, name: str = "offline:default") -> ScriptedClient:
+        """Return the model as a client in this process."""
+        return ScriptedClient(self.tell, name, self.window, self.price)
+
+    def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
+        """Return the reply to a conversation: a script for ``ScriptedClient`` and
+        ``ScriptedServer``."""
+        text = self.reply(messages)
+        if self.sleep == "none":
+            return text
+        num_input = sum(map(count_message, messages))
+        seconds = self.latency.seconds(num_input, count(text))
+        if self.sleep == "real":
+            return _later(text, seconds)
+        return Reply(Message("assistant", text), seconds=seconds)
+
+    def reply(self, messages: Sequence[Message]) -> str:
+        """Return the text of the reply to a conversation."""
+        for form in ROOT_FORMS if messages and messages[0].role == "system" else ():
+            turn = form.read(messages)
+            if turn is not None:
+                return self._step(form, turn)
+        return self._reading(messages)
+
+    def _step(self, form: RootForm, turn: RootTurn) -> str:
+        """Return the reply of a root: a look, the strategy, the answer."""
+        if turn.is_last or turn.step >= 2:
+            return form.answer(turn)
+        if turn.step == 0:
+            return form.cell("I look at the context first.", _LOOK)
+        suite = self._suite(turn.question)
+        if suite is None:
+            return form.cell("I know no strategy for this.", f"result = {_UNKNOWN!r}")
+        calls = max(1, turn.max_calls * 3 // 4)
+        run = (
+            f"chars = max({4 * self.leaf_tokens}, len(context) // {calls} + 1)\n"
+            "result = None\n"
+            f"result = solve({form.literal(turn.question)}, context, ask, "
+            f"min(chars, {turn.max_chars}))\n"
+            f'print("{RESULT}", result)'
+        )
+        code = "\n\n".join([_IMPORTS, form.ask.strip(), suite.code(), run])
+        return form.cell(f"I use the strategy of the suite {suite.name}.", code)
+
+    def _reading(self, messages: Sequence[Message]) -> str:
+        """Return the reply to a question about a text: the right one, or a plausible wrong one."""
+        prompt = "\n\n".join(message.content for message in messages if message.role != "system")
+        text, question = _parts(prompt)
+        for suite in self._known():
+            right = _right(suite, question, text)
+            if right is None:
+                continue
+            draw = self._generator(messages)
+            num_tokens = sum(map(count_message, messages))
+            if draw.random() < self.curve(num_tokens):
+                return right
+            return suite.spoil(question, text, right, draw)
+        return _UNKNOWN
+
+    def _generator(self, messages: Sequence[Message]) -> random.Random:
+        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=16)
+        for message in messages:
+            digest.update(b"\0" + message.role.encode() + b"\0")
+            digest.update(message.content.encode("utf-8", "surrogatepass"))
+        return random.Random(digest.hexdigest())
+
+    def _known(self) -> Sequence[OfflineSuite]:
+        return _suites(self.suites)
+
+    def _suite(self, question: str) -> OfflineSuite | None:
+        return next((suite for suite in self._known() if re.search(suite.asks, question)), None)
+
+
+@functools.cache
+def _suites(names: tuple[str, ...]) -> tuple[OfflineSuite, ...]:
+    """Return the suites with these names, or all. Kept, because a search of the installed packages
+    takes longer than a reply."""
+    return tuple(OFFLINE_SUITES.of(name) for name in names or OFFLINE_SUITES)
+
+
+async def _later(text: str, seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return text
+
+
+def _parts(prompt: str) -> tuple[str, str]:
+    """Return (text, question) of a plain prompt: the question follows the last ``Question:`` that
+    begins a line. Without one, everything is both."""
+    text, mark, question = prompt.rpartition("\nQuestion: ")
+    if mark:
+        return text.rstrip("\n"), question.strip()
+    if prompt.startswith("Question: "):
+        question, _, text = prompt.removeprefix("Question: ").partition("\n\n")
+        return text, question.strip()
+    return prompt, prompt
+
+
+def _right(suite: OfflineSuite, question: str, text: str) -> str | None:
+    """Return the right reply; None if the question is not one of ``suite``."""
+    right = suite.read(question, text)
+    if right is not None or not re.search(suite.asks, question):
+        return right
+    try:
+        return suite.solve(question, text, _perfect(suite), len(text) + 1)
+    except (LookupError, ValueError):  # the text is not in the form of the suite
+        return _UNKNOWN
+
+
+def _perfect(suite: OfflineSuite) -> Ask:
+    return lambda prompts: [suite.read(*reversed(_parts(prompt))) or "" for prompt in prompts]
+
+
+def model_of(name: str) -> OfflineModel:
+    """Return the model of ``offline:NAME``: ``default``, ``perfect``, an accuracy from 0 to 1, or a
+    JSON file with the fields of ``OfflineModel``. Raises ConfigError for another name."""
+    if name in ("", "default"):
+        return OfflineModel()
+    if name == "perfect":
+        name = "1"
+    if name.endswith(".json"):
+        return _model_in(Path(name))
+    try:
+        return OfflineModel(curve=AccuracyCurve(((1, float(name)),)))
+    except ValueError:
+        raise ConfigError(
+            f"offline:{name}: there is no such model; write offline:default, offline:perfect, an "
+            "accuracy as in offline:0.9, or offline:FILE.json"
+        ) from None
+
+
+def _model_in(path: Path) -> OfflineModel:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=OfflineModel)
+    except OSError as error:
+        raise ConfigError(f"offline:{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"offline:{path}: {error}; see OfflineModel for the fields") from None
+
+
+def connect(
+    name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
+) -> ScriptedClient:
+    """The client of ``offline:NAME``."""
+    model = model_of(name.partition(":")[2])
+    return ScriptedClient(model.tell, name, window or model.window, price or model.price)

@@ -1,0 +1,133 @@
+"""The strategies of the offline model: with perfect leaves they are right on every suite and family,
+and with wrong ones they are not.
+
+The strategy runs in an empty namespace, as in a session of a root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import collections
+import datetime
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ramify.engine.rlm import RLM
+from ramify.evaluate.run import EvaluationPlan, evaluate
+from ramify.tasks.base import Item, SimpleTask, items_of, task_of
+from ramify.testing.offline import OFFLINE_SUITES, AccuracyCurve, OfflineModel, OfflineSuite
+from ramify.types.message import Message
+
+LONG: dict[str, dict[str, Any]] = {"needle": {"chars": 20_000}}
+"""Suite -> options of its task."""
+FAMILIES: dict[str, tuple[str, ...]] = {}
+ROWS = [
+    pytest.param(suite, family, id="-".join(filter(None, (suite, family))))
+    for suite in LONG
+    for family in FAMILIES.get(suite, ("",))
+]
+PERFECT, WRONG = (OfflineModel(curve=AccuracyCurve(((1, share),))) for share in (1.0, 0.0))
+
+
+def suite_task(suite: str, family: str, **options: Any) -> SimpleTask:
+    chosen = {"families": (family,)} if family else {}
+    task = task_of(suite, **(LONG[suite] | options), **chosen)
+    assert isinstance(task, SimpleTask)
+    return task
+
+
+def score(task: SimpleTask, answer: str, item: Item) -> float:
+    reward = task.reward(answer, item)  # type: ignore[operator,call-arg]
+    assert isinstance(reward, float)
+    return reward
+
+
+def session(suite: OfflineSuite) -> Callable[..., str]:
+    """The strategy, in a namespace that has only what a root's cell imports."""
+    names: dict[str, Any] = {"__builtins__": builtins, "Callable": Callable}
+    for module in (collections, datetime, difflib, re):
+        names[module.__name__] = module
+    exec(compile(suite.code(), "<strategy>", "exec", dont_inherit=True), names)
+    solve: Callable[..., str] = names["solve"]
+    return solve
+
+
+def leaf(model: OfflineModel, asked: list[str]) -> Callable[[list[str]], list[str]]:
+    """A sub-model, which keeps the prompts that it was ``asked``."""
+
+    def ask(prompts: list[str]) -> list[str]:
+        asked.extend(prompts)
+        return [model.reply([Message("user", prompt)]) for prompt in prompts]
+
+    return ask
+
+
+def test_every_suite_is_tested_here() -> None:
+    assert set(LONG) == set(OFFLINE_SUITES)
+
+
+@pytest.mark.parametrize(("suite", "family"), ROWS)
+def test_a_strategy_with_perfect_leaves_is_right(suite: str, family: str) -> None:
+    task, solve = suite_task(suite, family), session(OFFLINE_SUITES.of(suite))
+    for item in items_of(task, "test")[:8]:
+        asked: list[str] = []
+        answer = solve(item.question, item.context, leaf(PERFECT, asked), 4_000)
+        assert score(task, answer, item) == 1.0, (item.question, item.gold, answer)
+        assert all(len(prompt) < 6_000 for prompt in asked)
+
+
+@pytest.mark.parametrize(("suite", "family"), ROWS)
+def test_one_reading_of_everything_is_right(suite: str, family: str) -> None:
+    task = suite_task(suite, family)
+    for item in items_of(task, "validation")[:8]:
+        prompt = f"{item.context}\n\nQuestion: {item.question}"
+        answer = PERFECT.reply([Message("user", prompt)])
+        assert score(task, answer, item) == 1.0, (item.question, item.gold, answer)
+
+
+@pytest.mark.parametrize(("suite", "family"), ROWS)
+def test_a_wrong_reading_is_plausible_and_scores_less_than_1(suite: str, family: str) -> None:
+    task = suite_task(suite, family)
+    for item in items_of(task, "test")[:8]:
+        prompt = f"{item.context}\n\nQuestion: {item.question}"
+        answer = WRONG.reply([Message("user", prompt)])
+        assert answer
+        assert score(task, answer, item) < 1.0, (item.question, item.gold, answer)
+
+
+@pytest.mark.parametrize(("suite", "family"), ROWS)
+def test_a_strategy_survives_leaves_that_fail(suite: str, family: str) -> None:
+    task, solve = suite_task(suite, family), session(OFFLINE_SUITES.of(suite))
+    for reply in ("", "Error: the limit is reached", "unknown"):
+        item = items_of(task, "test")[0]
+        answer = solve(
+            item.question, item.context, lambda prompts, r=reply: [r] * len(prompts), 4_000
+        )
+        assert isinstance(answer, str)
+
+
+@pytest.mark.parametrize(("suite", "family"), ROWS)
+def test_a_question_alone_has_no_right_reply(suite: str, family: str) -> None:
+    """The model knows nothing but its request."""
+    task = suite_task(suite, family)
+    for item in items_of(task, "test")[:8]:
+        assert score(task, PERFECT.reply([Message("user", item.question)]), item) < 1.0
+
+
+@pytest.mark.parametrize("suite", LONG)
+def test_a_session_of_ramify_runs_the_strategy(suite: str) -> None:
+    task = suite_task(suite, "")
+    client = PERFECT.client()
+
+    async def main() -> list[float | None]:
+        plan = EvaluationPlan(model=client.name, task=suite, items=2)
+        done = await evaluate(RLM(client), task, plan)
+        return [outcome.reward for outcome in done.outcomes]
+
+    assert asyncio.run(main()) == [1.0, 1.0]
+    assert [len(each.messages) for each in client.requests if len(each.messages) > 1]
