@@ -24,7 +24,7 @@ def seat() -> MeterSeat:
         model="model",
         window=1000,
         budget=SeatBudget(),
-        is_priced=False,
+        price=None,
     )
 
 

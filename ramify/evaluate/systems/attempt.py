@@ -54,6 +54,7 @@ async def attempt_by(
     start = await task.prepare(item)
     _check_plain(task, item, start)
     given = await system.answer(item.question, _as_text(start.context), seat=seat)
+    await seat.end()
     trajectory = _trajectory(item, given, seat)
     failure = _failure(given, seat)
     if given.answer is not None or not seat.outage:

@@ -12,11 +12,16 @@ nothing is decided by them.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import msgspec
 
+from ramify.clients.base import Price
+from ramify.clients.model import Model
 from ramify.engine.limits import Ledger, Limits
 from ramify.errors import ConfigError
 from ramify.types.message import Usage
@@ -42,13 +47,14 @@ class SeatBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     def limits(self) -> Limits:
         """The same budget as the limits of a ledger."""
         return Limits(
-            max_calls=self.max_calls or _NO_LIMIT,
-            max_tokens=self.max_tokens or _NO_LIMIT,
+            max_calls=self.max_calls or _MANY,
+            max_tokens=self.max_tokens or _MANY,
             max_cost=self.max_cost or math.inf,
         )
 
 
-_NO_LIMIT = 1 << 62
+_MANY = 1 << 62
+NO_LIMIT = SeatBudget()
 
 
 class MeterSeat:
@@ -63,10 +69,9 @@ class MeterSeat:
         model: str,
         window: int,
         budget: SeatBudget,
-        is_priced: bool,
+        price: Price | None,
     ) -> None:
-        """``key`` ends with the seat. ``window`` is that of the model (tokens). ``is_priced``: the
-        model has a price."""
+        """``key`` ends with the seat. ``window`` (tokens) and ``price`` are those of the model."""
         self.name = name
         self.base_url = base_url
         """Base URL for clients of OpenAI's APIs, which ends with ``/v1``."""
@@ -74,9 +79,12 @@ class MeterSeat:
         self.model = model
         """Name of the model in requests. A request with any other name is answered by it, too."""
         self.window = window
+        self.price = price
         self.budget = budget
-        self.ledger = Ledger(budget.limits(), priced=is_priced, owner="item")
+        self.ledger = Ledger(budget.limits(), priced=price is not None, owner="item")
         """What was spent of the budget, and what is reserved."""
+        self.num_requests = 0
+        """Requests that arrived, including those that were refused."""
         self.num_refused = 0
         """Requests that were refused because they would have passed the budget."""
         self.refusal = ""
@@ -85,6 +93,7 @@ class MeterSeat:
         """Limit that this request would have passed."""
         self.outage = ""
         """Last failure of the model that a retry could have repaired; empty if there was none."""
+        self._answering: set[asyncio.Task[Any]] = set()
 
     @property
     def usage(self) -> Usage:
@@ -95,6 +104,41 @@ class MeterSeat:
     def cost(self) -> float | None:
         """Dollars so far; None if the model has no price."""
         return self.ledger.cost
+
+    def refuse(self, sentence: str, limit: Stop) -> None:
+        """Count a request that would have passed ``limit``, and keep the reason of the first."""
+        self.num_refused += 1
+        if self.exhausted is None:
+            self.refusal, self.exhausted = sentence, limit
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """The current task answers a request of the seat until the block ends."""
+        task = asyncio.current_task()
+        assert task is not None, "requests are answered in tasks"
+        self._answering.add(task)
+        try:
+            yield
+        finally:
+            self._answering.discard(task)
+
+    async def end(self) -> None:
+        """Cut off the requests that are still unanswered, and wait until each is booked. Then the
+        counts are final, unless a request begins anew."""
+        for task in self._answering:
+            task.cancel()
+        if self._answering:
+            await asyncio.wait(self._answering)
+
+    def as_model(self) -> Model:
+        """The seat as a model of ours, for a run whose requests go through the meter."""
+        return Model(
+            f"openai:{self.model}",
+            base_url=self.base_url,
+            api_key=self.key,
+            price=self.price,
+            window=self.window,
+        )
 
     def __repr__(self) -> str:
         """Without the key."""

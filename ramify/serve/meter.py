@@ -1,0 +1,380 @@
+"""The metering endpoint: an OpenAI-compatible address in front of one model, which counts what each
+caller spends and lets none pass its budget.
+
+    system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
+                 <── reply, with the usage that was booked    │ 402 with a sentence: nothing is left
+                                                              └─ lower max_tokens to what is left
+
+Each item has a seat: a key, a budget, and a ledger of the engine (``metered_request.py``). The
+meter's own key opens and ends seats, and is the key of the seat ``default``:
+
+    POST   /seats          {"name": "item-1", "max_calls": 20, "max_tokens": 200000}; then its key
+    GET    /seats          what each seat has spent
+    DELETE /seats/NAME     ends one, with the requests that are still unanswered
+
+Not here: which systems have seats (``evaluate/systems/``), and the formats of the APIs
+(``http_server/``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ramify.clients.base import Client, OnPiece, PromptRendering, ReplyPiece, Request
+from ramify.clients.model import Model, bare_name
+from ramify.clients.pool import ClientPool
+from ramify.clients.providers import load_clients
+from ramify.errors import ConfigError, Refused
+from ramify.evaluate.systems.base import NO_LIMIT, MeterSeat, SeatBudget
+from ramify.http_server.access import BearerKeys, ListenAddress, digest_of, new_key
+from ramify.http_server.http_limits import HttpLimits
+from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.responses_api import StoredResponses
+from ramify.http_server.shell import CALLER, GONE, HttpServer, received
+from ramify.secrets import remember
+from ramify.serve.meter_record import MeterRecord
+from ramify.serve.metered_request import REPLY_TOKENS, MeteredRequest
+from ramify.types.message import Message, Reply
+
+DEFAULT_SEAT = "default"
+_MAX_BODY_BYTES = 256 << 20
+
+
+class SeatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request that opens a seat. A limit that is not given is that of the meter."""
+
+    name: str
+    max_calls: int | None = None
+    max_tokens: int | None = None
+    max_cost: float | None = None
+
+
+class Meter:
+    """HTTP server that meters one model; ``async with`` starts and stops it.
+
+    Example:
+        async with Meter("openai:gpt-5-mini") as meter:
+            async with meter.seat("item-1", SeatBudget(max_tokens=200_000)) as seat:
+                …    a system asks seat.base_url with seat.key
+            print(seat.usage, seat.cost)
+    """
+
+    def __init__(
+        self,
+        model: str | Model | Client,
+        *,
+        budget: SeatBudget = NO_LIMIT,
+        name: str = "",
+        address: ListenAddress | None = None,
+        key: str | None = None,
+        record: Path | None = None,
+        reply_tokens: int = REPLY_TOKENS,
+        max_in_flight: int = 64,
+    ) -> None:
+        """``budget`` is that of seats for which none is given. ``name`` is the model's name in
+        requests and replies, by default the name that its provider knows. ``key`` is the meter's
+        own key; by default it makes one. ``record``: the file in which each request is recorded.
+        ``reply_tokens`` limits a reply whose caller gave no limit."""
+        self._model = Model(model) if isinstance(model, str) else model
+        self._budget = budget
+        self.address = address or ListenAddress()
+        self.key = key or new_key()
+        """The meter's own key: it opens seats, and asks the model as the seat ``default``."""
+        self.name = name or bare_name(self._model.name)
+        self.seats: dict[str, MeterSeat] = {}
+        """Name of each open seat -> the seat."""
+        self._reply_tokens = reply_tokens
+        self._pool = ClientPool(max_in_flight=max_in_flight)
+        self._client: Client | None = None
+        self._stored: dict[str, StoredResponses] = {}
+        self._record_path = record
+        self._record: MeterRecord | None = None
+        self._keys = _SeatKeys()
+        remember("key of the meter", self.key)
+        self._http = HttpServer(
+            self.address,
+            self._keys,
+            limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),
+            statuses={ConfigError: 400},
+            key_help="send the key of an open seat as Authorization: Bearer KEY",
+        )
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients of OpenAI's APIs: ``http://127.0.0.1:PORT/v1``."""
+        return f"{self._http.url}/v1"
+
+    @property
+    def client(self) -> Client:
+        """The model behind the meter, once it has started."""
+        assert self._client is not None, "the meter has not started"
+        return self._client
+
+    async def __aenter__(self) -> Meter:
+        if isinstance(self._model, Model):
+            await load_clients([self._model.provider])
+            self._client = self._pool.bound(self._model)
+        else:
+            self._client = self._pool.adopt(self._model)
+        self._check_price(self._budget)
+        if self._record_path is not None:
+            self._record = MeterRecord(self._record_path)
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        ModelRoutes(self._admitted).add_to(app)
+        app.router.add_post("/seats", self._open_seat)
+        app.router.add_get("/seats", self._list_seats)
+        app.router.add_delete("/seats/{name:.+}", self._end_seat)
+        await self._http.start(app)
+        self._open(DEFAULT_SEAT, self._budget, self.key)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._http.close()
+            for seat in self.seats.values():
+                await seat.end()
+        finally:
+            await self._pool.close()
+            if self._record is not None:
+                self._record.close()
+
+    @asynccontextmanager
+    async def seat(self, name: str, budget: SeatBudget | None = None) -> AsyncIterator[MeterSeat]:
+        """Open a seat until the block ends. Raises ConfigError for a name that is in use, and for a
+        limit in dollars if the model has no price."""
+        seat = self._open(name, budget or self._budget)
+        try:
+            yield seat
+        finally:
+            await self._close(seat)
+
+    def _open(self, name: str, budget: SeatBudget, key: str = "") -> MeterSeat:
+        if name in self.seats:
+            raise ConfigError(f"the meter has a seat {name!r:.80} already: give another name")
+        self._check_price(budget)
+        seat = MeterSeat(
+            name,
+            base_url=self.url,
+            key=key or new_key(),
+            model=self.name,
+            window=self.client.window,
+            budget=budget,
+            price=self.client.price,
+        )
+        self.seats[name] = seat
+        self._stored[name] = StoredResponses()
+        self._keys.add(seat.key, name)
+        return seat
+
+    async def _close(self, seat: MeterSeat) -> None:
+        self._keys.remove(seat.key)
+        await seat.end()
+        self.seats.pop(seat.name, None)
+        self._stored.pop(seat.name, None)
+
+    def _check_price(self, budget: SeatBudget) -> None:
+        if budget.max_cost is not None and self.client.price is None:
+            raise ConfigError(
+                f"max_cost={budget.max_cost:g} cannot be kept: {self.client.name} has no known "
+                "price; limit calls or tokens, or give its price"
+            )
+
+    # --- requests
+
+    @asynccontextmanager
+    async def _admitted(self, http: web.Request) -> AsyncIterator[AdmittedCaller]:
+        seat = self.seats[http[CALLER]]
+        with seat.answering():
+            yield AdmittedCaller(MeteredModel(self, seat), self._stored[seat.name])
+
+    async def ask(self, seat: MeterSeat, asked: Request, on_piece: OnPiece | None = None) -> Reply:
+        """Forward one request within the budget of ``seat``. Raises RequestRejected: 402 if nothing
+        is left."""
+        seat.num_requests += 1
+        number, began = seat.num_requests, time.perf_counter()
+        metered = MeteredRequest(seat, asked, self.client, self._reply_tokens)
+        status, error_text, reply = 200, "", None
+        try:
+            await metered.count_prompt()
+            reply = await metered.answered(self._pool, on_piece)
+            return reply
+        except RequestRejected as error:
+            status, error_text = error.status, str(error)
+            raise
+        except asyncio.CancelledError:
+            status, error_text = GONE, "the caller did not wait for the reply"
+            raise
+        finally:
+            if self._record is not None:
+                self._record.add(
+                    seat.name,
+                    number,
+                    asked,
+                    metered.sent,
+                    status=status,
+                    reply=reply,
+                    usage=metered.usage,
+                    cost=metered.cost,
+                    seconds=time.perf_counter() - began,
+                    error=error_text,
+                )
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return listed_models(http, self.name, self.client.window)
+
+    # --- seats over HTTP
+
+    async def _open_seat(self, http: web.Request) -> web.Response:
+        self._check_owner(http)
+        async with received(http) as body:
+            try:
+                wanted = msgspec.json.decode(body, type=SeatRequest)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise RequestRejected(f"not a request for a seat: {error}") from None
+        limits = {
+            name: value
+            for name in SeatBudget.__struct_fields__
+            if (value := getattr(wanted, name)) is not None
+        }
+        seat = self._open(wanted.name, msgspec.structs.replace(self._budget, **limits))
+        return web.json_response({"key": seat.key, "base_url": seat.base_url, **_state(seat)})
+
+    async def _list_seats(self, http: web.Request) -> web.Response:
+        self._check_owner(http)
+        return web.json_response({"seats": [_state(seat) for seat in self.seats.values()]})
+
+    async def _end_seat(self, http: web.Request) -> web.Response:
+        self._check_owner(http)
+        name = http.match_info["name"]
+        seat = self.seats.get(name)
+        if seat is None or name == DEFAULT_SEAT:
+            raise RequestRejected(f"no seat {name!r:.80} can be ended", status=404)
+        await self._close(seat)
+        return web.json_response(_state(seat))
+
+    def _check_owner(self, http: web.Request) -> None:
+        if http[CALLER] != DEFAULT_SEAT:
+            raise RequestRejected(
+                "the key of a seat opens and ends no seats: send the meter's own key", status=403
+            )
+
+
+class _SeatKeys(BearerKeys):
+    """The keys of the open seats."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self._names: dict[str, str] = {}
+        """Digest of a key -> the name of its seat."""
+
+    def add(self, key: str, name: str) -> None:
+        self._names[digest_of(key)] = name
+
+    def remove(self, key: str) -> None:
+        self._names.pop(digest_of(key), None)
+
+    def caller(self, presented: str) -> str | None:
+        # What is looked up is a digest: its duration says nothing about a key.
+        return self._names.get(digest_of(presented))
+
+
+class MeteredModel:
+    """The model of one seat, as the APIs ask it."""
+
+    def __init__(self, meter: Meter, seat: MeterSeat) -> None:
+        self.name = meter.name
+        self.window = seat.window
+        self._meter = meter
+        self._seat = seat
+        self._rendering: PromptRendering | None = getattr(meter.client, "rendering", None)
+
+    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+        """Each reply is a request of its own, with its prompt. A response counts the tokens of a
+        prompt once, so those of all requests are given to the first reply."""
+        if num_replies == 1:
+            return (await self._meter.ask(self._seat, request),)
+        asking = [
+            asyncio.ensure_future(self._meter.ask(self._seat, each))
+            for each in _with_seeds(request, num_replies)
+        ]
+        try:
+            await asyncio.wait(asking)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return _prompts_in_first([task.result() for task in asking])
+
+    async def stream(
+        self, request: Request, num_replies: int
+    ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+        if num_replies > 1:
+            for index, reply in enumerate(await self.replies(request, num_replies)):
+                yield index, reply
+            return
+        arrived: asyncio.Queue[ReplyPiece | None] = asyncio.Queue()
+        asking = asyncio.ensure_future(self._meter.ask(self._seat, request, arrived.put_nowait))
+        asking.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            text, reasoning = "", ""
+            while (piece := await arrived.get()) is not None:
+                text, reasoning = text + piece.text, reasoning + piece.reasoning
+                if piece.text or piece.reasoning:
+                    yield 0, Message("assistant", text, reasoning or None)
+            yield 0, await asking
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    def num_tokens(self, request: Request) -> int:
+        if self._rendering is None:
+            raise Refused("the tokens of this model's prompts cannot be counted here")
+        return len(self._rendering.ids(request))
+
+    def text_of(self, id: int) -> str:
+        return "" if self._rendering is None else self._rendering.text_of(id)
+
+
+def _with_seeds(request: Request, num_replies: int) -> list[Request]:
+    """One request for each reply. With a seed, reply number i is that of ``seed + i``."""
+    seed = request.sampling.seed
+    if seed is None:
+        return [request] * num_replies
+    samplings = [
+        msgspec.structs.replace(request.sampling, seed=seed + index) for index in range(num_replies)
+    ]
+    return [msgspec.structs.replace(request, sampling=each) for each in samplings]
+
+
+def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
+    """``replies`` with the tokens of all prompts in the usage of the first."""
+    usages = [reply.usage for reply in replies]
+    first = msgspec.structs.replace(
+        usages[0],
+        input_tokens=sum(usage.input_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+    )
+    return [msgspec.structs.replace(replies[0], usage=first), *replies[1:]]
+
+
+def _state(seat: MeterSeat) -> dict[str, Any]:
+    """A seat as others see it."""
+    return {
+        "name": seat.name,
+        "requests": seat.usage.calls,
+        "input_tokens": seat.usage.input_tokens,
+        "output_tokens": seat.usage.output_tokens,
+        "dollars": seat.cost,
+        "refused": seat.num_refused,
+        "budget": msgspec.to_builtins(seat.budget),
+    }

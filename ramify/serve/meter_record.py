@@ -1,0 +1,117 @@
+"""The record of a meter: one line of JSON for each request, and each message once.
+
+    {"type":"message","id":"9f3a…","message":{"role":"user","content":"…"}}
+    {"type":"request","seat":"oolong/test/3","number":1,"status":200,"messages":["9f3a…"],…}
+
+A conversation sends all its messages again with each request. They are stored once and referred to
+by a digest, so that the record grows with what is new. Only its owner can read the file. Keys never
+reach it, since it holds what a request says and not its headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from ramify.clients.base import Request
+from ramify.errors import StoreError
+from ramify.store.private_files import FILE_MODE, make_folder, write_all
+from ramify.types.message import Message, Reply, Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class MeterMessage(msgspec.Struct, frozen=True, tag="message"):
+    """A message that was not in the record before."""
+
+    id: str
+    message: Message
+
+
+class MeterEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True, kw_only=True):
+    """One request to the model, or one that was refused."""
+
+    seat: str
+    number: int
+    """Number of the request at its seat, from 1."""
+    at: float
+    """Unix time at which it was answered."""
+    status: int
+    """HTTP status of the answer; 499 if the caller did not wait for it."""
+    asked_tokens: int
+    """Maximum tokens of the reply that the caller asked for."""
+    max_tokens: int = 0
+    """Maximum tokens that the model was asked for; 0 if nothing was sent."""
+    messages: tuple[str, ...] = ()
+    """Ids of the messages of the prompt."""
+    reply: Message | None = None
+    usage: Usage = Usage()
+    cost: float | None = None
+    """Dollars."""
+    seconds: float = 0.0
+    error: str = ""
+
+
+class MeterRecord:
+    """File of one meter, open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to the file ``path``. Raises StoreError if it cannot be opened."""
+        self.path = path
+        make_folder(path.parent)
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
+        except OSError as error:
+            raise StoreError(f"the record {path} cannot be opened: {error.strerror}") from None
+        self._known: set[bytes] = set()
+        """Digests of the messages that this process has written."""
+
+    def add(
+        self,
+        seat: str,
+        number: int,
+        asked: Request,
+        sent: Request | None,
+        *,
+        status: int,
+        reply: Reply | None,
+        usage: Usage,
+        cost: float | None,
+        seconds: float,
+        error: str,
+    ) -> None:
+        """Record a request: ``asked`` for by the caller, and as it was ``sent`` to the model."""
+        lines = bytearray()
+        ids = tuple(self._id_of(message, lines) for message in asked.messages)
+        entry = MeterEntry(
+            seat=seat,
+            number=number,
+            at=time.time(),
+            status=status,
+            asked_tokens=asked.sampling.max_tokens,
+            max_tokens=0 if sent is None else sent.sampling.max_tokens,
+            messages=ids,
+            reply=None if reply is None else reply.message,
+            usage=usage,
+            cost=cost,
+            seconds=seconds,
+            error=error,
+        )
+        write_all(self._fd, bytes(lines + _encode(entry) + b"\n"), self.path)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _id_of(self, message: Message, lines: bytearray) -> str:
+        """The id of a message. A new one is added to ``lines``."""
+        digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
+        if digest not in self._known:
+            self._known.add(digest)
+            lines += _encode(MeterMessage(digest.hex(), message)) + b"\n"
+        return digest.hex()

@@ -1,0 +1,193 @@
+"""One request of a seat on its way to the model: what is reserved for it, how it is shortened to
+the budget, and what is booked.
+
+    tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> booked
+      │ does not fit: the limit of the reply is lowered to what is left
+      └ nothing is left: 402, with a sentence
+
+Before a request is sent, the most that it can cost is reserved: the tokens of its prompt and of the
+longest reply. A prompt has at most as many tokens as it has bytes; if the model's template is in
+this process, its tokens are counted. A request waits while the reservations of others may still be
+freed, and is refused once nothing can be left for it. So no seat spends a token more than its
+budget, however many requests it sends at once, and whatever they ask for.
+
+Failures that cost nothing (rate limits, connections, 5xx) are retried, so that every system meets
+the same model. A reply that was lost after it may have been paid is booked in full and answered
+with 504; whether to ask again is the caller's decision. Not here: seats and routes (``meter.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import msgspec
+
+from ramify.clients.base import Client, OnPiece, PromptRendering, Request
+from ramify.clients.pool import ClientPool
+from ramify.engine.limits import Reservation, ResourceAmount
+from ramify.errors import LimitReached, ModelError, RamifyError
+from ramify.evaluate.systems.base import MeterSeat
+from ramify.http_server.model_routes import rejection_of
+from ramify.http_server.rejections import RequestRejected
+from ramify.types.message import Reply, Usage
+from ramify.types.trajectory import Stop
+
+REPLY_TOKENS = 8192
+"""Limit of a reply whose caller gave none."""
+EXHAUSTED = "budget_exhausted"
+"""Code of the error for a request beyond the budget."""
+_LARGE_CHARS = 1 << 16
+"""Characters of a prompt above which its tokens are counted in a thread."""
+
+
+class _ReplyLostAfterPayment(Exception):
+    """Ends the retries of a request whose reply was lost after it may have been paid."""
+
+
+class MeteredRequest:
+    """One request of a seat, on its way to the model; implements ``RequestBudget``."""
+
+    def __init__(self, seat: MeterSeat, asked: Request, client: Client, reply_tokens: int) -> None:
+        self.sent: Request | None = None
+        """The request as it is sent; None if nothing of the budget is left for it."""
+        self.usage = Usage()
+        """What was booked."""
+        self.cost: float | None = None
+        self._seat = seat
+        self._client = client
+        self._reply_tokens = reply_tokens
+        self._asked = asked
+        self._num_prompt = asked.max_input_tokens()
+        self._is_exact = False
+        """Whether the tokens of the prompt are known, not only a bound on them."""
+        self._lost = ""
+        self._reservation: Reservation
+
+    async def count_prompt(self) -> None:
+        """Count the tokens of the prompt, if the model's template is in this process."""
+        rendering: PromptRendering | None = getattr(self._client, "rendering", None)
+        if rendering is None:
+            return
+        if self._num_prompt > _LARGE_CHARS:
+            ids = await asyncio.to_thread(rendering.ids, self._asked)
+        else:
+            ids = rendering.ids(self._asked)
+        self._num_prompt, self._is_exact = len(ids), True
+
+    async def answered(self, pool: ClientPool, on_piece: OnPiece | None) -> Reply:
+        """Send the request, shortened to the budget. Raises RequestRejected."""
+        try:
+            while True:
+                self.sent, self._reservation = self._fitted()
+                try:
+                    return await pool.ask(self._client, self.sent, self, on_piece=on_piece)
+                except LimitReached:
+                    continue  # others have spent in the meantime: what is left is less
+        except _ReplyLostAfterPayment as lost:
+            self._seat.outage = str(lost)
+            raise RequestRejected(str(lost), status=504) from None
+        except ModelError as error:
+            if error.transient:
+                self._seat.outage = str(error)
+            if error.may_be_paid:
+                raise RequestRejected(str(error), status=504) from None
+            raise rejection_of(error) from None
+        except RamifyError as error:
+            raise rejection_of(error) from None
+
+    def _fitted(self) -> tuple[Request, Reservation]:
+        """The request with the longest reply that the budget allows, and its reservation. Raises
+        RequestRejected if it allows none."""
+        most = float(self._longest_reply())
+        # Rounding of dollars to tokens may need a second look.
+        for _ in range(3):
+            request = _with_limit(self._asked, int(most))
+            reservation = self._reservation_for(request)
+            over = self._tokens_over(reservation.amount)
+            if not over:
+                return request, reservation
+            if (most := most - over) < 1:
+                break
+        raise self._refused(reservation.amount)
+
+    def _longest_reply(self) -> int:
+        """Maximum tokens of the reply, before the budget is looked at. A limit that fills the
+        window stands for none."""
+        asked, window = self._asked.sampling.max_tokens, self._seat.window
+        limit = asked if asked < window else min(self._reply_tokens, window)
+        room = window - self._num_prompt
+        return min(limit, room) if self._is_exact and room > 0 else limit
+
+    def _tokens_over(self, amount: ResourceAmount) -> float:
+        """By how many tokens the reply must be shortened so that ``amount`` is within the budget;
+        infinite if no reply is short enough."""
+        ledger, price = self._seat.ledger, self._client.price
+        exceeded = ledger.would_pass(amount)
+        if exceeded is None:
+            return 0
+        total, limit = ledger.spent.plus(amount), ledger.limit
+        over = float(max(0, total.tokens - limit.tokens))
+        if total.cost > limit.cost:
+            is_priced = price is not None and price.output > 0
+            dollars = total.cost - limit.cost
+            over = max(over, math.ceil(dollars * 1e6 / price.output)) if is_priced else math.inf
+        return math.inf if exceeded is Stop.MAX_CALLS else max(over, 1)
+
+    def _refused(self, amount: ResourceAmount) -> RequestRejected:
+        """The error of a request that the budget does not allow, which the seat remembers."""
+        seat, ledger = self._seat, self._seat.ledger
+        stop = ledger.would_pass(amount) or Stop.MAX_TOKENS
+        spent, limit = ledger.spent, ledger.limit
+        how = {
+            Stop.MAX_CALLS: f"{spent.calls:,} of {limit.calls:,} requests were sent",
+            Stop.MAX_TOKENS: f"{spent.tokens:,} of {limit.tokens:,} tokens were used, and this "
+            f"prompt may have {self._num_prompt:,}",
+            Stop.MAX_COST: f"${spent.cost:.4g} of ${limit.cost:.4g} were spent, and this prompt "
+            f"may have {self._num_prompt:,} tokens",
+        }[stop]
+        text = f"the budget of {seat.name} is used up: {how}; answer with what you have"
+        seat.refuse(text, stop)
+        return RequestRejected(text, status=402, code=EXHAUSTED, kind="insufficient_quota")
+
+    def _reservation_for(self, request: Request) -> Reservation:
+        most = Usage(
+            self._num_prompt,
+            request.sampling.max_tokens,
+            cache_write_tokens=self._num_prompt,
+            calls=1,
+            unknown_calls=1,
+        )
+        return Reservation(self._seat.ledger, self._client.name, most, self._client.price)
+
+    # --- the ``RequestBudget`` of each attempt
+
+    async def reserve(self) -> None:
+        if self._lost:
+            raise _ReplyLostAfterPayment(self._lost)
+        await self._reservation.reserve()
+
+    def is_enough(self) -> bool:
+        return self._reservation.is_enough()
+
+    def settle(self, usage: Usage, cost: float | None) -> None:
+        self._reservation.settle(usage, cost, "a request")
+        self.usage, self.cost = usage, cost
+
+    def forfeit(self, error: str) -> None:
+        self._lost = error
+        self.settle(self._reservation.usage, self._reservation.cost)
+
+    def release(self, error: str) -> None:
+        self._reservation.free()
+
+
+def _with_limit(request: Request, max_tokens: int) -> Request:
+    """``request`` with another limit of its reply, as it is sent to the model. Many models refuse
+    to report log-probabilities, so only a caller that wants the likeliest tokens has them."""
+    sampling = msgspec.structs.replace(
+        request.sampling,
+        max_tokens=max_tokens,
+        logprobs=request.sampling.top_logprobs > 0,
+    )
+    return msgspec.structs.replace(request, sampling=sampling)
