@@ -3,7 +3,7 @@ caller spends and lets none pass its budget.
 
     system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
                  <── reply, with the usage that was booked    │ 402 with a sentence: nothing is left
-                                                              └─ lower max_tokens to what is left
+                                                              └─ lower max_tokens to the rest
 
 Each item has a seat: a key, a budget, and a ledger of the engine (``metered_request.py``). The
 meter's own key opens and ends seats, and is the key of the seat ``default``:
@@ -299,7 +299,7 @@ class MeteredModel:
         self._rendering: PromptRendering | None = getattr(meter.client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Each reply is a request of its own, with its prompt. A response counts the tokens of a
+        """Each reply is a separate request, with its prompt. A response counts the tokens of a
         prompt once, so those of all requests are given to the first reply."""
         if num_replies == 1:
             return (await self._meter.ask(self._seat, request),)

@@ -2,7 +2,7 @@
 the budget, and what is booked.
 
     tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> booked
-      │ does not fit: the limit of the reply is lowered to what is left
+      │ does not fit: the limit of the reply is lowered to the rest
       └ nothing is left: 402, with a sentence
 
 Before a request is sent, the most that it can cost is reserved: the tokens of its prompt and of the
@@ -83,7 +83,7 @@ class MeteredRequest:
                 try:
                     return await pool.ask(self._client, self.sent, self, on_piece=on_piece)
                 except LimitReached:
-                    continue  # others have spent in the meantime: what is left is less
+                    continue  # others have spent in the meantime: less of the budget remains
         except _ReplyLostAfterPayment as lost:
             self._seat.outage = str(lost)
             raise RequestRejected(str(lost), status=504) from None
@@ -128,11 +128,13 @@ class MeteredRequest:
             return 0
         total, limit = ledger.spent.plus(amount), ledger.limit
         over = float(max(0, total.tokens - limit.tokens))
+        if exceeded is Stop.MAX_CALLS:
+            return math.inf
         if total.cost > limit.cost:
-            is_priced = price is not None and price.output > 0
-            dollars = total.cost - limit.cost
-            over = max(over, math.ceil(dollars * 1e6 / price.output)) if is_priced else math.inf
-        return math.inf if exceeded is Stop.MAX_CALLS else max(over, 1)
+            if price is None or not price.output > 0:
+                return math.inf
+            over = max(over, math.ceil((total.cost - limit.cost) * 1e6 / price.output))
+        return max(over, 1)
 
     def _refused(self, amount: ResourceAmount) -> RequestRejected:
         """The error of a request that the budget does not allow, which the seat remembers."""

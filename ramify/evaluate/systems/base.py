@@ -124,7 +124,7 @@ class MeterSeat:
 
     async def end(self) -> None:
         """Cut off the requests that are still unanswered, and wait until each is booked. Then the
-        counts are final, unless a request begins anew."""
+        counts are final, unless another request begins."""
         for task in self._answering:
             task.cancel()
         if self._answering:
