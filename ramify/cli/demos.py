@@ -25,13 +25,8 @@ from ramify.cli.ask import (
     open_notes,
     sandbox_spec,
 )
-from ramify.cli.eval import (
-    OUTPUT_SETTINGS,
-    EvaluationProgress,
-    evaluation_log,
-    task_for,
-    task_option,
-)
+from ramify.cli.eval import OUTPUT_SETTINGS, check_task, open_task, task_option
+from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill
@@ -105,10 +100,15 @@ def demos(
         raise UsageError("--min-reward nan: give a number")
     if max_run_cost is not None and max_cost is None:
         raise UsageError("--max-run-cost needs --max-cost, the limit over all demonstrations")
+    from ramify.tasks.base import items_of
+
     _check_is_bounded(settings, max_cost)
     plan = _plan(words, settings, num, attempts, seed)
     with ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
-        task = task_for(plan, validate is not False, notes)
+        task = open_task(plan)
+        items_of(task, plan.split)
+        if validate is not False:
+            check_task(task, plan, notes)
         if (num_items := len(task.splits["train"])) < plan.items and num is not None:
             notes.warning(f"--num {num}: the training split has {many(num_items, 'item')}")
         return _Demonstrations(settings, screen, plan, task, concurrency).run(
@@ -195,7 +195,7 @@ class _Demonstrations:
             share = min(5.0, _SHARES * max_cost / num)
             budget = CostBudget(max_cost, share if max_run_cost is None else max_run_cost, spent)
         try:
-            with evaluation_log(record):
+            with evaluation_log(record.path, f"{self._plan.model} on {self._plan.task}"):
                 made = self._made(store, record, budget)
         finally:
             record.close()
@@ -219,7 +219,7 @@ class _Demonstrations:
             mcp_tools({"mcp": self._settings.get("mcp")}) as tools,
         ):
             rlm = make_rlm(self._settings, sandbox_spec(self._settings), store, tools)
-            progress = EvaluationProgress(self._screen, work, num, record)
+            progress = EvaluationProgress(self._screen, work, num, record.outcomes)
             making = evaluate(
                 rlm,
                 self._task,

@@ -14,7 +14,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +34,23 @@ from ramify.cli.ask import (
     read_scaffold,
     sandbox_spec,
 )
+from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
+from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, dollars, error_line, json_line, many, write
-from ramify.logging import RoomLogger, run_log
-from ramify.progress import ProgressTask, report_progress
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.cli.terminal_text import StderrNotes, error_line, json_line, many, write
+from ramify.logging import RoomLogger
+from ramify.progress import report_progress
+from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.evaluate.evaluation_report import EvaluationReport
-    from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan, EvaluationRecord
+    from ramify.evaluate.matrix import MatrixPlan
+    from ramify.evaluate.run import Evaluation, EvaluationPlan, EvaluationRecord
     from ramify.tasks.base import Task
     from ramify.train.metrics import StepMetrics
     from ramify.train.trackers.base import RunTrackers
@@ -57,7 +60,11 @@ OUTPUT_SETTINGS = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not affect the result of an attempt."""
 OF_AN_EVALUATION = (
     OptionSpec("split", str, "split of the task (default: test)"),
-    OptionSpec("items", int, "number of items, from the start of the split (default: 100)"),
+    OptionSpec(
+        "items",
+        int,
+        "number of items, from the start of the split; of each family in a matrix (default: 100)",
+    ),
     OptionSpec("n", int, "attempts per item (default: 1)"),
     OptionSpec("k", int, "k of pass@k and majority@k (default: n)"),
     OptionSpec("seed", int, "sampling seed (default: 0)"),
@@ -85,6 +92,24 @@ OF_AN_EVALUATION = (
         "also send results to tensorboard, wandb, mlflow, trackio or module:Class; repeat for more",
     ),
 )
+OF_A_MATRIX = (
+    OptionSpec("lengths", str, "tokens of the contexts, such as 8k,64k,512k", "LENGTHS"),
+    OptionSpec("models", str, "models to compare, separated by commas", "MODELS"),
+    OptionSpec(
+        "modes",
+        str,
+        "ways to answer: direct (one plain call), free (a session; the default), or both",
+        "MODES",
+    ),
+    OptionSpec("html", str, "also write the matrix to one file that opens offline", "FILE"),
+    OptionSpec(
+        "dry_run",
+        bool,
+        "print the number of attempts and the most that they may cost; ask nothing",
+        has_no=False,
+    ),
+    OptionSpec("yes", bool, "begin a matrix without asking on a terminal", has_no=False),
+)
 _NOT_HERE = ("cite", "cache", *OF_SOURCES)
 _DIRECT = OptionSpec(
     "direct",
@@ -105,81 +130,118 @@ def evaluate(
     resume: str | None,
     against: str | None,
     track: list[str] | None,
+    lengths: str | None,
+    models: str | None,
+    modes: str | None,
+    html: str | None,
+    dry_run: bool | None,
+    yes: bool | None,
     **given: Any,
 ) -> int:
+    axes = {"lengths": lengths, "models": models, "modes": modes}
     plan_options = {
         option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given
     }
     concurrency = plan_options.pop("concurrency")
     concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
-        _refuse_settings(words, {**plan_options, **given})
+        _refuse_settings(words, {**plan_options, **axes, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
     notes = open_notes(settings, KINDS)
     if resume is None and not words:
         raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
-    if resume is None and not settings.get("model"):
+    if resume is None and not (models or settings.get("model")):
         write(NO_MODEL.replace("ramify ask", "ramify eval"))
         return ExitCode.USAGE
     if concurrency < 1:
         raise UsageError(f"--concurrency {concurrency}: give at least 1")
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume needs the store: remove --no-store")
+    stored = _stored_matrix(settings, resume) if resume is not None else None
+    is_matrix = (
+        stored is not None
+        or any(value is not None for value in axes.values())
+        or len(_names(settings.get("scaffold"))) > 1
+        or (resume is None and "," in words[0])
+    )
+    _refuse_others(is_matrix, {"--against": against, "--track": track}, html, dry_run, yes)
     with (
         exporting(notes),
         ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
     ):
-        names = [name.strip() for name in (settings.get("scaffold") or "").split(",")]
-        if len(names) > 1:
-            if resume is not None or against is not None or track:
-                raise UsageError(
-                    "several scaffolds are compared with each other: remove --resume, --against "
-                    "and --track"
-                )
-            return _compare(names, settings, screen, k, concurrency, words, plan_options)
-        return _Command(settings, screen, k, against, concurrency, track or []).run(
-            words, resume, plan_options
+        if not is_matrix:
+            return _Command(settings, screen, k, against, concurrency, track or []).run(
+                words, resume, plan_options
+            )
+        options = MatrixOptions(k, concurrency, html, bool(dry_run), bool(yes))
+        if stored is not None:
+            return MatrixCommand(settings, screen, options).resume(stored)
+        return _matrix(words, axes, settings, screen, options, plan_options)
+
+
+def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
+    """The matrix that ``--resume`` names; None if it names one evaluation."""
+    from ramify.evaluate.matrix import MatrixRecords
+
+    store = open_folder(settings, "ramify eval")
+    return None if store is None else MatrixRecords(store.root).find(id)
+
+
+def _refuse_others(
+    is_matrix: bool,
+    of_one: dict[str, object],
+    html: str | None,
+    dry_run: bool | None,
+    yes: bool | None,
+) -> None:
+    """Refuse the options of one evaluation for a matrix, and the other way round."""
+    of_matrix = {"--html": html, "--dry-run": dry_run, "--yes": yes}
+    refused = [name for name, value in (of_one if is_matrix else of_matrix).items() if value]
+    if refused and is_matrix:
+        raise UsageError(
+            "the rows of a matrix are compared with each other: remove " + " and ".join(refused)
+        )
+    if refused:
+        raise UsageError(
+            f"{' and '.join(refused)}: only with --lengths, --models, --modes, or several suites "
+            "or scaffolds"
         )
 
 
-def _compare(
-    names: list[str],
+def _matrix(
+    words: list[str],
+    axes: dict[str, str | None],
     settings: dict[str, Any],
     screen: ProgressScreen,
-    k: int | None,
-    concurrency: int,
-    words: list[str],
+    options: MatrixOptions,
     plan_options: dict[str, Any],
 ) -> int:
-    """Evaluate the same items with each scaffold, and compare each with the first."""
-    for name in names:  # a wrong one is an error before any money is spent
-        read_scaffold(name, settings["model"])
-    if len({*names}) < len(names):
-        raise UsageError(f"--scaffold {','.join(names)}: name each scaffold once")
-    first: tuple[str, Evaluation] | None = None
-    for name in names:
-        one = {**settings, "scaffold": name}
-        command = _Command(one, screen, k, None, concurrency, [], is_compared=True, baseline=first)
-        code = command.run(words, None, plan_options)
-        if code is not ExitCode.ANSWERED:
-            return code
-        plan_options = {**plan_options, "validate": False}  # the task was checked
-        if first is None and command.evaluation is not None:
-            first = name, command.evaluation
-    return ExitCode.ANSWERED
+    """Evaluate each suite, length, model, mode and scaffold with each other."""
+    from ramify.evaluate.matrix import MatrixAxes, parse_length
+
+    suites, *rest = words
+    models = _names(axes["models"] or settings["model"])
+    scaffolds = _names(settings.get("scaffold"))
+    for model in models:  # a wrong one is an error before any money is spent
+        for scaffold in scaffolds:
+            read_scaffold(scaffold, model)
+    first = {**settings, "model": models[0]}
+    wanted = MatrixAxes(
+        suites=tuple(_names(suites)),
+        lengths=tuple(map(parse_length, _names(axes["lengths"]))),
+        models=tuple(models),
+        modes=tuple(_names(axes["modes"])) or ("free",),
+        scaffolds=tuple(scaffolds) if len(scaffolds) > 1 else (),
+        split=plan_options["split"],
+        base=_plan_of("", rest, first, plan_options),
+    )
+    validates = plan_options.get("validate") is not False
+    return MatrixCommand(settings, screen, options).begin(wanted, validates)
 
 
-@contextlib.contextmanager
-def evaluation_log(record: EvaluationRecord | None) -> Iterator[None]:
-    """Keep a log beside the results: ``ID.log``."""
-    if record is None:
-        yield
-        return
-    with run_log(record.path.with_suffix(".log"), record.id) as log:
-        log.begin()
-        _log.info("run_started", f"evaluating {record.plan.model} on {record.plan.task}")
-        yield
-        _log.info("run_ended", f"{len(record.outcomes)} attempts are recorded")
+def _names(given: str | None) -> list[str]:
+    """``"a, b"`` -> ["a", "b"]"""
+    return [name for part in (given or "").split(",") if (name := part.strip())]
 
 
 class _Command:
@@ -193,17 +255,7 @@ class _Command:
         against: str | None,
         concurrency: int,
         track: list[str],
-        *,
-        is_compared: bool = False,
-        baseline: tuple[str, Evaluation] | None = None,
     ) -> None:
-        """``is_compared`` is True if several scaffolds are evaluated. ``baseline`` is then the name
-        and the evaluation of the first."""
-        self.evaluation: Evaluation | None = None
-        """The finished evaluation."""
-        self._is_compared = is_compared
-        self._other = None if baseline is None else baseline[1]
-        against = against if baseline is None else baseline[0]
         self._settings = settings
         self._screen = screen
         self._notes = screen.notes
@@ -224,20 +276,26 @@ class _Command:
         records = EvaluationRecords(self._store.root) if self._store is not None else None
         other = self._baseline(records)
         record = records.reopen(resume) if records is not None and resume is not None else None
-        plan = record.plan if record is not None else self._plan(words, plan_options)
+        plan = (
+            record.plan
+            if record is not None
+            else _plan_of(words[0], words[1:], self._settings, plan_options)
+        )
         if self._k is not None:
             check_k(self._k, plan.attempts)
+        task = open_task(plan)
+        if record is None:
+            plan = with_split(plan, task, plan_options["split"])
         if other is not None:
             check_same_items(plan, other.plan)
-        task = task_for(
-            plan,
-            bool(plan_options.get("validate", True) is not False and resume is None),
-            self._notes,
-        )
+        if resume is None and plan_options["validate"] is not False:
+            check_task(task, plan, self._notes)
         if record is None and records is not None:
             record = records.create(plan)
         try:
-            with evaluation_log(record), self._tracked(plan, record, resume is not None):
+            what = f"{plan.model} on {plan.task}"
+            path = None if record is None else record.path
+            with evaluation_log(path, what), self._tracked(plan, record, resume is not None):
                 return self._evaluated(task, plan, record, other)
         finally:
             if record is not None:
@@ -257,44 +315,12 @@ class _Command:
 
     def _baseline(self, records: Any) -> Evaluation | None:
         """Load the evaluation to compare with, before any money is spent."""
-        if self._against is None or self._other is not None:
-            return self._other
+        if self._against is None:
+            return None
         if records is None:
             raise UsageError("--against reads a stored evaluation: remove --no-store")
         evaluation: Evaluation = records.load(self._against)
         return evaluation
-
-    def _plan(self, words: list[str], plan_options: dict[str, Any]) -> EvaluationPlan:
-        from ramify.evaluate.run import EvaluationPlan
-
-        fields = {
-            "split": plan_options["split"],
-            "items": plan_options["items"],
-            "attempts": plan_options["n"],
-            "seed": plan_options["seed"],
-        }
-        settings = {
-            name: value
-            for name, value in self._settings.items()
-            if name not in (*OUTPUT_SETTINGS, "model")
-        }
-        if settings.get("instructions"):
-            settings["instructions"] = read_instructions(settings["instructions"])
-        if settings.get("examples"):
-            settings["examples"] = str(Path(settings["examples"]).expanduser().absolute())
-        # Written out because plans of older versions lack it and used direct calls.
-        settings.setdefault("direct", False)
-        if settings.get("mcp"):
-            from ramify.engine.mcp_tools import recorded
-
-            settings["mcp"] = [recorded(server) for server in settings["mcp"]]
-        return EvaluationPlan(
-            model=self._settings["model"],
-            task=words[0],
-            options=dict(map(task_option, words[1:])),
-            settings=settings,
-            **{name: value for name, value in fields.items() if value is not None},
-        )
 
     def _evaluated(
         self,
@@ -325,7 +351,8 @@ class _Command:
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
         done = len(record.outcomes) if record is not None else 0
         with report_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
-            progress = EvaluationProgress(self._screen, work, num, record)
+            earlier = record.outcomes if record is not None else ()
+            progress = EvaluationProgress(self._screen, work, num, earlier)
             evaluating = evaluate(
                 rlm,
                 task,
@@ -354,7 +381,6 @@ class _Command:
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{hint}")
             return ExitCode.STOPPED
         self._screen.clear()
-        self.evaluation = evaluation
         return self._shown(evaluation, record, other)
 
     def _shown(
@@ -375,12 +401,8 @@ class _Command:
                 else {"evaluation": self._against, "items": against[1], "average": against[0]}
             )
             data = msgspec.to_builtins(figures)
-            if self._is_compared:
-                data["scaffold"] = self._settings["scaffold"]
             print(json_line({"evaluation": id, **data, "against": comparison}))
         else:
-            if self._is_compared:
-                print(f"scaffold {self._settings['scaffold']}")
             print(table(figures))
             if against is not None:
                 figure, num = against
@@ -439,73 +461,62 @@ def _measured(figures: EvaluationReport) -> StepMetrics:
     )
 
 
-class EvaluationProgress:
-    """Progress reporter: updates the bar, or prints a line at each tenth of the attempts.
+def _plan_of(
+    task: str, options: list[str], settings: dict[str, Any], plan_options: dict[str, Any]
+) -> EvaluationPlan:
+    from ramify.evaluate.run import EvaluationPlan
 
-    With ``--verbose`` it also prints a line for each attempt.
-    """
+    fields = {
+        "split": plan_options["split"],
+        "items": plan_options["items"],
+        "attempts": plan_options["n"],
+        "seed": plan_options["seed"],
+    }
+    kept = {
+        name: value for name, value in settings.items() if name not in (*OUTPUT_SETTINGS, "model")
+    }
+    if kept.get("instructions"):
+        kept["instructions"] = read_instructions(kept["instructions"])
+    if kept.get("examples"):
+        kept["examples"] = str(Path(kept["examples"]).expanduser().absolute())
+    # Written out because plans of older versions lack it and used direct calls.
+    kept.setdefault("direct", False)
+    if kept.get("mcp"):
+        from ramify.engine.mcp_tools import recorded
 
-    def __init__(
-        self, screen: ProgressScreen, work: ProgressTask, num: int, record: EvaluationRecord | None
-    ) -> None:
-        earlier = record.outcomes if record is not None else []
-        self.done = len(earlier)
-        self._screen = screen
-        self._notes = screen.notes
-        self._work = work
-        self._num = num
-        self._reward_sum = sum(outcome.reward or 0.0 for outcome in earlier)
-        self._failed = 0
-        """Attempts without a reward."""
-        self._cost = sum(outcome.cost or 0.0 for outcome in earlier)
-
-    def __call__(self, outcome: AttemptOutcome, trajectory: Trajectory) -> None:
-        self.done += 1
-        self._reward_sum += outcome.reward or 0.0
-        self._failed += outcome.reward is None
-        self._cost += outcome.cost or 0.0
-        score = "failed: " + outcome.error if outcome.reward is None else f"{outcome.reward:g}"
-        if self._notes.verbose:
-            self._notes.say(
-                f"{outcome.item} attempt {outcome.attempt}: {score} {outcome.run}".rstrip()
-            )
-        self._screen.event(
-            "attempt",
-            item=outcome.item,
-            attempt=outcome.attempt,
-            reward=outcome.reward,
-            error=outcome.error,
-            run=outcome.run,
-        )
-        self._work.at(self.done, self._note())
-        is_tenth = (
-            10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
-        )
-        if self._screen.form == "lines" and is_tenth:
-            self._notes.say(f"{self.done:,} of {self._num:,} attempts, {self._note()}")
-
-    def _note(self) -> str:
-        failed = f" · {self._failed:,} failed" if self._failed else ""
-        cost = f" · {dollars(self._cost)}" if self._cost else ""
-        scored = self.done - self._failed
-        average = f"average {self._reward_sum / scored:.3f}" if scored else "no average"
-        return average + failed + cost
+        kept["mcp"] = [recorded(server) for server in kept["mcp"]]
+    return EvaluationPlan(
+        model=settings["model"],
+        task=task,
+        options=dict(map(task_option, options)),
+        settings=kept,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
 
 
-def task_for(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
-    """Return the task of ``plan``, after the checks of ``ramify eval``."""
-    from ramify.tasks.base import items_of, task_of
+def open_task(plan: EvaluationPlan) -> Task:
+    """Return the task of ``plan``. Modules are also found in the current folder, as with python
+    -m."""
+    from ramify.tasks.base import task_of
+
+    sys.path[:0] = [""] * ("" not in sys.path)
+    return task_of(plan.task, **plan.options)
+
+
+def with_split(plan: EvaluationPlan, task: Task, given: str | None) -> EvaluationPlan:
+    """Return ``plan`` with the split that ``--split`` gives, or the task's own choice."""
+    from ramify.evaluate.run import split_of
+
+    return msgspec.structs.replace(plan, split=split_of(task, given))
+
+
+def check_task(task: Task, plan: EvaluationPlan, notes: StderrNotes) -> None:
+    """Check that right answers score 1 and wrong ones do not."""
     from ramify.tasks.validation import validate
 
-    # Find modules in the current folder, as with python -m.
-    sys.path[:0] = [""] * ("" not in sys.path)
-    task = task_of(plan.task, **plan.options)
-    items_of(task, plan.split)
-    if validates:
-        skipped = validate(task, [plan.split], num=min(4, plan.items))
-        if skipped:
-            notes.say(f"ramify: {skipped}")
-    return task
+    skipped = validate(task, [plan.split], num=min(4, plan.items))
+    if skipped:
+        notes.say(f"ramify: {skipped}")
 
 
 def task_option(word: str) -> tuple[str, Any]:
@@ -521,7 +532,7 @@ def task_option(word: str) -> tuple[str, Any]:
 
 def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
     """Reject settings next to ``--resume``, except those about output and concurrency."""
-    known = (*_SETTINGS, *OF_AN_EVALUATION)
+    known = (*_SETTINGS, *OF_AN_EVALUATION, *OF_A_MATRIX)
     refused = [
         option.long
         for option in known
@@ -548,5 +559,5 @@ evaluation can be continued with --resume and compared with --against.""",
     evaluate,
     "TASK OPTION=VALUE…",
     max_words=None,
-    options=(*OF_AN_EVALUATION, *_SETTINGS),
+    options=(*OF_AN_EVALUATION, *OF_A_MATRIX, *_SETTINGS),
 )

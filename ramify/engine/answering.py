@@ -25,7 +25,7 @@ from ramify.engine.live_run import LiveRun
 from ramify.engine.model_conversations import ModelConversations
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
-from ramify.engine.question import Question
+from ramify.engine.question import ALWAYS, Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.errors import ConfigError, HostCallError, RamifyError, raised_at
@@ -64,6 +64,11 @@ def way_to_answer(
     if question.conduct is not None:
         return "conversations"
     if conversation is not None or setup.search is not None:
+        if question.direct == ALWAYS:
+            raise ConfigError(
+                "direct='always' answers with one plain call, which has neither branches nor a "
+                "next question: remove it, or ask one question without branches"
+            )
         return "session"
     has_tools = bool(setup.tools.functions or setup.tools.values)
     root = models.rlm(0)

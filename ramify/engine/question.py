@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import warnings as warnings_of_python
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import msgspec
 
@@ -64,6 +64,11 @@ class SourceContext(Protocol):
     def manifest(self) -> str: ...
 
 
+DirectChoice = bool | Literal["always"]
+"""Whether one plain call, without a session, may answer a question, or must."""
+ALWAYS: Literal["always"] = "always"
+
+
 class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True):
     """How a question is asked. Methods of ``RLM`` take these options as keyword arguments, as one
     object, or both; a keyword replaces a field of the object.
@@ -106,8 +111,9 @@ class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=Tru
     """Plain function that is called with each event of the run."""
     metadata: Mapping[str, Any] | None = None
     """Saved with the configuration of the run."""
-    direct: bool = True
-    """If False, the root has a session even if the context is short."""
+    direct: DirectChoice = True
+    """If False, the root has a session even if the context is short. ``"always"``: one plain call
+    answers, however long the context is."""
     budget: Ledger | None = None
     """Budget that several runs share, as the rows of a map do: every request reserves there, too.
     A stored run that it ends is suspended, and can be resumed."""
@@ -160,10 +166,12 @@ def _check_kinds(options: RunOptions) -> None:
         if value is not None and not is_right(value):
             raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
     examples_of(options.examples)
-    for name in ("cite", "cache", "direct"):
+    for name in ("cite", "cache"):
         value = getattr(options, name)
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is a {type(value).__name__}: give True or False")
+    if not isinstance(options.direct, bool) and options.direct != ALWAYS:
+        raise ConfigError(f"direct is {options.direct!r:.40}: give True, False or 'always'")
     if options.sampling is not None:
         try:
             msgspec.convert(msgspec.to_builtins(options.sampling), Sampling)
@@ -185,7 +193,7 @@ class RlmKeywords(TypedDict, total=False):
     search: BranchSearch | int | None
     on_event: Listener | None
     metadata: Mapping[str, Any] | None
-    direct: bool
+    direct: DirectChoice
     budget: Ledger | None
 
 
@@ -220,8 +228,9 @@ class Question(msgspec.Struct, frozen=True):
     """Gets the encoded context before it is used."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
     """Holds the conversations with the model in place of the engine's loop."""
-    direct: bool = True
-    """True if one direct call may answer it. If False, the root always has a session."""
+    direct: DirectChoice = True
+    """True if one direct call may answer it. If False, the root always has a session. ``always``:
+    it never has one."""
     instructions: str = ""
     """Instructions of the task, which are added to those of the user."""
     examples: tuple[PromptExample, ...] = ()
@@ -241,15 +250,21 @@ class Question(msgspec.Struct, frozen=True):
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
-        session."""
-        if (
-            not self.direct
-            or self.needs_session
+        session. Raises ConfigError if something does, and ``direct`` is ``always``."""
+        needs_session = (
+            self.needs_session
             or has_tools
-            or (self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
+            or bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
             or self.on_session is not None
-            or scaffold.protocol != "notebook"
-        ):
+        )
+        if self.direct == ALWAYS:
+            if needs_session:
+                raise ConfigError(
+                    "direct='always' answers with one plain call, and this question has tools or "
+                    "prepares a session: remove direct, or ask without them"
+                )
+            return True
+        if not self.direct or needs_session or scaffold.protocol != "notebook":
             return False
         return self.context is None or observe.chars_of(self.context) <= min(
             scaffold.direct_chars, 2 * window

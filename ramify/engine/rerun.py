@@ -201,7 +201,7 @@ def question_of(
         else None
     )
     resolved = resolved or question(started.question, None, kind, cite)
-    direct = config.get("direct") is not False
+    direct = config.get("direct", True)
     tools = _recorded_tools(resolved, config, of_sources or {})
     resolved = msgspec.structs.replace(resolved, tools=tools)
     if prompt is not None:

@@ -374,8 +374,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if not {"model", "sub_model"}.isdisjoint(changes):
             recorded["models"] = plain.get("models", [])
         config = {**self.config, **recorded, **branching, **(options.metadata or {})}
-        if not options.direct:
-            config["direct"] = False  # a replayed or resumed run must make the same decision
+        if options.direct is not True:
+            # A replayed or resumed run must make the same decision.
+            config["direct"] = options.direct
         return msgspec.structs.replace(setup, config=config)
 
     def instructed(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:

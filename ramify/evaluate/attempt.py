@@ -28,6 +28,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import Limits
+from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text
 from ramify.engine.threads import in_thread
@@ -49,6 +50,11 @@ from ramify.types.forked_root import line_of, root_segments
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 _log = RoomLogger("evaluate")
+DOES_NOT_FIT = "not fitting"
+"""Why an attempt has no answer whose prompt is longer than the model's window."""
+UNANSWERED = "unanswered"
+"""Key in a trajectory's metadata: why it has no answer, in a few words, if ``stop`` does not say
+it."""
 GRACE_S = 30.0
 """Seconds to wait after an attempt's own deadline (``limits.max_seconds``) before it counts as
 stalled. The same limit applies to a task's ``prepare``, ``on_end`` and ``score``."""
@@ -63,13 +69,14 @@ async def attempt(
     sampling: Sampling | None = None,
     metadata: Mapping[str, Any] | None = None,
     grace_s: float = GRACE_S,
-    direct: bool = False,
+    direct: DirectChoice = False,
     resume: str = "",
     on_start: Callable[[str], object] | None = None,
     max_cost: float | None = None,
     search: BranchSearch | None = None,
     limits: Limits | None = None,
     is_scored: bool = True,
+    refuse: Callable[[TaskStart], str] | None = None,
 ) -> Trajectory:
     """Run one attempt and return its trajectory, with ``rewards`` if it could be scored and
     ``errors`` if not. With ``is_scored=False`` the caller scores it (``score_attempts``).
@@ -82,7 +89,8 @@ async def attempt(
     the attempt is made again. ``on_start`` gets the id of the attempt's stored run before its first
     request. ``max_cost``: dollars, instead of the limit of ``rlm``; ``limits`` replaces all of
     them. ``search``: where the attempt forks; each of its lines is then scored as an attempt of its
-    own (``call_rewards`` of the line's last call), and ``rewards`` are their mean.
+    own (``call_rewards`` of the line's last call), and ``rewards`` are their mean. ``refuse``
+    returns why an item is not asked, or an empty text; an item that is not asked scores 0.
     """
     if max_cost is not None:
         limits = msgspec.structs.replace(limits or rlm.limits, max_cost=max_cost)
@@ -90,6 +98,10 @@ async def attempt(
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
         return _not_asked(name, item, str(error))
+    if refuse is not None and (why := refuse(start)):
+        if start.on_end is not None:
+            start.on_end(None)
+        return _scored_0(name, item, why)
     shown = f"{name} item {item.id}".strip()
     about = {**(metadata or {}), "task": item.id, **_gold(item)}
     options: dict[str, Any] = {"sampling": sampling, "limits": limits}
@@ -109,6 +121,8 @@ async def attempt(
         ran = await _continued(rlm, resume, shown, start, options, grace_s) if resume else None
         trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
         failure = _failure(result)
+        if why := _unanswered(result):
+            trajectory.metadata = {**trajectory.metadata, UNANSWERED: why}
     except BaseException as error:
         if start.on_end is not None:
             start.on_end(None)
@@ -226,6 +240,18 @@ def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
 def _not_asked(name: str, item: Item, why: str) -> Trajectory:
     """Return the trajectory of an attempt at ``item`` that asked nothing."""
     return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
+
+
+def _scored_0(name: str, item: Item, why: str) -> Trajectory:
+    """Return the trajectory of an attempt that asked nothing and counts as wrong."""
+    return Trajectory(
+        name,
+        item.question,
+        task=item.id,
+        rewards={"correct": 0.0},
+        stop=Stop.ERROR,
+        metadata={UNANSWERED: why},
+    )
 
 
 def _check_forkable(start: TaskStart) -> None:
@@ -378,15 +404,23 @@ async def _continued(
     return None
 
 
+def _unanswered(result: Result | str) -> str:
+    """Why the model itself prevented an answer, in a few words; empty if it did not."""
+    match None if isinstance(result, str) else result.failure:
+        case SessionDied():
+            return "session died"
+        case ReplyFiltered():
+            return "reply filtered"
+        case Refused(too_long=True):
+            return DOES_NOT_FIT
+    return ""
+
+
 def _failure(result: Result | str) -> str | None:
     """Why the attempt is not scored; None if it is."""
     if isinstance(result, str):
         return result
-    failure = result.failure
-    is_models_fault = isinstance(failure, SessionDied | ReplyFiltered) or (
-        isinstance(failure, Refused) and failure.too_long
-    )
-    if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or is_models_fault:
+    if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or _unanswered(result):
         return None
     return result.error or "it ended in an unknown error"
 

@@ -15,7 +15,7 @@ items (see ``statistics.py``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -274,7 +274,7 @@ def table(evaluation_report: EvaluationReport) -> str:
         )
         for row in evaluation_report.rows
     ]
-    lines = [head, *_aligned([names, *(row[: len(names)] for row in rows)])]
+    lines = [head, *aligned([names, *(row[: len(names)] for row in rows)])]
     if len(evaluation_report.rewards) > 1 or evaluation_report.metrics:
         named = {**evaluation_report.rewards, **evaluation_report.metrics}
         lines.append("mean " + ", ".join(f"{name} {value:.3g}" for name, value in named.items()))
@@ -312,11 +312,12 @@ def _shown(figure: MeanEstimate | None) -> str:
     return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f} {figure.high:.2f}]"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
+    """Lines of a table; the columns in ``numbers`` stand at the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "   ".join(
-            text.rjust(widths[column]) if column == 1 else text.ljust(widths[column])
+            text.rjust(widths[column]) if column in numbers else text.ljust(widths[column])
             for column, text in enumerate(row)
         ).rstrip()
         for row in rows

@@ -22,25 +22,26 @@ here: figures (see ``evaluation_report.py``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import functools
 import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
-from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.evaluate.attempt import GRACE_S, UNANSWERED, attempt
 from ramify.evaluate.cost_budget import CostBudget
 from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
-from ramify.tasks.base import Item, Task, items_of, total
+from ramify.tasks.base import GeneratedSplit, Item, Task, items_of, total
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
@@ -94,6 +95,9 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     answer: str | None = None
     """As text, truncated if it is long."""
     stop: Stop | None = None
+    reason: str = ""
+    """Why a scored attempt has no answer, in a few words, if ``stop`` does not say it: ``not
+    fitting``."""
     error: str = ""
     """Why the reward is None."""
     turns: int = 0
@@ -126,7 +130,24 @@ class Evaluation(msgspec.Struct, frozen=True):
     """In order of items and attempts."""
 
 
-Watcher = Callable[[AttemptOutcome, Trajectory], None]
+def split_of(task: Task, given: str | None = None) -> str:
+    """The split of ``task`` that is evaluated: the one that is given, else ``test``, else the only
+    one. Raises ConfigError if there is none of these."""
+    if given is not None or "test" in task.splits:
+        items_of(task, given or "test")
+        return given or "test"
+    if len(task.splits) == 1:
+        return next(iter(task.splits))
+    raise ConfigError(
+        f"task '{task.name}' has no split 'test'; it has {', '.join(task.splits)}: choose one with "
+        "--split"
+    )
+
+
+Watcher = Callable[[AttemptOutcome, Trajectory | None], None]
+"""Called with each attempt as it ends, and with its run if that was made in this process."""
+AttemptFunction = Callable[..., Awaitable[Trajectory]]
+"""``attempt``, or one of the modes that are built on it (see modes.py)."""
 
 
 async def evaluate(
@@ -154,134 +175,203 @@ async def evaluate(
         plan = evaluate.EvaluationPlan(model="gpt-5-mini", task="needle", items=20, attempts=4)
         done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
     """
+    mode = functools.partial(attempt, grace_s=grace_s, direct=direct)
+    job = EvaluationJob(plan, task, record, RunAttempts(rlm, sampling, mode), on_outcome, budget)
+    return (await evaluate_all([job], concurrency=concurrency))[0]
+
+
+async def evaluate_all(
+    jobs: Sequence[EvaluationJob], *, concurrency: int = 16
+) -> tuple[Evaluation, ...]:
+    """Make the attempts of all ``jobs``, ``concurrency`` at once, and return their evaluations.
+
+    Jobs with the same task and split share their items: each is made once, and all of its attempts
+    are made before those at the next one. Failures are as in ``evaluate``.
+    """
     if concurrency < 1:
         raise ConfigError(f"cannot evaluate with concurrency {concurrency}: give at least 1")
-    items = items_of(task, plan.split)
-    work = _EvaluationWork(rlm, task, plan, record, budget, on_outcome)
-    options = {"grace_s": grace_s, "direct": direct}
-    queue = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
+    work = [_EvaluationWork(job) for job in jobs]
+    queue = _AttemptQueue(work)
 
     async def worker() -> None:
-        for index, number in queue:
-            item = await queue.item(index)
-            if work.has(item, number):
+        for each in queue:
+            if each.work.is_over(each.item_index, each.number):
                 continue
-            seeded = _sampling(sampling, plan.seed, item, number)
-            if not await work.attempt(item, number, sampling=seeded, **options):
-                return
+            item = await queue.item(each)
+            if not each.work.has(item, each.number):
+                await each.work.attempt(item, each.number)
 
     try:
-        async with rlm, asyncio.TaskGroup() as workers:
-            for _ in range(min(concurrency, queue.most)):
-                workers.create_task(worker())
+        async with contextlib.AsyncExitStack() as stack:
+            for makes in {id(job.makes): job.makes for job in jobs}.values():
+                await stack.enter_async_context(makes)
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(concurrency, queue.most)):
+                    workers.create_task(worker())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    place = {id: index for index, id in queue.ids.items()}
-    outcomes = [
-        outcome
-        for outcome in work.outcomes.values()
-        if outcome.item in place and outcome.attempt < plan.attempts
-    ]
-    return Evaluation(
-        plan, tuple(sorted(outcomes, key=lambda outcome: (place[outcome.item], outcome.attempt)))
-    )
+    return tuple(each.evaluation() for each in work)
+
+
+class EvaluationJob(NamedTuple):
+    """One plan, and what carries it out."""
+
+    plan: EvaluationPlan
+    task: Task
+    record: EvaluationRecord | None
+    makes: RunAttempts
+    on_outcome: Watcher | None = None
+    budget: CostBudget | None = None
+
+
+class RunAttempts:
+    """Makes attempts by runs of an ``RLM`` in this process. ``async with`` opens it before
+    the first of them."""
+
+    def __init__(
+        self, rlm: RLM, sampling: Sampling | None = None, mode: AttemptFunction = attempt
+    ) -> None:
+        self._rlm = rlm
+        self._sampling = sampling
+        self._mode = mode
+
+    async def make(
+        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+    ) -> tuple[AttemptOutcome, Trajectory]:
+        """Make one attempt that may spend ``max_cost`` dollars, if that is given."""
+        record, plan = job.record, job.plan
+        begun = functools.partial(record.start, item.id, number) if record is not None else None
+        trajectory = await self._mode(
+            self._rlm,
+            job.task,
+            item,
+            metadata={"evaluation": {"split": plan.split, "attempt": number}},
+            resume=record.unfinished.get((item.id, number), "") if record is not None else "",
+            on_start=begun,
+            sampling=_sampling(self._sampling, plan.seed, item, number),
+            max_cost=max_cost,
+        )
+        is_stored = self._rlm.store is not None and bool(trajectory.calls)
+        return outcome_of(job.task, item, number, trajectory, is_stored=is_stored), trajectory
+
+    async def __aenter__(self) -> RLM:
+        return await self._rlm.__aenter__()
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._rlm.__aexit__(*exc)
 
 
 class _EvaluationWork:
     """The attempts of one evaluation: those that are recorded, and those that are made now."""
 
-    def __init__(
-        self,
-        rlm: RLM,
-        task: Task,
-        plan: EvaluationPlan,
-        record: EvaluationRecord | None,
-        budget: CostBudget | None,
-        on_outcome: Watcher | None,
-    ) -> None:
-        self._rlm = rlm
-        self._task = task
-        self._plan = plan
-        self._record = record
-        self._budget = budget
-        self._on_outcome = on_outcome
-        recorded = record.outcomes if record is not None else ()
-        self.outcomes = {(outcome.item, outcome.attempt): outcome for outcome in recorded}
+    def __init__(self, job: EvaluationJob) -> None:
+        self.job = job
+        self.items = items_of(job.task, job.plan.split)
+        self.num_items = min(job.plan.items, len(self.items))
+        self.outcomes = {
+            (outcome.item, outcome.attempt): outcome
+            for outcome in (job.record.outcomes if job.record is not None else ())
+        }
         """(item, attempt) -> its outcome."""
-        self._unfinished = dict(record.unfinished) if record is not None else {}
+        self.ids: dict[str, int] = {}
+        """Id of each item that was made -> its index."""
+
+    def is_over(self, index: int, number: int) -> bool:
+        """True if an attempt need not be made, as far as that is known without its item."""
+        if self.job.budget is not None and self.job.budget.is_used_up:
+            return True
+        if not isinstance(self.items, GeneratedSplit):
+            return False
+        id = self.items.id_of(index)
+        self.ids[id] = index
+        return (id, number) in self.outcomes
 
     def has(self, item: Item, number: int) -> bool:
         return (item.id, number) in self.outcomes
 
-    async def attempt(self, item: Item, number: int, **options: Any) -> bool:
-        """Make one attempt and keep its outcome. Returns False if the budget is used up, so that no
-        further one may begin."""
-        budget = self._budget
+    async def attempt(self, item: Item, number: int) -> None:
+        """Make one attempt and keep its outcome, unless the budget is used up."""
+        job, budget = self.job, self.job.budget
         dollars = None if budget is None else await budget.hold()
         if budget is not None and dollars is None:
-            return False
-        trajectory: Trajectory | None = None
+            return
+        outcome: AttemptOutcome | None = None
         try:
-            trajectory = await self._run(item, number, max_cost=dollars, **options)
+            outcome, trajectory = await job.makes.make(job, item, number, dollars)
         finally:
             if budget is not None and dollars is not None:
-                cost = dollars if trajectory is None else trajectory.cost or 0.0
-                budget.settle(dollars, cost)
-        was_cut = trajectory.stop is Stop.MAX_COST
+                budget.settle(dollars, dollars if outcome is None else outcome.cost or 0.0)
+        was_cut = outcome.stop is Stop.MAX_COST
         if budget is not None and was_cut and budget.is_reduced(dollars or 0.0):
             budget.is_used_up = True  # its run can be continued with a larger budget
-            return False
-        self._keep(item, number, trajectory)
-        return True
-
-    async def _run(self, item: Item, number: int, **options: Any) -> Trajectory:
-        record = self._record
-        return await attempt(
-            self._rlm,
-            self._task,
-            item,
-            metadata={"evaluation": {"split": self._plan.split, "attempt": number}},
-            resume=self._unfinished.get((item.id, number), ""),
-            on_start=None if record is None else functools.partial(record.start, item.id, number),
-            **options,
-        )
-
-    def _keep(self, item: Item, number: int, trajectory: Trajectory) -> None:
-        is_stored = self._rlm.store is not None
-        outcome = outcome_of(self._task, item, number, trajectory, is_stored=is_stored)
+            return
         self.outcomes[item.id, number] = outcome
-        if self._record is not None:
-            self._record.append(outcome)
-        if self._on_outcome is not None:
-            self._on_outcome(outcome, trajectory)
+        if job.record is not None:
+            job.record.append(outcome)
+        if job.on_outcome is not None:
+            job.on_outcome(outcome, trajectory)
+
+    def evaluation(self) -> Evaluation:
+        """The planned attempts that were made, in order."""
+        outcomes = [
+            outcome
+            for outcome in self.outcomes.values()
+            if outcome.item in self.ids and outcome.attempt < self.job.plan.attempts
+        ]
+        outcomes.sort(key=lambda outcome: (self.ids[outcome.item], outcome.attempt))
+        return Evaluation(self.job.plan, tuple(outcomes))
+
+
+class _QueuedAttempt(NamedTuple):
+    """One attempt to make."""
+
+    work: _EvaluationWork
+    group: int
+    """Number of the items that its job shares with others."""
+    item_index: int
+    """Index of the item."""
+    number: int
+    """Number of the attempt at it, from 0."""
 
 
 class _AttemptQueue:
-    """The attempts to make, in order, handed out one at a time. An item is made once for all its
-    attempts."""
+    """The attempts to make, in order, handed out one at a time. An item is made once for the
+    attempts of all jobs with the same items."""
 
-    def __init__(self, items: Sequence[Item], num: int, attempts: int) -> None:
-        self.most = num * attempts
-        self.ids: dict[int, str] = {}
-        """Index of each item that was made -> its id."""
-        self._items = items
-        self._pairs = ((index, number) for index in range(num) for number in range(attempts))
-        self._making: dict[int, asyncio.Task[Item]] = {}
+    def __init__(self, work: Sequence[_EvaluationWork]) -> None:
+        groups: dict[tuple[int, str], list[_EvaluationWork]] = {}
+        for each in work:
+            groups.setdefault((id(each.job.task), each.job.plan.split), []).append(each)
+        self.most = sum(each.num_items * each.job.plan.attempts for each in work)
+        self._groups = list(groups.values())
+        self._attempts = self._in_order()
+        self._making: dict[tuple[int, int], asyncio.Task[Item]] = {}
+        """(group, index) -> the item."""
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self._pairs
+    def __iter__(self) -> Iterator[_QueuedAttempt]:
+        return self._attempts
 
-    async def item(self, index: int) -> Item:
-        if index not in self._making:
-            self._making[index] = asyncio.ensure_future(
-                asyncio.to_thread(self._items.__getitem__, index)
+    def _in_order(self) -> Iterator[_QueuedAttempt]:
+        for group, jobs in enumerate(self._groups):
+            for index in range(max(each.num_items for each in jobs)):
+                for each in jobs:
+                    if index < each.num_items:
+                        for number in range(each.job.plan.attempts):
+                            yield _QueuedAttempt(each, group, index, number)
+
+    async def item(self, each: _QueuedAttempt) -> Item:
+        place = each.group, each.item_index
+        if place not in self._making:
+            self._making[place] = asyncio.ensure_future(
+                asyncio.to_thread(each.work.items.__getitem__, each.item_index)
             )
             # Earlier items are dropped, since their contexts may be long.
-            for old in [each for each in self._making if each < index - 1]:
+            before = each.group, each.item_index - 1
+            for old in [known for known in self._making if known < before]:
                 if self._making[old].done():
                     del self._making[old]
-        item = await asyncio.shield(self._making[index])
-        self.ids[index] = item.id
+        item = await asyncio.shield(self._making[place])
+        each.work.ids[item.id] = each.item_index
         return item
 
 
@@ -306,6 +396,7 @@ def outcome_of(
         metrics=trajectory.metrics,
         answer=answer if answer is None else answer[:_MAX_ANSWER_CHARS],
         stop=trajectory.stop,
+        reason=str(trajectory.metadata.get(UNANSWERED, "")),
         error="" if has_reward else (trajectory.errors or ["no reward"])[-1],
         turns=len(trajectory.root.turns) if trajectory.calls else 0,
         calls=max(0, len(trajectory.calls) - 1),

@@ -19,6 +19,10 @@ from ramify.errors import ConfigError
 DRAWS = 1000
 """Number of bootstrap resamples."""
 LEVEL = 0.95
+_NEAR = 0.01
+"""Scores that differ by less count as equal where an interval is chosen."""
+_MIN_COUNT = 5
+"""With fewer items that differ, resampling says little: most resamples have the same ones."""
 
 
 class MeanEstimate(msgspec.Struct, frozen=True):
@@ -110,7 +114,7 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
     if not 0 <= num <= of or not of:
         raise ConfigError(f"{num} of {of} attempts cannot have succeeded")
     share = num / of
-    if min(num, of - num) < 5:
+    if min(num, of - num) < _MIN_COUNT:
         low = 0.0 if num == 0 else 1 - _upper_end(of - num, of)
         return MeanEstimate(share, low, 1.0 if num == of else _upper_end(num, of))
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -143,10 +147,11 @@ def _upper_end(num: int, of: int) -> float:
 
 def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     """The mean of scores from 0 to 1, one for each item, with its 95 % interval: that of a share if
-    all items are right or wrong, or all alike, and otherwise that of resampled items.
+    all items are right or wrong, or nearly all are alike, and otherwise that of resampled items.
 
     Resampling items that are all alike gives an interval of no width, as if four of four were
-    certain.
+    certain. The same holds if all but a few are 0, or 1, within 1 %: the wider interval of both
+    is then returned.
 
     >>> score_with_interval([1.0] * 4).low              # 0.025 ** (1 / 4)
     0.39763...
@@ -154,11 +159,18 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     if not values:
         raise ConfigError("cannot take a mean over no items")
     is_alike = min(values) == max(values)
-    if set(values) <= {0.0, 1.0} or (is_alike and 0 < values[0] < 1):
-        total = math.fsum(values)
-        low, high = (share_with_interval(n, len(values)) for n in _around(total))
-        return MeanEstimate(total / len(values), low.low, high.high)
-    return mean_with_interval(values, seed)
+    is_share = set(values) <= {0.0, 1.0} or (is_alike and 0 < values[0] < 1)
+    if not is_share and not (_are_scores(values) and _is_at_an_end(values)):
+        return mean_with_interval(values, seed)
+    total = math.fsum(values)
+    low, high = (share_with_interval(n, len(values)) for n in _around(total))
+    share = MeanEstimate(total / len(values), low.low, high.high)
+    return share if is_share else _wider(share, mean_with_interval(values, seed))
+
+
+def _is_at_an_end(values: Sequence[float]) -> bool:
+    """True if fewer than five of ``values`` are away from 0, or from 1."""
+    return any(sum(abs(value - end) > _NEAR for value in values) < _MIN_COUNT for end in (0.0, 1.0))
 
 
 def _around(total: float) -> tuple[int, int]:
@@ -175,8 +187,9 @@ def paired_difference(
 
     If each item is right or wrong on both sides, the interval combines the share of items that
     changed and the share of these that got better: it holds at least as often as it says, and
-    excludes 0 exactly if the second share is surely above or below one half. Otherwise, it is that
-    of resampled items.
+    excludes 0 exactly if the second share is surely above or below one half. Otherwise, it is
+    that of resampled items; if fewer than five of them changed by more than 1 %, the wider of
+    both.
 
     >>> evaluate.paired_difference([1.0, 1.0], [0.0, 1.0]).value
     0.5
@@ -189,7 +202,20 @@ def paired_difference(
             sum(a < b for a, b in zip(ours, theirs, strict=True)),
             len(ours),
         )
-    return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)], seed)
+    changes = [a - b for a, b in zip(ours, theirs, strict=True)]
+    better, worse = sum(each > _NEAR for each in changes), sum(each < -_NEAR for each in changes)
+    if changes and better + worse < _MIN_COUNT and _are_scores(ours, theirs):
+        return _wider(mean_with_interval(changes, seed), _flips(better, worse, len(changes)))
+    return mean_with_interval(changes, seed)
+
+
+def _wider(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
+    """``figure`` with an interval that contains both."""
+    return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
+
+
+def _are_scores(*sides: Sequence[float]) -> bool:
+    return all(min(side) >= 0 and max(side) <= 1 for side in sides)
 
 
 def _flips(better: int, worse: int, num: int) -> MeanEstimate:

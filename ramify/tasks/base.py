@@ -282,7 +282,7 @@ class GeneratedSplit(Sequence[Item]):
                 f"{self.task}/{self.split} has {self._size} items; item {index} does not exist"
             )
         index %= self._size
-        name = f"{self.task}/{self.split}/{index}"
+        name = self.id_of(index)
         try:
             item = self._make(random.Random(f"{name}/{self.seed}"))
         except (ArithmeticError, LookupError, NameError, TypeError, ValueError) as error:
@@ -291,6 +291,14 @@ class GeneratedSplit(Sequence[Item]):
                 "make function and options (RAMIFY_DEBUG=1 shows where)"
             ) from error
         return msgspec.structs.replace(item, id=name)
+
+    def id_of(self, index: int) -> str:
+        """Id of the item at ``index``, which need not be generated for it.
+
+        >>> tasks.task_of("needle").splits["test"].id_of(3)
+        'needle/test/3'
+        """
+        return f"{self.task}/{self.split}/{index}"
 
     def _check_reachable(self, index: int | slice) -> None:
         """Raise ConfigError if ``index`` counts from the end of an endless split."""

@@ -116,22 +116,39 @@ def test_two_scaffolds_are_compared_over_the_same_items(shell: Shell) -> None:
     asked = tuple("default,plain.toml" if each == "tiny" else each for each in asked)
     done = shell.run(*asked)
     assert (done.code, done.err) == (ExitCode.ANSWERED, "")
-    assert [line for line in done.out.splitlines() if line.startswith("scaffold ")] == [
-        "scaffold default",
-        "scaffold plain.toml",
-    ]
-    assert "average minus that of default: -1.000 [-1.000 +0.415] over 3 items" in done.out
+    rows = done.out.splitlines()
+    assert any("minus default" in row for row in rows)
+    plain = next(row for row in rows if "plain.toml" in row and "all " in row)
+    assert "0.000 [0.00 0.71]   -1.000 [-1.00 +0.42]" in plain
     lines = [json.loads(line) for line in shell.run(*asked, "--json").out.splitlines()]
-    assert [line["scaffold"] for line in lines] == ["default", "plain.toml"]
-    assert lines[1]["against"]["items"] == 3
+    first, second = (line for line in lines if line["family"] == "all")
+    assert (first["scaffold"], first["score"]["value"], first["difference"]) == ("default", 1, None)
+    assert (second["scaffold"], second["difference"]["value"]) == ("plain.toml", -1)
     for wrong, problem in (
         ("default,none.toml", "the scaffold none.toml cannot be read"),
-        ("default,default", "name each scaffold once"),
+        ("default,default", "name each one once"),
     ):
         again = tuple(wrong if each == "default,plain.toml" else each for each in asked)
         done = shell.run(*again)
         assert (done.code, done.out) == (ExitCode.USAGE, "")
         assert problem in done.err
+
+
+def test_the_only_split_is_evaluated_and_others_are_named(shell: Shell) -> None:
+    model = shell.model([{"match": "", "reply": ["FINAL('x')"]}])
+    shell.write(
+        "two.py",
+        "from ramify.tasks.base import Item, SimpleTask\n"
+        "from ramify.tasks.scoring import exact\n"
+        "def rows(num: int = 1):\n"
+        "    splits = {name: [Item('a?', 'b', 'x', id=name)] for name in ['dev', 'other'][:num]}\n"
+        "    return SimpleTask('rows', splits, exact)\n",
+    )
+    one = shell.run("eval", "two.py:rows", "--model", model, *FAST, "--json")
+    assert json.loads(one.out)["plan"]["split"] == "dev"
+    two = shell.run("eval", "two.py:rows", "num=2", "--model", model, *FAST)
+    assert two.code == ExitCode.USAGE
+    assert "has no split 'test'; it has dev, other: choose one with --split" in two.err
 
 
 def test_eval_refuses_wrong_arguments(shell: Shell) -> None:

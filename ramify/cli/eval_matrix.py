@@ -1,0 +1,283 @@
+"""A matrix from the command line: ``ramify eval SUITES --lengths … --models … --modes …``.
+
+    axes ──> plan ──> rooms and prices of the models ──> what it may cost ──> begin? ──> attempts
+                                                                           ──> table, JSONL, HTML
+
+It decides what is checked before anything is spent, and how results are printed. Not here: the
+cells of a matrix (see ramify/evaluate/matrix.py), and the options of the command (see eval.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder, sandbox_spec
+from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
+from ramify.cli.parser import ExitCode
+from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.stop_signals import ends_if_blocked
+from ramify.cli.terminal_text import dollars, error_line, json_line, many
+from ramify.progress import report_progress
+from ramify.types.trajectory import Stop
+
+if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
+    from ramify.evaluate.matrix import MatrixAxes, MatrixEstimate, MatrixPlan
+    from ramify.evaluate.matrix_report import MatrixReport
+    from ramify.evaluate.run import Evaluation, EvaluationJob, EvaluationRecord, RunAttempts
+
+
+class MatrixOptions(NamedTuple):
+    """Options of a matrix that do not affect its attempts."""
+
+    k: int | None
+    concurrency: int
+    html: str | None
+    """File for the page."""
+    is_dry_run: bool
+    is_confirmed: bool
+    """True if the command does not ask before it begins."""
+
+
+class _NotConfirmed(Exception):
+    """The user did not want to begin."""
+
+
+class MatrixCommand:
+    """One matrix from the command line."""
+
+    def __init__(
+        self, settings: dict[str, Any], screen: ProgressScreen, options: MatrixOptions
+    ) -> None:
+        self._settings = settings
+        self._screen = screen
+        self._notes = screen.notes
+        self._options = options
+        self._store = open_folder(settings, "ramify eval")
+        self._rlms: dict[bytes, RLM] = {}
+        """Settings -> the RLM that answers with them."""
+
+    def begin(self, axes: MatrixAxes, validates: bool) -> ExitCode:
+        """Evaluate a new matrix. ``validates``: first check that right answers score 1."""
+        from ramify.evaluate.evaluation_report import check_k
+        from ramify.evaluate.matrix import MatrixTasks, plan_of
+        from ramify.tasks.validation import validate
+
+        if self._options.k is not None:
+            check_k(self._options.k, axes.base.attempts)
+        # Find modules in the current folder, as with python -m.
+        sys.path[:0] = [""] * ("" not in sys.path)
+        tasks = MatrixTasks()
+        plan = plan_of(axes, tasks)
+        if validates:
+            shortest = min(axes.lengths, default=None)
+            for cell in plan.cells:
+                is_first = cell.place["model"] == axes.models[0] and cell.mode == axes.modes[0]
+                if is_first and cell.tokens == shortest:
+                    skipped = validate(
+                        tasks.of(cell.plan), [cell.plan.split], num=min(2, cell.plan.items)
+                    )
+                    if skipped:
+                        self._notes.say(f"ramify: {skipped}")
+        return self._run(plan, tasks, is_new=True)
+
+    def resume(self, plan: MatrixPlan) -> ExitCode:
+        """Continue a stored matrix, and print its results."""
+        from ramify.evaluate.evaluation_report import check_k
+        from ramify.evaluate.matrix import MatrixTasks
+
+        if self._options.k is not None:
+            check_k(self._options.k, plan.first.attempts)
+        sys.path[:0] = [""] * ("" not in sys.path)
+        return self._run(plan, MatrixTasks(), is_new=False)
+
+    def _run(self, plan: MatrixPlan, tasks: Any, *, is_new: bool) -> ExitCode:
+        from ramify.evaluate.matrix import MatrixRecords
+
+        for cell in plan.cells:
+            settings = {**cell.plan.settings, "model": cell.plan.model}
+            check_prices(settings, settings.get("max_cost"))
+        records = None if self._store is None else MatrixRecords(self._store.root)
+        with contextlib.ExitStack() as stack:
+            opened: dict[str, EvaluationRecord] = {}
+            if records is not None and not is_new:
+                opened = {
+                    cell.record: stack.enter_context(contextlib.closing(records.record(cell)))
+                    for cell in plan.cells
+                    if not self._options.is_dry_run or records.has(cell)
+                }
+            # The plan's copy of the servers lacks the values of environment variables.
+            servers = self._settings.get("mcp") or plan.first.settings.get("mcp")
+            tools = stack.enter_context(mcp_tools({"mcp": servers}))
+            progress: list[EvaluationProgress] = []
+
+            async def whole() -> tuple[Evaluation, ...]:
+                from ramify.evaluate.run import evaluate_all
+
+                await self._check(plan, tools, opened)
+                if records is not None and is_new:
+                    records.create(plan)
+                    for cell in plan.cells:
+                        opened[cell.record] = stack.enter_context(
+                            contextlib.closing(records.record(cell))
+                        )
+                path = None if records is None else records.path(plan.id)
+                with (
+                    evaluation_log(path, f"the matrix {plan.id}"),
+                    self._progress(plan, opened) as shown,
+                ):
+                    progress.append(shown)
+                    jobs = list(self._jobs(plan, tasks, tools, opened, shown))
+                    return await evaluate_all(jobs, concurrency=self._options.concurrency)
+
+            command = "" if records is None else f"ramify eval --resume {plan.id}"
+            try:
+                with ends_if_blocked(command, self._screen.clear):
+                    evaluations = asyncio.run(whole())
+            except _NotConfirmed:
+                return ExitCode.ANSWERED
+            except KeyboardInterrupt:
+                hint = f"; continue with: {command}" if command and progress else ""
+                num = progress[0].done if progress else 0
+                self._notes.say(f"ramify: stopped after {num:,} attempts{hint}")
+                return ExitCode.STOPPED
+            self._screen.clear()
+            return self._shown(plan, evaluations, is_stored=records is not None)
+
+    def _rlm(self, plan: Any, tools: Any) -> RLM:
+        """The RLM of a cell's plan. Cells that differ only in their mode share one, so that they
+        share its model and its rate limit."""
+        is_direct = plan.settings["mode"] == "direct"
+        settings = {**plan.settings, "model": plan.model}
+        # A plain call has no tools.
+        key = msgspec.json.encode(
+            ({**settings, "mode": ""}, is_direct and bool(tools)), order="deterministic"
+        )
+        if key not in self._rlms:
+            own = None if is_direct else tools
+            self._rlms[key] = make_rlm(settings, sandbox_spec(settings), self._store, own)
+        return self._rlms[key]
+
+    async def _check(
+        self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationRecord]
+    ) -> None:
+        """Find out what the matrix may take, say it, and ask whether to begin. Raises ConfigError
+        for a model that cannot be asked."""
+        from ramify.engine.limits import DEFAULT_MAX_COST
+        from ramify.evaluate.matrix import estimate
+        from ramify.evaluate.modes import room_of
+
+        rooms = {}
+        for cell in plan.cells:
+            if cell.plan.model not in rooms:
+                rooms[cell.plan.model] = await room_of(self._rlm(cell.plan, tools))
+        left = {}
+        for cell in plan.cells:
+            record = opened.get(cell.record)
+            made = len(record.outcomes) if record is not None else 0
+            left[cell.record] = max(0, cell.plan.items * cell.plan.attempts - made)
+        limit = plan.first.settings.get("max_cost") or DEFAULT_MAX_COST
+        found = estimate(plan, rooms, limit, left)
+        shown = _in_words(found)
+        if self._options.is_dry_run:
+            print(json_line({"matrix": msgspec.to_builtins(found)}) if self._json else shown)
+            raise _NotConfirmed
+        self._notes.say(f"ramify: {shown}")
+        is_asked = not self._options.is_confirmed and found.attempts
+        if is_asked and sys.stdin.isatty() and sys.stderr.isatty():
+            print("begin? [Y/n] ", end="", file=sys.stderr, flush=True)
+            if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
+                raise _NotConfirmed
+
+    @property
+    def _json(self) -> bool:
+        return bool(self._settings.get("json"))
+
+    @contextlib.contextmanager
+    def _progress(
+        self, plan: MatrixPlan, opened: dict[str, EvaluationRecord]
+    ) -> Iterator[EvaluationProgress]:
+        num = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
+        earlier = [outcome for record in opened.values() for outcome in record.outcomes]
+        with report_progress("evaluating", num, "attempts", first=len(earlier)) as work:
+            yield EvaluationProgress(self._screen, work, num, earlier)
+
+    def _jobs(
+        self,
+        plan: MatrixPlan,
+        tasks: Any,
+        tools: Any,
+        opened: dict[str, EvaluationRecord],
+        progress: EvaluationProgress,
+    ) -> Iterator[EvaluationJob]:
+        from ramify.clients.base import Sampling
+        from ramify.evaluate.modes import mode_of
+        from ramify.evaluate.run import EvaluationJob, RunAttempts
+
+        makes: dict[tuple[int, str], RunAttempts] = {}
+        for cell in plan.cells:
+            rlm, sampling = (
+                self._rlm(cell.plan, tools),
+                Sampling(temperature=cell.plan.settings.get("temperature")),
+            )
+            key = id(rlm), cell.mode
+            if key not in makes:
+                makes[key] = RunAttempts(rlm, sampling, mode_of(cell.mode))
+            yield EvaluationJob(
+                cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
+            )
+
+    def _shown(
+        self, plan: MatrixPlan, evaluations: tuple[Evaluation, ...], *, is_stored: bool
+    ) -> ExitCode:
+        from ramify.evaluate.matrix_report import matrix_report, matrix_table
+
+        outcomes = {
+            cell.record: done.outcomes for cell, done in zip(plan.cells, evaluations, strict=True)
+        }
+        found = matrix_report(plan, outcomes, k=self._options.k)
+        if self._json:
+            for row in _rows(found):
+                print(json_line(row))
+        else:
+            print(matrix_table(found))
+        if is_stored:
+            self._notes.say(f"matrix {plan.id}")
+        everything = [outcome for done in evaluations for outcome in done.outcomes]
+        num = sum(outcome.stop is Stop.SUSPENDED for outcome in everything)
+        if num and is_stored:
+            self._notes.say(
+                f"ramify: {many(num, 'attempt')} suspended and left out; continue with: "
+                f"ramify eval --resume {plan.id}"
+            )
+        if any(outcome.reward is not None for outcome in everything):
+            return ExitCode.ANSWERED
+        error_line(
+            f"no attempt was scored: all {len(everything):,} failed, the first with: "
+            f"{found.first_error}"
+        )
+        return ExitCode.SUSPENDED if num and is_stored else ExitCode.ERROR
+
+
+def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:
+    """The rows of a matrix as plain values: the coordinates, then the figures."""
+    for row in report.rows:
+        data = msgspec.to_builtins(row)
+        place = data.pop("place")
+        yield {"matrix": report.plan.id, **place, "k": report.k, **data}
+
+
+def _in_words(found: MatrixEstimate) -> str:
+    unfit = f", of which {found.unfit:,} do not fit and ask nothing" if found.unfit else ""
+    cost = (
+        "their cost is unknown, since a model has no known price"
+        if found.max_cost is None
+        else f"at most {dollars(found.max_cost)}"
+    )
+    return f"{many(found.attempts, 'attempt')}{unfit}; {cost}"

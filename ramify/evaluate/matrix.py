@@ -1,0 +1,322 @@
+"""A matrix of evaluations: each suite, family, length, model, mode and scaffold with each other.
+
+    MatrixAxes ── plan_of ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
+        ──▶ each cell is a recorded evaluation ──▶ MatrixRow (see matrix_report.py)
+
+A matrix is a list of plans under one id. It decides which cells there are, and in which files they
+are recorded. Cells that differ only in model, mode or scaffold ask the same items. The plan is
+written before anything is asked, so a matrix that was killed continues with ``resume``. On disk:
+
+    evaluations/ID.matrix          the plan: {"id": …, "cells": [{"place": {"suite": …}, …}]}
+    evaluations/ID-000-….jsonl     the record of a cell, as of any evaluation
+
+Not here: the attempts (see run.py), the modes (see modes.py), and how a command asks for a matrix.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, StoreError, UnknownRun
+from ramify.evaluate.modes import CHARS_PER_TOKEN, ModelRoom, mode_of
+from ramify.evaluate.run import EvaluationPlan, EvaluationRecord, EvaluationRecords, split_of
+from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
+from ramify.tasks.base import TASKS, Task, task_of
+
+MATRIX = ".matrix"
+"""Ending of the file of a matrix."""
+AXES = ("suite", "family", "length", "model", "mode", "scaffold")
+"""Names of a cell's coordinates, in the order of the rows."""
+_LENGTH = re.compile(r"(\d{1,9})\s*([km]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def parse_length(text: str) -> int:
+    """The number of tokens of a length. Raises ConfigError for other texts.
+
+    >>> parse_length("8k")
+    8192
+    """
+    match = _LENGTH.fullmatch(text.strip())
+    num = int(match[1]) * _UNITS[match[2].lower()] if match else 0
+    if not num:
+        raise ConfigError(f"'{text}' is not a length: write tokens, as in 8k (8,192), 1m or 10000")
+    return num
+
+
+def length_name(num: int) -> str:
+    """``8192`` -> ``8k``"""
+    for unit in ("m", "k"):
+        if num % _UNITS[unit] == 0:
+            return f"{num // _UNITS[unit]}{unit}"
+    return str(num)
+
+
+class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is combined in a matrix."""
+
+    suites: tuple[str, ...]
+    """Names of tasks."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of a context, of four characters each; empty: the length that each suite chooses."""
+    models: tuple[str, ...]
+    modes: tuple[str, ...] = ("free",)
+    scaffolds: tuple[str, ...] = ()
+    """Names or files; empty: one scaffold, which the settings name."""
+    split: str | None = None
+    """Split of each suite; None: ``test``, or the only one."""
+    base: EvaluationPlan
+    """Plan of a cell without its coordinates. Its ``items`` are those of each family."""
+
+
+class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One cell: its coordinates and its evaluation."""
+
+    place: dict[str, str]
+    """Axis -> value: ``{"suite": "niah", "family": "single_1", "length": "8k", …}``."""
+    plan: EvaluationPlan
+    record: str
+    """Id of its record."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Length of a context in tokens; None if the suite chooses it."""
+        return parse_length(self.place["length"]) if "length" in self.place else None
+
+    @property
+    def mode(self) -> str:
+        return self.place["mode"]
+
+
+class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is evaluated in a matrix."""
+
+    id: str
+    cells: tuple[MatrixCell, ...]
+
+    @property
+    def first(self) -> EvaluationPlan:
+        """The plan of the first cell, whose split and numbers all cells have."""
+        return self.cells[0].plan
+
+
+def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
+    """Combine ``axes``; ``tasks`` makes and keeps the tasks. Raises ConfigError for a suite, a
+    family, a length or a mode that does not exist."""
+    for name in axes.modes:
+        mode_of(name)
+    for axis in ("suites", "lengths", "models", "modes", "scaffolds"):
+        values = getattr(axes, axis)
+        if len({*values}) < len(values):
+            raise ConfigError(f"{axis} {', '.join(map(str, values))}: name each one once")
+    id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+    places = [
+        ({"suite": suite, **family, **length}, options)
+        for suite in axes.suites
+        for length, sized in _lengths(suite, axes)
+        for family, options in _families(suite, sized, axes.split or "test")
+    ]
+    plans: list[tuple[dict[str, str], EvaluationPlan]] = []
+    for place, options in places:
+        for model in axes.models:
+            for mode in axes.modes:
+                for scaffold in axes.scaffolds or ("",):
+                    named = {"scaffold": scaffold} if scaffold else {}
+                    settings = {**axes.base.settings, "mode": mode, "direct": False, **named}
+                    plan = msgspec.structs.replace(
+                        axes.base,
+                        task=place["suite"],
+                        options=options,
+                        model=model,
+                        settings=settings,
+                    )
+                    task = tasks.of(plan)
+                    split = split_of(task, axes.split)
+                    num = min(plan.items, len(task.splits[split]))
+                    plan = msgspec.structs.replace(plan, items=num, split=split)
+                    plans.append(({**place, "model": model, "mode": mode, **named}, plan))
+    width = len(str(len(plans) - 1))
+    return MatrixPlan(
+        id,
+        tuple(
+            MatrixCell(_in_order(place), plan, f"{id}-{number:0{width}}-{_file_words(place)}")
+            for number, (place, plan) in enumerate(plans)
+        ),
+    )
+
+
+def _in_order(place: Mapping[str, str]) -> dict[str, str]:
+    return {axis: place[axis] for axis in AXES if axis in place}
+
+
+def _file_words(place: Mapping[str, str]) -> str:
+    words = (place[axis] for axis in ("suite", "family", "length", "mode") if axis in place)
+    return re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-.")[:60]
+
+
+def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """(coordinate, options of the task) for each length of ``suite``."""
+    options = dict(axes.base.options)
+    if not axes.lengths:
+        return [({}, options)]
+    split = axes.split or "test"
+    if _is_from_a_file(options, split):
+        raise ConfigError(
+            f"the split '{split}' of {suite} is read from a file, which has its own "
+            "lengths: remove --lengths"
+        )
+    known = _parameters(suite)
+    name = next((name for name in ("tokens", "chars") if name in known), None)
+    if name is None:
+        raise ConfigError(f"{suite} has no lengths (an option 'tokens'): remove --lengths")
+    if name in options:
+        raise ConfigError(f"{suite}: give --lengths or {name}=…, not both")
+    factor = 1 if name == "tokens" else CHARS_PER_TOKEN
+    return [
+        ({"length": length_name(each)}, {**options, name: factor * each}) for each in axes.lengths
+    ]
+
+
+def _families(
+    suite: str, options: dict[str, Any], split: str
+) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """(coordinate, options of the task) for each family of questions of ``suite``."""
+    parameter = _parameters(suite).get("families")
+    given = options.get("families", () if parameter is None else parameter.default)
+    names = given.split(",") if isinstance(given, str) else given
+    if parameter is None or not isinstance(names, Sequence) or _is_from_a_file(options, split):
+        return [({}, options)]
+    return [({"family": name}, {**options, "families": [name]}) for name in map(str.strip, names)]
+
+
+def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
+    return options.get(split) is not None
+
+
+def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
+    """The options of a task that is made by a function; none of others."""
+    try:
+        make = TASKS.of(suite)
+        return inspect.signature(make).parameters if callable(make) else {}
+    except (ConfigError, ValueError, TypeError):  # rows of a file; errors are reported by task_of
+        return {}
+
+
+class MatrixTasks:
+    """The tasks of a matrix, each made once. Cells that differ in nothing but model, mode or
+    scaffold have the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[bytes, Task] = {}
+
+    def of(self, plan: EvaluationPlan) -> Task:
+        """The task of a cell's plan. Raises ConfigError if it cannot be made."""
+        key = msgspec.json.encode((plan.task, plan.options), order="deterministic")
+        if key not in self._made:
+            self._made[key] = task_of(plan.task, **plan.options)
+        return self._made[key]
+
+
+class MatrixEstimate(msgspec.Struct, frozen=True):
+    """What a matrix may take, before it begins."""
+
+    attempts: int
+    """Attempts that are left to make."""
+    unfit: int
+    """Those of them that ask nothing, because their length does not fit the model's window."""
+    max_cost: float | None
+    """Upper bound in dollars on the others; None if a model has no known price."""
+
+
+def estimate(
+    plan: MatrixPlan,
+    rooms: Mapping[str, ModelRoom],
+    limit: float | None,
+    left: Mapping[str, int],
+) -> MatrixEstimate:
+    """Estimate the remaining attempts of a matrix.
+
+    ``rooms`` are those of its models, ``limit`` is the most that one attempt may cost, and ``left``
+    has the number of remaining attempts, by record."""
+    unfit, total = 0, 0.0
+    is_priced = True
+    for cell in plan.cells:
+        num, room, tokens = left[cell.record], rooms[cell.plan.model], cell.tokens
+        is_direct = cell.mode == "direct" and tokens is not None
+        if is_direct and not room.fits(tokens or 0):
+            unfit += num
+            continue
+        bounds = [limit, room.max_cost(tokens or 0) if is_direct else None]
+        known = [bound for bound in bounds if bound is not None]
+        is_priced = is_priced and (not num or (room.price is not None and bool(known)))
+        total += num * min(known, default=0.0)
+    return MatrixEstimate(sum(left.values()), unfit, total if is_priced else None)
+
+
+class MatrixRecords:
+    """The recorded matrices of a store."""
+
+    def __init__(self, root: Path) -> None:
+        self._folder = root / EVALUATIONS
+        self.evaluations = EvaluationRecords(root)
+
+    def create(self, plan: MatrixPlan) -> None:
+        """Write the plan of a new matrix."""
+        make_folder(self._folder)
+        path, part = self.path(plan.id), self._folder / f".{plan.id}.part"
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        try:
+            write_all(fd, msgspec.json.encode(plan) + b"\n", part)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(part, path)
+
+    def has(self, cell: MatrixCell) -> bool:
+        """True if the record of a cell was begun."""
+        return (self._folder / f"{cell.record}.jsonl").exists()
+
+    def record(self, cell: MatrixCell) -> EvaluationRecord:
+        """Open the record of a cell, or begin it."""
+        path = self._folder / f"{cell.record}.jsonl"
+        return EvaluationRecord(path, None if self.has(cell) else cell.plan)
+
+    def find(self, id: str) -> MatrixPlan | None:
+        """The matrix that ``id`` refers to: its id, the unique beginning of one, or ``last`` if
+        nothing newer was evaluated. None if it refers to no matrix."""
+        known = [path.name.removesuffix(MATRIX) for path in self.paths()]
+        if id == "last":
+            records = self.evaluations.paths()
+            newest = max([*(path.stem for path in records), *known], default="")
+            matches = [each for each in known if newest.startswith(each)]
+        else:
+            matches = [each for each in known if each.startswith(id)] if id else []
+        if len(matches) > 1:
+            raise UnknownRun(f"{len(matches)} matrices begin with {id!r}: the last is {known[-1]}")
+        return read_matrix(self.path(matches[0])) if matches else None
+
+    def paths(self) -> list[Path]:
+        """The files of all matrices, oldest first."""
+        return sorted(self._folder.glob(f"*{MATRIX}"))
+
+    def path(self, id: str) -> Path:
+        return self._folder / f"{id}{MATRIX}"
+
+
+def read_matrix(path: Path) -> MatrixPlan:
+    """The matrix in ``path``. Raises StoreError if it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MatrixPlan)
+    except OSError as error:
+        raise StoreError(f"the matrix {path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise StoreError(f"the matrix {path} is damaged: {error}") from None

@@ -1,0 +1,329 @@
+"""The report of a matrix: one row of figures per cell, and one for all families of a suite.
+
+    oolong · openai:gpt-5-mini · 20 items, 1 attempt each
+    family     length   mode     score               minus direct            cost    calls  tokens …
+    all        8k       direct   0.700 [0.57 0.80]                           $0.02      60    490k
+    all        8k       free     0.900 [0.80 0.96]   +0.200 [+0.08 +0.33]    $0.31     412    2.1M
+
+Differences are those from the row with the first model, mode and scaffold, over the items that
+both rows have. Columns that are the same in all rows are in the first line. Not here: what a cell
+is (see matrix.py), and the figures of one evaluation by kind (see evaluation_report.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.evaluate.evaluation_report import ALL, RIGHT, aligned, check_k
+from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan
+from ramify.evaluate.run import AttemptOutcome
+from ramify.evaluate.statistics import (
+    MeanEstimate,
+    paired_difference,
+    pass_at_k,
+    quantile,
+    score_with_interval,
+)
+from ramify.types.trajectory import Stop
+
+_OF_ITEMS = ("suite", "family", "length")
+"""Axes that decide which items are asked."""
+
+
+class MatrixRow(msgspec.Struct, frozen=True):
+    """Figures of one cell, or of all families of a suite."""
+
+    place: dict[str, str]
+    """Axis -> value; the family is ``all`` for all families."""
+    records: tuple[str, ...]
+    """Ids of the evaluations in it."""
+    planned: int
+    """Attempts that are planned."""
+    made: int
+    """Attempts that were made."""
+    items: int
+    """Items with an attempt."""
+    score: MeanEstimate | None
+    """Mean reward over attempts, then over items. None if no attempt was scored."""
+    passes: MeanEstimate | None
+    """pass@k; None if no item has k scored attempts."""
+    difference: MeanEstimate | None
+    """Score minus that of the row with the first model, mode and scaffold, over common items. None
+    for that row itself, and without a common item."""
+    cost: float | None
+    """Dollars of all attempts; None if none has a known cost."""
+    calls: int
+    """Requests to models, paid or possibly paid."""
+    input_tokens: int
+    output_tokens: int
+    seconds_p50: float
+    """Median time of an attempt, from question to answer; 0 without attempts."""
+    seconds_p95: float
+    reasons: dict[str, int]
+    """Why attempts were not right -> their number, most frequent first."""
+
+
+class MatrixReport(msgspec.Struct, frozen=True):
+    """A matrix in figures."""
+
+    plan: MatrixPlan
+    k: int
+    baseline: dict[str, str]
+    """Model, mode and scaffold of the rows from which differences are taken; only those axes on
+    which there are several."""
+    rows: tuple[MatrixRow, ...]
+    first_error: str
+    """Why the first attempt without a reward failed; empty if all have one."""
+
+
+Outcomes = Mapping[str, Sequence[AttemptOutcome]]
+"""Id of a cell's record -> its outcomes so far."""
+
+
+def matrix_report(
+    plan: MatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
+) -> MatrixReport:
+    """The figures of a matrix. ``k`` applies to pass@k, by default all attempts; ``seed`` is that
+    of the bootstrap."""
+    k = plan.first.attempts if k is None else k
+    check_k(k, plan.first.attempts)
+    groups = list(_groups(plan, outcomes))
+    axes = [
+        axis
+        for axis in AXES
+        if axis not in _OF_ITEMS and len({group.place.get(axis) for group in groups}) > 1
+    ]
+    baseline = {axis: groups[0].place[axis] for axis in axes}
+    scores: dict[tuple[str, ...], dict[str, float]] = {}
+    rows = []
+    for group in groups:
+        by_item = group.by_item()
+        items = tuple(group.place.get(axis, "") for axis in _OF_ITEMS)
+        is_baseline = all(group.place[axis] == value for axis, value in baseline.items())
+        means = {item: _mean(attempts) for item, attempts in by_item.items()}
+        if is_baseline:
+            scores[items] = means
+        difference = None if is_baseline else _difference(means, scores.get(items, {}), seed)
+        rows.append(_row(group, by_item, difference, k, seed))
+    failed = (each.error for made in outcomes.values() for each in made if each.reward is None)
+    return MatrixReport(plan, k, baseline, tuple(rows), next(failed, ""))
+
+
+class _RowGroup(NamedTuple):
+    """The attempts of one row."""
+
+    place: dict[str, str]
+    records: tuple[str, ...]
+    planned: int
+    made: list[tuple[str, AttemptOutcome]]
+    """(record, outcome)"""
+
+    def by_item(self) -> dict[str, list[AttemptOutcome]]:
+        """Item -> its scored attempts, in order. Items of several families may have the same
+        ids."""
+        name = {record: number for number, record in enumerate(self.records)}
+        attempts: dict[str, list[AttemptOutcome]] = {}
+        for record, outcome in self.made:
+            if outcome.reward is not None:
+                attempts.setdefault(f"{name[record]} {outcome.item}", []).append(outcome)
+        return attempts
+
+
+def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
+    """Yield the attempts of each row: of each suite and length first all families together, if
+    there are several, then each family. The families of a suite that asks them together are the
+    kinds of its items."""
+    of_items: dict[tuple[str, str], list[MatrixCell]] = {}
+    for cell in plan.cells:
+        key = cell.place["suite"], cell.place.get("length", "")
+        of_items.setdefault(key, []).append(cell)
+    for cells in of_items.values():
+        is_together = "family" not in cells[0].place
+        kinds = {each.kind for cell in cells for each in outcomes.get(cell.record, ())}
+        families = sorted(kinds) if is_together else [cell.place["family"] for cell in cells]
+        if len({*families}) > 1:
+            yield from _all_families(cells, outcomes)
+        if not is_together or len(families) < 2:
+            for cell in cells:
+                made = [(cell.record, each) for each in outcomes.get(cell.record, ())]
+                yield _RowGroup(cell.place, (cell.record,), _num_planned([cell]), made)
+            continue
+        for kind in families:
+            for cell in cells:
+                made = [
+                    (cell.record, each)
+                    for each in outcomes.get(cell.record, ())
+                    if each.kind == kind
+                ]
+                place = _in_order({**cell.place, "family": kind or "(no kind)"})
+                yield _RowGroup(place, (cell.record,), len(made), made)
+
+
+def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_RowGroup]:
+    together: dict[tuple[str, ...], list[MatrixCell]] = {}
+    for cell in cells:
+        others = tuple(value for axis, value in cell.place.items() if axis != "family")
+        together.setdefault(others, []).append(cell)
+    for each in together.values():
+        place = _in_order({**each[0].place, "family": ALL})
+        records = tuple(cell.record for cell in each)
+        made = [(record, outcome) for record in records for outcome in outcomes.get(record, ())]
+        yield _RowGroup(place, records, _num_planned(each), made)
+
+
+def _num_planned(cells: Sequence[MatrixCell]) -> int:
+    return sum(cell.plan.items * cell.plan.attempts for cell in cells)
+
+
+def _in_order(place: Mapping[str, str]) -> dict[str, str]:
+    return {axis: place[axis] for axis in AXES if axis in place}
+
+
+def _mean(attempts: Sequence[AttemptOutcome]) -> float:
+    return sum(each.reward or 0.0 for each in attempts) / len(attempts)
+
+
+def _difference(
+    ours: Mapping[str, float], theirs: Mapping[str, float], seed: int
+) -> MeanEstimate | None:
+    both = [item for item in ours if item in theirs]
+    if not both:
+        return None
+    return paired_difference([ours[item] for item in both], [theirs[item] for item in both], seed)
+
+
+def _row(
+    group: _RowGroup,
+    by_item: Mapping[str, Sequence[AttemptOutcome]],
+    difference: MeanEstimate | None,
+    k: int,
+    seed: int,
+) -> MatrixRow:
+    outcomes = [outcome for _, outcome in group.made]
+    scores = [_mean(attempts) for attempts in by_item.values()]
+    passes = [
+        pass_at_k(len(attempts), sum(map(is_right, attempts)), k)
+        for attempts in by_item.values()
+        if len(attempts) >= k
+    ]
+    seconds = sorted(outcome.seconds for outcome in outcomes)
+    costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
+    reasons = Counter(filter(None, map(reason_of, outcomes)))
+    return MatrixRow(
+        group.place,
+        group.records,
+        group.planned,
+        len(outcomes),
+        len({(record, outcome.item) for record, outcome in group.made}),
+        score_with_interval(scores, seed) if scores else None,
+        score_with_interval(passes, seed) if passes else None,
+        difference,
+        sum(costs) if costs else None,
+        sum(outcome.usage.calls for outcome in outcomes),
+        sum(outcome.usage.input_tokens for outcome in outcomes),
+        sum(outcome.usage.output_tokens for outcome in outcomes),
+        quantile(seconds, 0.5) if seconds else 0.0,
+        quantile(seconds, 0.95) if seconds else 0.0,
+        dict(reasons.most_common()),
+    )
+
+
+def is_right(outcome: AttemptOutcome) -> bool:
+    return outcome.reward is not None and outcome.reward >= RIGHT
+
+
+def reason_of(outcome: AttemptOutcome) -> str:
+    """Why an attempt is not right, in a few words; empty if it is.
+
+    ``failed`` is an attempt without a reward: what failed was not the model.
+    """
+    if is_right(outcome):
+        return ""
+    if outcome.reward is None:
+        return "failed"
+    if outcome.reason:
+        return outcome.reason
+    if outcome.stop not in (None, Stop.FINAL):
+        return str(outcome.stop)
+    if outcome.answer is None:
+        return "no answer"
+    return "partly right" if outcome.reward > 0 else "wrong"
+
+
+# --- as text
+
+
+def matrix_table(report: MatrixReport) -> str:
+    """The report as text: a line with what all rows have in common, then one line per row."""
+    plan, rows = report.plan.first, report.rows
+    values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
+    varied = [axis for axis in AXES if len({*values[axis]}) > 1]
+    common = [values[axis][0] for axis in AXES if axis not in varied and values[axis][0]]
+    per = " per family" if "family" in varied else ""
+    num = f"{plan.items:,} item{'s' * (plan.items != 1)}{per}"
+    num += f", {plan.attempts} attempt{'s' * (plan.attempts != 1)} each"
+    columns: list[tuple[str, bool, Callable[[MatrixRow], str]]] = [
+        (axis, False, functools.partial(_place, axis)) for axis in varied
+    ]
+    columns.append(("score", False, lambda row: _figure(row.score)))
+    if report.k > 1:
+        columns.append((f"pass@{report.k}", False, lambda row: _figure(row.passes)))
+    if report.baseline:
+        name = f"minus {', '.join(report.baseline.values())}"
+        columns.append((name, False, lambda row: _signed(row.difference)))
+    columns += [
+        ("cost", True, lambda row: "-" if row.cost is None else f"${row.cost:.3g}"),
+        ("calls", True, lambda row: f"{row.calls:,}"),
+        ("tokens", True, lambda row: _short(row.input_tokens + row.output_tokens)),
+        ("p50", True, lambda row: _seconds(row.seconds_p50)),
+        ("p95", True, lambda row: _seconds(row.seconds_p95)),
+        ("not right", False, _reasons),
+    ]
+    cells = [
+        [name for name, _, _ in columns],
+        *([text(row) for _, _, text in columns] for row in rows),
+    ]
+    numbers = [at for at, (_, is_number, _) in enumerate(columns) if is_number]
+    head = " · ".join([*common, num])
+    lines = [head, *aligned(cells, numbers)]
+    if report.first_error:
+        lines.append(
+            f"attempts that failed are not counted in scores; the first: {report.first_error}"
+        )
+    return "\n".join(lines)
+
+
+def _place(axis: str, row: MatrixRow) -> str:
+    return row.place.get(axis, "")
+
+
+def _figure(figure: MeanEstimate | None) -> str:
+    return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f} {figure.high:.2f}]"
+
+
+def _signed(figure: MeanEstimate | None) -> str:
+    return "" if figure is None else f"{figure.value:+.3f} [{figure.low:+.2f} {figure.high:+.2f}]"
+
+
+def _short(num: int) -> str:
+    """``1234567`` -> ``1.2M``"""
+    for size, unit in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
+        if num >= size:
+            return f"{num / size:.3g}{unit}"
+    return str(num)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value < 10 else f"{value:,.0f} s"
+
+
+def _reasons(row: MatrixRow) -> str:
+    parts = [f"{num:,} {reason}" for reason, num in row.reasons.items()]
+    if row.made < row.planned:
+        parts.append(f"{row.planned - row.made:,} not made")
+    return ", ".join(parts)
