@@ -107,7 +107,9 @@ MOVED_MODULES = {
     "ramify.sandbox.conformance": "ramify.testing.conformance",
     "ramify.cluster": "ramify.extras.cluster",
     "ramify.tasks.evidence": "ramify.extras.studies.evidence",
-    "ramify.tasks.oolong": "ramify.extras.studies.oolong",
+    "ramify.tasks.needle": "ramify.extras.suites.niah",
+    "ramify.tasks.oolong": "ramify.extras.suites.oolong",
+    "ramify.extras.studies.oolong": "ramify.extras.suites.oolong",
     "ramify.tasks.programs": "ramify.extras.studies.programs",
     "ramify.tasks.toolmath": "ramify.extras.studies.toolmath",
     "ramify.train.data.sft_data:program_demos": (

@@ -3,6 +3,7 @@
     sandboxes/    sessions of monty, IPython, E2B, Modal, Daytona and Prime
     cluster/      plans, simulations and job files of a run on many machines
     studies/      tasks and signals of studies, and the defaults of other trainers
+    suites/       questions over long contexts, by which answers of models and systems are compared
 
 A user reaches these parts by name, as if an installed package had brought them: ``ENTRY_POINTS``
 says what the ``[project.entry-points]`` of such a package would say, and ``ramify/plugins.py``
@@ -18,7 +19,10 @@ from __future__ import annotations
 ENTRY_POINTS: dict[str, dict[str, str]] = {
     "ramify.tasks": {
         "evidence": "ramify.extras.studies.evidence:evidence",
-        "oolong": "ramify.extras.studies.oolong:oolong",
+        "needle": "ramify.extras.suites.niah:needle",
+        "niah": "ramify.extras.suites.niah:niah",
+        "oolong": "ramify.extras.suites.oolong:oolong",
+        "oolong_pairs": "ramify.extras.suites.oolong_pairs:oolong_pairs",
         "programs": "ramify.extras.studies.programs.task:programs",
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },

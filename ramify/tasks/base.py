@@ -60,7 +60,6 @@ TASKS = Registry(
         "agent": "ramify.agents.agent_task:AgentTask",
         "ledger": "ramify.tasks.ledger.task:ledger",
         "mixture": "ramify.tasks.mixture:mixture",
-        "needle": "ramify.tasks.needle:needle",
     },
     others="file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID",
 )

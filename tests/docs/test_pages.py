@@ -71,6 +71,7 @@ def test_every_block_is_run_or_states_a_reason():
         "sandbox.md",
         "scripted.md",
         "signals.md",
+        "suites.md",
         "tasks.md",
         "traffic.md",
         "watching.md",
@@ -163,6 +164,8 @@ def test_python_blocks_of_page_run(page, reader):
         assert namespace["task"].name == "colors"
     elif page == "offline-model.md":
         assert namespace["TEAL"].read("How many words are 'teal' here?", "teal mint teal") == "2"
+    elif page == "suites.md":
+        assert namespace["item"].id == "niah/test/0"
     elif page == "objectives.md":
         assert namespace["rl"].steps == 200
     elif page == "own-algorithm.md":

@@ -1,7 +1,6 @@
 """Tasks and signals of studies, and the defaults of other trainers to compare with.
 
     evidence.py           answers whose proof comes from many sources
-    oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
     programs/             named operations, with a demonstrator, judges and an evaluator
     toolmath/             mathematical problems for an agent with a Python tool
     hindsight.py          hints for a rollout that has ended

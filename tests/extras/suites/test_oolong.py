@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.studies.oolong import LABELS, OolongScore, oolong
+from ramify.extras.suites.oolong import LABELS, OolongScore, oolong
 from ramify.tasks.base import Item, items_of
 from ramify.tasks.validation import validate
 
@@ -84,7 +84,7 @@ def test_public_oolong_files_are_loaded(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"families": ["users"]}, "unknown family 'users': did you mean 'user'"),
-        ({"tokens": 10}, "1,000 to 4,000,000 tokens"),
+        ({"tokens": 10}, "1,000 to 10,000,000 tokens"),
         ({"labels": 1}, "labels=1 must be from 2"),
     ],
 )

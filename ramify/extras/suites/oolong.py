@@ -20,15 +20,24 @@ import functools
 import itertools
 import random
 import re
+from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.tasks.base import SPLITS, Item, SimpleTask, generated
-from ramify.tasks.data import dataset
+from ramify.errors import ConfigError
+from ramify.extras.suites.suite import (
+    CHARS_PER_TOKEN,
+    MIN_TOKENS,
+    PublicFile,
+    Row,
+    chosen_families,
+    suite_task,
+)
+from ramify.extras.suites.wording import SYLLABLES
+from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
 LABELS: Mapping[str, tuple[str, ...]] = {
@@ -40,33 +49,70 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "description": ("Why was the {} of {} closed ?", "How does the {} of {} work ?"),
 }
 """Label -> forms of its instances."""
-FAMILIES = ("counting", "user", "timeline")
+FAMILIES = dict.fromkeys(("counting", "user", "timeline"), MIN_TOKENS)
+"""Family -> fewest tokens of its text."""
 COMPARISONS = ("more common than", "less common than", "same frequency as")
-MIN_TOKENS, MAX_TOKENS = 1_000, 4_000_000
-CHARS_PER_TOKEN = 4
+THINGS = ("bridge", "market", "lantern", "orchard", "tower", "river", "letter", "wheel")
+FIRST_DAY = datetime.date(2023, 1, 1)
 _BASE = 0.75
-_THINGS = ("bridge", "market", "lantern", "orchard", "tower", "river", "letter", "wheel")
-_SYLLABLES = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
-_FIRST_DAY = datetime.date(2023, 1, 1)
 _DATE_FORM = "%b %d, %Y"
+_PLACES = len(SYLLABLES) ** 3
+"""Number of places, each a name of three syllables."""
 _HEADER = (
     "The following lines contain {num} general-knowledge questions, one per line. Each line has a "
     "date, a user id and an instance. Each instance has one of these labels: {labels}."
 )
+_LINE = "Date: {} || User: {} || Instance: {}{}"
 _LABELLED = " || Label: {}"
 
 
-class OolongLine(msgspec.Struct, frozen=True):
-    """One line of a generated text."""
+def header(num: int, labels: Sequence[str]) -> str:
+    """Return the first line of a text of ``num`` lines."""
+    return _HEADER.format(num=num, labels=", ".join(labels))
 
-    date: datetime.date
-    user: int
-    label: str
-    instance: str
 
-    def text(self, with_label: bool) -> str:
-        line = f"Date: {self.date.strftime(_DATE_FORM)} || User: {self.user} || Instance: "
-        return line + self.instance + (_LABELLED.format(self.label) if with_label else "")
+def line(day: int, user: int, instance: str, label: str = "") -> str:
+    """Return a line of day ``day``, with its label if one is given."""
+    return _LINE.format(written_date(day), user, instance, _LABELLED.format(label) if label else "")
+
+
+@functools.lru_cache(maxsize=4_096)
+def written_date(day: int) -> str:
+    """Return ``Jan 03, 2023`` for day 2."""
+    return (FIRST_DAY + datetime.timedelta(days=day)).strftime(_DATE_FORM)
+
+
+class OolongLines(msgspec.Struct, frozen=True):
+    """Lines of a generated text, in order of their dates. They are stored as columns, since a text
+    of 40 MB has half a million lines."""
+
+    days: array[int]
+    """Days since the first one."""
+    users: array[int]
+    labels: array[int]
+    """Indices of labels."""
+
+    def __len__(self) -> int:
+        return len(self.days)
+
+    def where(self, is_chosen: Callable[[int, int], bool]) -> OolongLines:
+        """Return the lines whose day and user satisfy ``is_chosen``."""
+        places = [
+            place
+            for place, (day, user) in enumerate(zip(self.days, self.users, strict=True))
+            if is_chosen(day, user)
+        ]
+        return OolongLines(
+            *(
+                array(column.typecode, [column[place] for place in places])
+                for column in (self.days, self.users, self.labels)
+            )
+        )
+
+    def counts(self, labels: Sequence[str]) -> dict[str, int]:
+        """Return label -> number of its lines, also for labels without lines."""
+        found = Counter(self.labels)
+        return {label: found[index] for index, label in enumerate(labels)}
 
 
 class OolongScore(msgspec.Struct, frozen=True):
@@ -97,7 +143,7 @@ class OolongScore(msgspec.Struct, frozen=True):
 def oolong(
     *,
     tokens: int = 8_192,
-    families: Sequence[str] = FAMILIES,
+    families: str | Sequence[str] | None = None,
     with_labels: bool = False,
     labels: int = len(LABELS),
     users: int = 12,
@@ -111,8 +157,8 @@ def oolong(
 
     Args:
         tokens: Approximate length of a generated text, of four characters each: 1,000 to
-            4,000,000.
-        families: Which of ``counting``, ``user`` and ``timeline`` are asked.
+            10,000,000.
+        families: Which of ``counting``, ``user`` and ``timeline`` are asked; None for all.
         with_labels: Write the labels into the text.
         labels: Number of different labels, from 2.
         users: Number of different users, from 2.
@@ -123,40 +169,31 @@ def oolong(
         seed: Seed of the generated items.
 
     Raises ConfigError for options with which no question can be asked."""
-    for family in families:
-        if family not in FAMILIES:
-            raise ConfigError(f"oolong: unknown family '{family}': {nearest(family, FAMILIES)}")
-    if not (families and MIN_TOKENS <= tokens <= MAX_TOKENS):
-        raise ConfigError(
-            f"oolong: families={list(families)}, tokens={tokens}; give at least one family, and "
-            f"{MIN_TOKENS:,} to {MAX_TOKENS:,} tokens"
-        )
+    chosen = chosen_families("oolong", families, FAMILIES, tokens)
     if not 2 <= labels <= len(LABELS) or users < 2 or days < 62:
         raise ConfigError(
             f"oolong: labels={labels} must be from 2 to {len(LABELS)}, users={users} at least 2, "
             f"days={days} at least 62"
         )
     make = functools.partial(
-        _make, tokens, tuple(families), with_labels, tuple(LABELS)[:labels], users, days
+        _make, tokens, chosen, with_labels, tuple(LABELS)[:labels], users, days
     )
-    splits = dict(generated("oolong", make, seed=seed))
-    for split, source in zip(SPLITS, (train, validation, test), strict=True):
-        if source is not None:
-            item = functools.partial(item_of, with_labels=with_labels)
-            loaded = dataset({split: source}, item=item, reward=OolongScore(), name="oolong")
-            splits[split] = loaded.splits[split]
-    return SimpleTask("oolong", splits, OolongScore())
+    sources = (train, validation, test)
+    return suite_task(
+        "oolong", make, OolongScore(), seed=seed, sources=sources, file=_public_file(with_labels)
+    )
 
 
-def item_of(row: Mapping[str, Any], *, with_labels: bool = False) -> Item:
-    """Convert a row of the public files. Raises KeyError or ValueError if a column is missing or
-    has another form."""
-    column = "context_window_text"
-    if with_labels:
-        column += "_with_labels"
+def _public_file(with_labels: bool) -> PublicFile:
+    context = "context_window_text" + ("_with_labels" if with_labels else "")
+    columns = (context, "question", "answer")
+    return PublicFile("OOLONG", columns, functools.partial(_public_item, context))
+
+
+def _public_item(context: str, row: Row) -> Item:
     gold = _gold(str(row["answer"]))
     kind = str(row.get("task_group") or row.get("question_type") or "")
-    return Item(row["question"], row[column], gold, kind, right=_right(gold), wrong=_wrong(gold))
+    return Item(row["question"], row[context], gold, kind, right=_right(gold), wrong=_wrong(gold))
 
 
 def _right(gold: Any) -> Any:
@@ -235,12 +272,10 @@ def _make(
     days: int,
     rng: random.Random,
 ) -> Item:
-    lines = _lines(rng, tokens * CHARS_PER_TOKEN, with_labels, labels, users, days)
-    family = rng.choice(list(families))
+    lines, text = _lines(rng, tokens * CHARS_PER_TOKEN, with_labels, labels, users, days)
+    family = rng.choice(families)
     name, ask = rng.choice(_QUESTIONS[family])
     question, gold = ask(rng, lines, labels)
-    header = _HEADER.format(num=len(lines), labels=", ".join(labels))
-    text = "\n".join([header, *(line.text(with_labels) for line in lines)])
     return Item(question, text, gold, f"{family} {name}", wrong=_wrong(gold))
 
 
@@ -251,45 +286,90 @@ def _lines(
     labels: Sequence[str],
     users: int,
     days: int,
-) -> list[OolongLine]:
-    """Lines of about ``chars`` characters in all, in order of their dates."""
+) -> tuple[OolongLines, str]:
+    """Make lines of about ``chars`` characters in all, and the text with them."""
     ids = rng.sample(range(10_000, 100_000), users)
     # Labels, users and months are unequally frequent, so that most questions have one answer.
-    shares = {label: rng.uniform(1, 4) for label in labels}
-    active = [rng.uniform(1, 4) for _ in ids]
-    left, lines = chars - len(_HEADER), []
+    label_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in labels]))
+    user_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in ids]))
+    bare = len(line(0, ids[0], ""))
+    # The generator is asked for the same numbers as if it chose the words themselves.
+    indices, syllables = range(len(labels)), range(len(SYLLABLES))
+    forms = [range(len(LABELS[label])) for label in labels]
+    things = range(len(THINGS))
+    drawn = [_Day(array("B"), array("H"), array("I")) for _ in range(days)]
+    left = chars - len(_HEADER)
     while left > 0:
-        label = rng.choices(list(shares), list(shares.values()))[0]
-        place = "".join(rng.choices(_SYLLABLES, k=3)).capitalize()
-        instance = rng.choice(LABELS[label]).format(rng.choice(_THINGS), place)
-        day = _FIRST_DAY + datetime.timedelta(days=int(days * rng.betavariate(1.2, 1.5)))
-        lines.append(OolongLine(day, rng.choices(ids, active)[0], label, instance))
-        left -= len(lines[-1].text(with_labels)) + 1
-    return sorted(lines, key=lambda line: line.date)
+        label = rng.choices(indices, cum_weights=label_shares)[0]
+        one, two, three = rng.choices(syllables, k=3)
+        place = (one * len(SYLLABLES) + two) * len(SYLLABLES) + three
+        number = (rng.choice(forms[label]) * len(THINGS) + rng.choice(things)) * _PLACES + place
+        day = drawn[int(days * rng.betavariate(1.2, 1.5))]
+        day.labels.append(label)
+        day.users.append(rng.choices(range(users), cum_weights=user_shares)[0])
+        day.instances.append(number)
+        left -= bare + len(_instance(labels[label], number)) + 1
+        if with_labels:
+            left -= len(_LABELLED.format(labels[label]))
+    lines = OolongLines(array("I"), array("I"), array("B"))
+    parts = [header(sum(len(day.labels) for day in drawn), labels)]
+    for number, day in enumerate(drawn):
+        lines.days.extend([number] * len(day.labels))
+        lines.users.extend([ids[user] for user in day.users])
+        lines.labels.extend(day.labels)
+        parts.append("".join(_written(number, day, ids, labels, with_labels)))
+    return lines, "".join(parts)
+
+
+class _Day(NamedTuple):
+    """The lines of one day, in the order in which they were made."""
+
+    labels: array[int]
+    users: array[int]
+    """Indices of users."""
+    instances: array[int]
+    """Number of the form, of the thing and of the place, as one."""
+
+
+def _written(
+    number: int, day: _Day, ids: Sequence[int], labels: Sequence[str], with_labels: bool
+) -> Iterator[str]:
+    for label, user, instance in zip(day.labels, day.users, day.instances, strict=True):
+        shown = labels[label] if with_labels else ""
+        yield "\n" + line(number, ids[user], _instance(labels[label], instance), shown)
+
+
+def _instance(label: str, number: int) -> str:
+    form, place = divmod(number, _PLACES)
+    form, thing = divmod(form, len(THINGS))
+    first, last = divmod(place, len(SYLLABLES))
+    first, middle = divmod(first, len(SYLLABLES))
+    name = SYLLABLES[first].capitalize() + SYLLABLES[middle] + SYLLABLES[last]
+    return LABELS[label][form].format(THINGS[thing], name)
 
 
 Asked = tuple[str, Any]
 """(question, right answer)"""
 
 
-def _most(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
+def _most(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     return _extreme(lines, labels, "most")
 
 
-def _least(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
+def _least(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     return _extreme(lines, labels, "least")
 
 
-def _extreme(lines: Sequence[OolongLine], labels: Sequence[str], which: str) -> Asked:
+def _extreme(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
     """The most or least common label; if several are, all that are."""
-    counts = {label: sum(line.label == label for line in lines) for label in labels}
+    counts = lines.counts(labels)
     end = (max if which == "most" else min)(counts.values())
     found = sorted(label for label, count in counts.items() if count == end)
     return f"Which of the labels is the {which} common?", found[0] if len(found) == 1 else found
 
 
-def _second(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-    counts = Counter(line.label for line in lines)
+def _second(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    counts = {label: count for label, count in lines.counts(labels).items() if count}
     sizes = sorted(set(counts.values()), reverse=True)
     found = sorted(label for label in counts if counts[label] == sizes[min(1, len(sizes) - 1)])
     return "Which of the labels is the second most common?", (
@@ -297,32 +377,33 @@ def _second(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[st
     )
 
 
-def _number_of(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
+def _number_of(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     label = rng.choice(list(labels))
-    return f"How many instances have the label '{label}'?", _count(lines, label)
+    return f"How many instances have the label '{label}'?", lines.counts(labels)[label]
 
 
-def _compare(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
+def _compare(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     one, other = rng.sample(list(labels), 2)
+    counts = lines.counts(labels)
     return (
         f"Is the label '{one}' more common than, less common than, or of the same frequency as "
         f"the label '{other}'?",
-        _comparison(_count(lines, one), _count(lines, other)),
+        _comparison(counts[one], counts[other]),
     )
 
 
-def _times(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-    counts = Counter(line.date for line in lines)
+def _times(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    counts = Counter(lines.days)
     times = rng.choice(sorted(counts.values()))
     gold = sum(count == times for count in counts.values())
     return f"How many dates occur in exactly {times} lines?", gold
 
 
 def _for_users(ask: Callable[..., Asked]) -> Callable[..., Asked]:
-    def about(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-        known = sorted({line.user for line in lines})
+    def about(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+        known = sorted(set(lines.users))
         users = sorted(rng.sample(known, min(len(known), rng.randint(1, 3))))
-        question, gold = ask(rng, [line for line in lines if line.user in users], labels)
+        question, gold = ask(rng, lines.where(lambda _, user: user in users), labels)
         return (
             f"Consider only the lines of the users {', '.join(map(str, users))}. {question}",
             gold,
@@ -331,50 +412,54 @@ def _for_users(ask: Callable[..., Asked]) -> Callable[..., Asked]:
     return about
 
 
-def _top_user(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-    label = rng.choice(sorted({line.label for line in lines}))
-    counts = Counter(line.user for line in lines if line.label == label)
+def _top_user(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    label = rng.choice(sorted(label for label, count in lines.counts(labels).items() if count))
+    wanted = list(labels).index(label)
+    counts = Counter(
+        user for user, own in zip(lines.users, lines.labels, strict=True) if own == wanted
+    )
     most = max(counts.values())
     found = sorted(str(user) for user, count in counts.items() if count == most)
     question = f"Which user has the most instances with the label '{label}'?"
     return question, found[0] if len(found) == 1 else found
 
 
+def _month(day: int) -> tuple[int, int]:
+    date = FIRST_DAY + datetime.timedelta(days=day)
+    return date.year, date.month
+
+
 def _in_month(ask: Callable[..., Asked]) -> Callable[..., Asked]:
-    def about(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-        month = rng.choice(sorted({(line.date.year, line.date.month) for line in lines}))
-        own = [line for line in lines if (line.date.year, line.date.month) == month]
-        question, gold = ask(rng, own, labels)
+    def about(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+        months = {day: _month(day) for day in set(lines.days)}
+        month = rng.choice(sorted(set(months.values())))
+        question, gold = ask(rng, lines.where(lambda day, _: months[day] == month), labels)
         name = datetime.date(*month, 1).strftime("%B %Y")
         return f"Consider only the lines of {name}. {question}", gold
 
     return about
 
 
-def _before(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-    label, day = rng.choice(list(labels)), rng.choice(lines).date
-    counts = [
-        sum(line.label == label and (line.date < day) == is_before for line in lines)
-        for is_before in (True, False)
-    ]
+def _before(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    label, first = rng.choice(list(labels)), rng.choice(lines.days)
+    before = lines.where(lambda day, _: day < first).counts(labels)[label]
+    after = lines.where(lambda day, _: day >= first).counts(labels)[label]
     return (
-        f"Is the label '{label}' more common before {day.strftime(_DATE_FORM)} than from then on, "
+        f"Is the label '{label}' more common before {written_date(first)} than from then on, "
         "less common, or of the same frequency?",
-        _comparison(*counts),
+        _comparison(before, after),
     )
 
 
-def _busiest(rng: random.Random, lines: Sequence[OolongLine], labels: Sequence[str]) -> Asked:
-    counts = Counter(line.date.strftime("%B %Y") for line in lines)
+def _busiest(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    counts: Counter[str] = Counter()
+    for day, count in Counter(lines.days).items():
+        counts[datetime.date(*_month(day), 1).strftime("%B %Y")] += count
     most = max(counts.values())
     found = sorted(month for month, count in counts.items() if count == most)
     return "Which month, as in 'May 2023', has the most lines?", (
         found[0] if len(found) == 1 else found
     )
-
-
-def _count(lines: Sequence[OolongLine], label: str) -> int:
-    return sum(line.label == label for line in lines)
 
 
 def _comparison(one: int, other: int) -> str:

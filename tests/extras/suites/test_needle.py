@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.tasks.needle import needle
+from ramify.extras.suites.niah import needle
 from ramify.tasks.validation import validate
 
 

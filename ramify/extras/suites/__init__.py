@@ -1,0 +1,12 @@
+"""Suites: questions over long contexts, generated from a seed or read from public files.
+
+    suite.py              options, splits and public files, as all suites have them
+    planting.py           facts among filler
+    wording.py            invented names and sentences
+    niah.py               RULER's needles, variables and word counts, and the task ``needle``
+    oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
+    oolong_pairs.py       all pairs of users that satisfy a condition, over such texts
+
+Each suite is a row of ``ENTRY_POINTS`` in ``ramify/extras/__init__.py``. docs/suites.md has the
+rules of each, its score, and the score of the best constant answer.
+"""

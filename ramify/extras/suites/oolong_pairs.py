@@ -1,0 +1,281 @@
+"""OOLONG-Pairs: all pairs of users that satisfy a condition (RLM paper, Zhang et al. 2025).
+
+    oolong_pairs(tokens=32_768)
+    oolong_pairs(families=("exact",), users=40, with_labels=True)
+
+    Date: Mar 07, 2024 || User: 48213 || Instance: What colour is the bridge of Lodavi ?
+    … both users have at least one instance with the label 'entity' or 'location'
+      ->  (48213, 51822), (48213, 70416), (51822, 70416)
+
+Lines are those of OOLONG (oolong.py): labels have to be inferred from instances. The lines that
+make a user satisfy a condition are planted. The filler has other lines of the same users, and none
+that changes who satisfies it. So the pairs are the same at every length, and every line counts.
+
+Families: ``both`` (each user has an instance with one of two labels), ``dated`` (from a date on),
+``exact`` (a number of instances with a label), and ``cross`` (one user satisfies one condition, the
+other another one). Decides the conditions and the score: F1 over pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.extras.suites.oolong import LABELS, THINGS, header, line, written_date
+from ramify.extras.suites.planting import filler_of
+from ramify.extras.suites.suite import (
+    CHARS_PER_TOKEN,
+    MIN_TOKENS,
+    chosen_families,
+    suite_task,
+)
+from ramify.extras.suites.wording import name
+from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.scoring.answer_text import as_text
+
+MIN_USERS, MAX_USERS = 6, 100
+_DAYS = 730
+_POOL = 1_000
+"""Number of different instances of each label in the filler; they repeat."""
+_CHARS_PER_USER = 300
+"""Length of the planted lines of one user, at most three, as an upper bound."""
+_PAIR = re.compile(
+    r"[(\[{]\s*[\"']?(\d{1,12})[\"']?\s*,\s*[\"']?(\d{1,12})[\"']?\s*[)\]}]"
+    r"|^[^\d\n]*(\d{1,12})\s*[,;&-]\s*(\d{1,12})[^\d\n]*$",
+    re.MULTILINE,
+)
+_FORM = (
+    "List all pairs of users such that {}. Write one pair per line as (id, id), with the smaller "
+    "id first, and each pair once."
+)
+
+
+class PairScore(msgspec.Struct, frozen=True):
+    """F1 over pairs: 2·shared / (pairs of the answer + pairs of the gold). The order in a pair does
+    not matter. A pair is written in brackets, or alone in a line: ``(12, 15)``, ``[[12, 15]]``."""
+
+    def __call__(self, answer: Any, item: Item) -> float:
+        gold = {frozenset(map(int, pair)) for pair in item.gold}
+        text = as_text(answer)
+        if text is None:
+            return 0.0
+        named = {
+            frozenset((int(one or third), int(other or fourth)))
+            for one, other, third, fourth in _PAIR.findall(text)
+        }
+        return 2 * len(named & gold) / (len(named) + len(gold))
+
+
+def oolong_pairs(
+    *,
+    tokens: int = 8_192,
+    families: str | Sequence[str] | None = None,
+    users: int = 12,
+    with_labels: bool = False,
+    seed: int = 0,
+) -> SimpleTask:
+    """All pairs of users that satisfy a condition on the labels and dates of their lines.
+
+    Args:
+        tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
+        families: Which of ``both``, ``dated``, ``exact`` and ``cross`` are asked; None for all.
+        users: Number of different users, from 6 to 100. A text has at least 300 characters for
+            each.
+        with_labels: Write the labels into the text.
+        seed: Seed of the generated items.
+
+    Raises ConfigError for options with which no question can be asked."""
+    chosen = chosen_families("oolong_pairs", families, FAMILIES, tokens)
+    chars = tokens * CHARS_PER_TOKEN
+    if not MIN_USERS <= users <= min(MAX_USERS, chars // _CHARS_PER_USER):
+        raise ConfigError(
+            f"oolong_pairs: users={users}; give {MIN_USERS} to "
+            f"{min(MAX_USERS, chars // _CHARS_PER_USER)} users for {tokens:,} tokens"
+        )
+    make = functools.partial(_make, chars, chosen, users, with_labels)
+    return suite_task("oolong_pairs", make, PairScore(), seed=seed)
+
+
+class UserCondition(msgspec.Struct, frozen=True):
+    """A condition on pairs of users, with the lines that decide which pairs satisfy it."""
+
+    text: str
+    """The condition, as the end of "pairs of users such that …"."""
+    labels: tuple[str, ...]
+    """Labels that the condition names."""
+    planted: Mapping[int, Sequence[str]]
+    """User -> labels of the planted lines in the period of the condition."""
+    closed: Mapping[int, Sequence[str]]
+    """User -> labels that no other line of the user may have in the period."""
+    pairs: Sequence[tuple[int, int]]
+    """The pairs that satisfy it."""
+    first_day: int = 0
+    """Day on which the period begins. A user without a planted line in it has one before it."""
+
+
+def _make(
+    chars: int, families: Sequence[str], users: int, with_labels: bool, rng: random.Random
+) -> Item:
+    family = rng.choice(families)
+    ids = sorted(rng.sample(range(10_000, 100_000), users))
+    condition = _CONDITIONS[family](rng, ids)
+    text = _text(rng, chars, ids, condition, with_labels)
+    right = "\n".join(f"({one}, {other})" for one, other in condition.pairs)
+    return Item(
+        _FORM.format(condition.text),
+        text,
+        [list(pair) for pair in condition.pairs],
+        family,
+        right=right,
+        wrong=f"{right}\n(1, 2)",
+    )
+
+
+def _text(
+    rng: random.Random,
+    chars: int,
+    ids: Sequence[int],
+    condition: UserCondition,
+    with_labels: bool,
+) -> str:
+    planted = _planted(rng, ids, condition, with_labels)
+    labels = tuple(LABELS)
+    filler = filler_of(rng)
+    pool = {label: [_instance(filler, label) for _ in range(_POOL)] for label in labels}
+    open_labels = {
+        user: tuple(label for label in labels if label not in condition.closed.get(user, ()))
+        for user in ids
+    }
+
+    def written(day: int, user: int) -> str:
+        known = open_labels[user] if day >= condition.first_day else labels
+        label = filler.choice(known)
+        return line(day, user, filler.choice(pool[label]), label if with_labels else "")
+
+    sample = [written(condition.first_day, user) for user in filler.choices(ids, k=_POOL)]
+    mean = sum(map(len, sample)) / _POOL + 1
+    size = len(header(0, labels)) + sum(len(text) + 1 for day in planted.values() for text in day)
+    num = max(0, round((chars - size) / mean))
+    num_of_day = [0] * _DAYS
+    for _ in range(num):
+        num_of_day[int(filler.random() * _DAYS)] += 1
+    parts = [header(num + sum(map(len, planted.values())), labels)]
+    for day, number in enumerate(num_of_day):
+        lines = [written(day, user) for user in filler.choices(ids, k=number)]
+        for text in planted.get(day, ()):
+            lines.insert(filler.randrange(len(lines) + 1), text)
+        if lines:
+            parts.append("\n".join(lines))
+    return "\n".join(parts)
+
+
+def _planted(
+    rng: random.Random, ids: Sequence[int], condition: UserCondition, with_labels: bool
+) -> dict[int, list[str]]:
+    """Return day -> its planted lines. Each user has at least one line."""
+    planted: dict[int, list[str]] = {}
+    neutral = [label for label in LABELS if label not in condition.labels]
+    for user in ids:
+        begin, end = condition.first_day, _DAYS
+        labels = condition.planted.get(user, ())
+        if not labels and begin:
+            begin, end, labels = 0, begin, condition.labels
+        for label in labels or [rng.choice(neutral)]:
+            day = rng.randrange(begin, end)
+            text = line(day, user, _instance(rng, label), label if with_labels else "")
+            planted.setdefault(day, []).append(text)
+    return planted
+
+
+def _instance(rng: random.Random, label: str) -> str:
+    return rng.choice(LABELS[label]).format(rng.choice(THINGS), name(rng, 3))
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def _both(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+    one, other = labels = tuple(rng.sample(list(LABELS), 2))
+    chosen = _some(rng, ids)
+    return UserCondition(
+        f"both users have at least one instance with the label '{one}' or '{other}'",
+        labels,
+        {user: [rng.choice(labels)] for user in chosen},
+        {user: labels for user in ids if user not in chosen},
+        list(itertools.combinations(chosen, 2)),
+    )
+
+
+def _dated(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+    label, first_day = rng.choice(list(LABELS)), rng.randrange(_DAYS // 4, 3 * _DAYS // 4)
+    chosen = _some(rng, ids)
+    return UserCondition(
+        f"both users have at least one instance with the label '{label}' on or after "
+        f"{written_date(first_day)}",
+        (label,),
+        {user: [label] for user in chosen},
+        {user: [label] for user in ids if user not in chosen},
+        list(itertools.combinations(chosen, 2)),
+        first_day,
+    )
+
+
+def _exact(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+    label, number = rng.choice(list(LABELS)), rng.choice((1, 2))
+    chosen = _some(rng, ids)
+    wrong_numbers = itertools.cycle((0, number + 1))
+    planted = {user: [label] * (number if user in chosen else next(wrong_numbers)) for user in ids}
+    return UserCondition(
+        f"both users have exactly {number} instance{'s' * (number > 1)} with the label '{label}'",
+        (label,),
+        planted,
+        {user: [label] for user in ids},
+        list(itertools.combinations(chosen, 2)),
+    )
+
+
+def _cross(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+    one, other = labels = tuple(rng.sample(list(LABELS), 2))
+    some = rng.sample(list(ids), max(5, len(ids) // 2))
+    third = len(some) // 3
+    # Some users satisfy both conditions, some the first one, and some the second one.
+    first, second = set(some[: 2 * third]), set(some[third:])
+    planted = {
+        user: [one] * (user in first) + [other] * (user in second or 2 * (user not in first))
+        for user in ids
+    }
+    pairs = [
+        (user, mate)
+        for user, mate in itertools.combinations(ids, 2)
+        if (user in first and mate in second) or (mate in first and user in second)
+    ]
+    return UserCondition(
+        f"one of the users has at least one instance with the label '{one}', and the other user "
+        f"has exactly one instance with the label '{other}'",
+        labels,
+        planted,
+        {user: [other] if user in first else labels for user in ids},
+        pairs,
+    )
+
+
+def _some(rng: random.Random, ids: Sequence[int]) -> list[int]:
+    """Return a third to a half of the users, in their order."""
+    return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
+
+
+_CONDITIONS: Mapping[str, Callable[[random.Random, Sequence[int]], UserCondition]] = {
+    "both": _both,
+    "dated": _dated,
+    "exact": _exact,
+    "cross": _cross,
+}
+FAMILIES = dict.fromkeys(_CONDITIONS, MIN_TOKENS)
+"""Family -> fewest tokens of its text."""

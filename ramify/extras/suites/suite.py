@@ -1,0 +1,108 @@
+"""The form that all suites share: their options, their splits, and rows of public files.
+
+    niah(tokens=65_536, families=("single_1", "vt"))          generated, at a length
+    niah(test="niah_single_1/validation.jsonl")               a file that its authors publish
+
+Decides which options are refused before anything is spent: an unknown family, a length that a
+family cannot have, and a file that lacks columns. Not here: how an item is made and scored (each
+suite's module).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, nearest
+from ramify.tasks.base import SPLITS, AnswerReward, Item, SimpleTask, generated
+from ramify.tasks.data import dataset
+
+MIN_TOKENS, MAX_TOKENS = 1_000, 10_000_000
+CHARS_PER_TOKEN = 4
+Row = Mapping[str, Any]
+
+
+class PublicFile(msgspec.Struct, frozen=True):
+    """The form of a file that the authors of a benchmark publish."""
+
+    benchmark: str
+    """Name of the benchmark, for errors."""
+    columns: Sequence[str]
+    """Columns that each row must have."""
+    item: Callable[[Row], Item]
+    """Converts a row. It raises ValueError for a value in another form."""
+
+    def read(self, row: Row) -> Item:
+        """Convert ``row`` to an item. Raises ValueError that names the missing columns."""
+        missing = [column for column in self.columns if column not in row]
+        if missing:
+            raise ValueError(
+                f"it lacks the columns {', '.join(missing)} of {self.benchmark}'s files; it has "
+                f"{', '.join(map(str, row))}"
+            )
+        return self.item(row)
+
+
+def chosen_families(
+    suite: str, families: str | Sequence[str] | None, known: Mapping[str, int], tokens: int
+) -> tuple[str, ...]:
+    """Return the families to ask about.
+
+    Args:
+        suite: Name of the suite.
+        families: Their names; a text may have several, separated by commas. None: all.
+        known: Family -> fewest tokens of a text that it can be asked about.
+        tokens: Length of a text.
+
+    Raises ConfigError for an unknown family, and for a length that one of them cannot have."""
+    named = families.split(",") if isinstance(families, str) else families
+    if named is None:
+        named = tuple(known)
+    chosen = tuple(dict.fromkeys(family.strip() for family in named))
+    for family in chosen:
+        if family not in known:
+            raise ConfigError(f"{suite}: unknown family '{family}': {nearest(family, known)}")
+    if not chosen:
+        raise ConfigError(f"{suite}: give at least one family: {', '.join(known)}")
+    if not isinstance(tokens, int) or not MIN_TOKENS <= tokens <= MAX_TOKENS:
+        raise ConfigError(f"{suite}: tokens={tokens}; give {MIN_TOKENS:,} to {MAX_TOKENS:,} tokens")
+    for family in chosen:
+        if tokens < known[family]:
+            raise ConfigError(
+                f"{suite}: family '{family}' needs at least {known[family]:,} tokens; it was given "
+                f"{tokens:,}"
+            )
+    return chosen
+
+
+def suite_task(
+    name: str,
+    make: Callable[[random.Random], Item],
+    reward: AnswerReward,
+    *,
+    seed: int,
+    sources: Sequence[Any] = (),
+    file: PublicFile | None = None,
+) -> SimpleTask:
+    """Return the task of a suite.
+
+    Args:
+        name: Name of the suite.
+        make: Generates an item.
+        reward: Score of an answer.
+        seed: Seed of the generated items.
+        sources: Files or rows that replace the generated splits, in the order of ``SPLITS``; None
+            keeps a split generated.
+        file: Form of those files.
+
+    Raises ConfigError if the first row of a file is not in that form."""
+    splits = dict(generated(name, make, seed=seed))
+    for split, source in zip(SPLITS, sources, strict=False):
+        if source is not None and file is not None:
+            loaded = dataset({split: source}, item=file.read, reward=reward, name=name)
+            splits[split] = loaded.splits[split]
+            splits[split][0]
+    return SimpleTask(name, splits, reward)

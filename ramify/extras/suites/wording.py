@@ -1,0 +1,49 @@
+"""Invented names and sentences, from which the suites write their filler.
+
+    The baker of Lodavi counts the quiet stone.
+
+Decides which words exist. A change here changes the items of every seed. Not here: where facts are
+placed among the filler (see planting.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+ADJECTIVES = (
+    *("quiet", "cold", "red", "hollow", "bright", "narrow"),
+    *("old", "patient", "crooked", "gentle", "pale", "loud"),
+)
+NOUNS = (
+    *("river", "stone", "lantern", "market", "orchard", "bridge"),
+    *("harbour", "wheel", "letter", "garden", "tower", "road"),
+)
+VERBS = (
+    *("counts", "carries", "follows", "paints", "measures"),
+    *("forgets", "repairs", "watches", "sells", "buries"),
+)
+PEOPLE = ("baker", "clerk", "pilot", "weaver", "doctor", "miller", "singer", "guard")
+SYLLABLES = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
+
+
+def sentence(rng: random.Random) -> str:
+    """Return a sentence that answers no question."""
+    where = f" of {name(rng, 3)}" if rng.random() < 0.3 else ""
+    return (
+        f"The {rng.choice(PEOPLE)}{where} {rng.choice(VERBS)} "
+        f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}."
+    )
+
+
+def name(rng: random.Random, num_syllables: int) -> str:
+    """Return an invented name: ``Lodavi`` has three syllables."""
+    return "".join(rng.choices(SYLLABLES, k=num_syllables)).capitalize()
+
+
+def names(rng: random.Random, num: int, num_syllables: int = 3) -> list[str]:
+    """Return ``num`` different names."""
+    found: dict[str, None] = {}
+    while len(found) < num:
+        found[name(rng, num_syllables)] = None
+    return list(found)

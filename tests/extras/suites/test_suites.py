@@ -1,0 +1,200 @@
+"""Every suite proves itself: its right answers, its wrong ones, its texts, and its bounds."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import re
+import statistics
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.errors import RamifyError
+from ramify.extras import ENTRY_POINTS
+from ramify.tasks.base import Item, SimpleTask, items_of, task_of, total
+from ramify.tasks.validation import answered, validate
+from tests.extras.suites.readers import READERS, read
+
+PAGE = Path(__file__).parents[3] / "docs/suites.md"
+SUITES = tuple(READERS)
+FAMILIES = {
+    suite: tuple(importlib.import_module(f"ramify.extras.suites.{suite}").FAMILIES)
+    for suite in SUITES
+}
+EACH = [(suite, family) for suite in SUITES for family in FAMILIES[suite]]
+each_family = pytest.mark.parametrize(("suite", "family"), EACH, ids=map("-".join, EACH))
+each_suite = pytest.mark.parametrize("suite", SUITES)
+POOLS = 2_000_000
+"""Bytes of the sentences and names from which filler is chosen. They do not grow with the text."""
+NUM = 50
+"""Items over which the score of a constant answer is computed."""
+
+
+def score(task: SimpleTask, item: Item, answer: Any) -> float:
+    return total(task.score(item, answered(item, answer)).rewards, task.weights)
+
+
+@functools.cache
+def made(
+    suite: str, family: str, tokens: int = 1_000, num: int = 4
+) -> tuple[SimpleTask, list[Item]]:
+    task = task_of(suite, tokens=tokens, families=(family,))
+    assert isinstance(task, SimpleTask)
+    return task, list(items_of(task, "test")[:num])
+
+
+def right_of(item: Item) -> Any:
+    return item.gold if item.right is None else item.right
+
+
+def test_every_module_of_a_suite_is_proved_here() -> None:
+    modules = {
+        place.partition(":")[0].rpartition(".")[2]
+        for place in ENTRY_POINTS["ramify.tasks"].values()
+        if ".suites." in place
+    }
+    assert modules == set(SUITES)
+
+
+@each_family
+def test_a_program_that_reads_everything_scores_1(suite: str, family: str) -> None:
+    task, items = made(suite, family)
+    for item in items:
+        assert score(task, item, read(suite, item).answer) == 1, item.question
+        assert item.kind.split()[0] == family
+
+
+@each_family
+def test_right_answers_score_1_and_wrong_ones_do_not(suite: str, family: str) -> None:
+    task, items = made(suite, family)
+    assert validate(task, num=2) == ""
+    for item in items:
+        right = right_of(item)
+        others = [right_of(other) for other in items if right_of(other) != right]
+        assert score(task, item, right) == 1
+        wrong = {
+            "a near miss": item.wrong,
+            "the right answer of another item": others[0],
+            "only its beginning": str(right)[: len(str(right)) // 2],
+            "a refusal": "The text does not say.",
+            "nothing": None,
+        }
+        scores = {kind: score(task, item, answer) for kind, answer in wrong.items()}
+        assert max(scores.values()) < 1, scores
+        assert scores["a refusal"] == scores["nothing"] == 0
+
+
+@each_family
+def test_a_copy_of_the_text_does_not_score_1(suite: str, family: str) -> None:
+    task, items = made(suite, family, 8_192, 2)
+    for item in items:
+        assert score(task, item, item.context) < 1
+        assert score(task, item, item.context[-1_000:]) < 1
+
+
+@each_family
+def test_two_lengths_of_an_item_differ_only_in_filler(suite: str, family: str) -> None:
+    for short, long in zip(
+        made(suite, family, 5_000)[1], made(suite, family, 12_000)[1], strict=True
+    ):
+        for tokens, item in ((5_000, short), (12_000, long)):
+            assert len(item.context) == pytest.approx(4 * tokens, rel=0.03)
+        if suite == "oolong":  # no line of its texts is filler: docs/suites.md
+            continue
+        same = [
+            (item.id, item.question, item.gold, item.kind, item.metadata) for item in (short, long)
+        ]
+        assert same[0] == same[1]
+        assert read(suite, short).facts == read(suite, long).facts
+
+
+@each_family
+def test_an_answer_leaks_neither_into_the_question_nor_into_the_metadata(
+    suite: str, family: str
+) -> None:
+    task, items = made(suite, family)
+    for item in items:
+        shown = " ".join([item.question, str(dict(item.metadata)), item.id, item.kind])
+        if suite != "oolong":  # its questions name the labels, one of which is the answer
+            assert score(task, item, shown) < 1
+            assert str(right_of(item)) not in shown
+
+
+@each_suite
+def test_the_page_states_the_score_of_the_best_constant_answer(suite: str) -> None:
+    task = task_of(suite, tokens=1_000)
+    assert isinstance(task, SimpleTask)
+    items = list(items_of(task, "test")[:NUM])
+    # The best constant is known from other items: their answers, and parts of them.
+    rights = [right_of(item) for item in items_of(task, "train")[:NUM]]
+    candidates = {str(right) for right in rights} | {str(number) for number in range(20)}
+    best = max(
+        statistics.fmean(score(task, item, answer) for item in items) for answer in candidates
+    )
+    assert stated_constants()[suite] == f"{best:.2f}"
+
+
+def stated_constants() -> dict[str, str]:
+    """Suite -> the score in the table of its page."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d\.\d\d) \|$", PAGE.read_text(), re.MULTILINE)
+    return dict(rows)
+
+
+HASHES = {
+    "niah": "dcd3836bc51f892d",
+    "oolong": "7d8992bd23cc3860",
+    "oolong_pairs": "bd4edf482e3ab92c",
+}
+"""Suite -> hash of its items; the same on all versions of Python."""
+
+
+@each_suite
+def test_items_are_the_same_bytes_on_every_machine(suite: str) -> None:
+    digest = hashlib.sha256()
+    for family in FAMILIES[suite]:
+        for item in made(suite, family, 1_000, 1)[1]:
+            digest.update(msgspec.json.encode((item.question, item.context, item.gold, item.wrong)))
+    assert digest.hexdigest()[:16] == HASHES[suite]
+
+
+@each_family
+def test_a_text_needs_less_than_three_times_its_size(suite: str, family: str) -> None:
+    task = task_of(suite, tokens=250_000, families=(family,))
+    items = items_of(task, "test")
+    items_of(task_of(suite, tokens=1_000, families=(family,)), "test")[0]  # fills caches
+    tracemalloc.start()
+    try:
+        chars = len(items[0].context)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert chars == pytest.approx(1_000_000, rel=0.03)
+    assert peak < 3 * chars + POOLS
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "message"),
+    [
+        (
+            "niah",
+            {"families": ("single1",)},
+            "niah: unknown family 'single1': did you mean 'single_1'",
+        ),
+        ("niah", {"families": "vt, cw"}, "niah: unknown family 'cw': did you mean 'cwe'"),
+        ("niah", {"families": ()}, "niah: give at least one family"),
+        ("niah", {"tokens": 999}, "niah: tokens=999; give 1,000 to 10,000,000 tokens"),
+        ("niah", {"tokens": 10_000_001}, "give 1,000 to 10,000,000 tokens"),
+        ("niah", {"test": "nothing.jsonl"}, "file nothing.jsonl does not exist"),
+        ("oolong_pairs", {"users": 14, "tokens": 1_000}, "users=14; give 6 to 13"),
+        ("nia", {}, "unknown task 'nia': did you mean 'niah'"),
+    ],
+)
+def test_wrong_options_are_one_line(suite: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RamifyError, match=re.escape(message)) as error:
+        task_of(suite, **options)
+    assert "\n" not in str(error.value)
