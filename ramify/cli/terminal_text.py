@@ -10,8 +10,8 @@ The tree shows question → answer → cost → time, in the colors of the page
 (viewer/static/style.css):
 
     0 Sum the revenue of all twelve sheets  → 332628  $0.011  12 s
-    ├ 0.0 sheet 1  → 30102  $0.001  0.9 s
-    ├ 0.7 sheet 8  → 1414  $0.001  0.8 s  differs: 1,414 is far from the others (median 29,877)
+    ├ 0.0 …sheet 1  → 30102  $0.001  0.9 s
+    ├ 0.7 …sheet 8  → 1414  $0.001  0.8 s  differs: sheet 8 returned 1,414; …
     └ llm_query × 500: 497 done, 3 failed  $0.02  9 s
 
 Not here: turns and code (see show.py), which characters are removed (see printable.py).
@@ -313,7 +313,8 @@ def _row(node: CallNode) -> Text:
     else:
         answer = node.answer or "(empty)"
         tone = "odd" if node.outlier else "good" if node.stop is Stop.FINAL else "warn"
-    parts: list[Line] = [f"{node.id} {one_line(node.question, 60)}"]
+    asked = f"…{node.telling}" if node.telling else node.question
+    parts: list[Line] = [f"{node.id} {one_line(asked, 60)}"]
     parts += [_joined("→ ", paint(tone, one_line(answer, 60)))]
     parts += [dollars(node.cost)] if node.cost is not None else []
     if node.ended_s is not None:

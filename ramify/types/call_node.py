@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.types.sibling_questions import SiblingQuestions
 from ramify.types.trajectory import Annotation, Fork, Parent, Stop, as_text, cut
 
 MAX_NUMBER_CHARS = 40
@@ -68,7 +69,7 @@ class CallNode(msgspec.Struct, gc=False):
     subject: int = 0
     """Hash of its whole question and context: siblings with the same one must agree."""
     outlier: str = ""
-    """How its answer differs from those of its siblings; empty if it does not."""
+    """How it differs from its siblings, in one sentence; empty if it does not."""
     input_tokens: int = 0
     output_tokens: int = 0
     cost: float | None = None
@@ -90,12 +91,27 @@ class CallNode(msgspec.Struct, gc=False):
     """Its last line in the journal, from 0. ``RunTree.lines_of`` follows the lines back from it."""
     active_s: float = 0.0
     """Time of its start, last reply or last cell, whichever came last."""
+    siblings: SiblingQuestions | None = None
+    """Questions of the calls of its kind that its cell made; None for a root."""
+    nth: int = 0
+    """Its place among these siblings, from 0."""
 
     def take_answer(self, answer: Any) -> None:
         text = as_text(answer)
         self.answer, self.answer_chars = cut(text), len(text)
         self.answer_hash = hash(text)
         self.answer_kind = kind_of_answer(answer, text)
+
+    @property
+    def telling(self) -> str:
+        """The part of its question that tells it apart from its siblings; empty if it is told
+        apart by its beginning."""
+        return self.siblings.telling(self.nth) if self.siblings else ""
+
+    @property
+    def name(self) -> str:
+        """Short words for it: ``sheet 7``, ``number 7 of 12``, or its id for a root."""
+        return self.siblings.name(self.nth) if self.siblings else f"call {self.id}"
 
     @property
     def has_failed(self) -> bool:

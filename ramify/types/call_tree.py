@@ -64,7 +64,7 @@ class CallTree:
         """Time of the last event, in seconds since the run began."""
         self.siblings = SiblingGroups()
         self.marked: list[CallNode] = []
-        """Calls that were found to differ from their siblings; a reader clears it."""
+        """Calls that changed by an event of another call; a reader clears it."""
         self._fold = TrajectoryFold()
         self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
 
@@ -102,7 +102,7 @@ class CallTree:
             subject=hash((event.question, event.context and event.context.digest)),
         )
         self.order.append(node)
-        self.siblings.add(node)
+        self.marked += self.siblings.add(node, event.question)
         return node
 
     def _ask(self, event: RequestStarted) -> CallNode:
@@ -198,7 +198,7 @@ class CallTree:
         self._fold.trajectory = trajectory
         for call in trajectory.calls:
             self.order.append(_node_of(call, len(self.order)))
-            self.siblings.add(self.order[-1])
+            self.siblings.add(self.order[-1], call.question)
         self.siblings.compare_all()
         self.nodes.update({node.id: node for node in self.order})
         for mark in trajectory.marks:

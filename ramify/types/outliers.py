@@ -1,7 +1,7 @@
 """Which of the calls of one cell differ from their siblings, and how.
 
-    0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "1,414 is far from the others
-                                                      (median 29,877)"
+    0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "sheet 8 returned 1,414; its siblings
+                                                      about 29,877"
 
 Siblings are the calls of the same kind that one cell made. They are compared once their cell has
 run. A sibling differs by an error, by the type of its answer, by a number or a length more than
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from ramify.types.call_node import CallNode, number_in
+from ramify.types.sibling_questions import SiblingQuestions
 
 MIN_SIBLINGS = 4
 """Fewer siblings are compared only if they were asked the same question."""
@@ -32,15 +33,24 @@ class SiblingGroups:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
+        self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
-    def add(self, node: CallNode) -> None:
-        if (parent := node.parent) is not None:
-            place = (parent.call, parent.turn, parent.cell)
-            group = self._groups.get(place)
-            if group is None:
-                self._groups[place] = [node]
-            else:
-                group.append(node)
+    def add(self, node: CallNode, question: str) -> list[CallNode]:
+        """Add a call with its whole ``question``. Returns the earlier calls whose ``telling``
+        changed."""
+        if (parent := node.parent) is None:
+            return []
+        place = (parent.call, parent.turn, parent.cell)
+        group = self._groups.get(place)
+        if group is None:
+            group = self._groups[place] = []
+        asked = self._questions.get((*place, node.kind))
+        if asked is None:
+            asked = self._questions[*place, node.kind] = SiblingQuestions()
+        node.siblings, node.nth = asked, len(asked)
+        changed = [each for each in group if each.kind == node.kind] if asked.add(question) else []
+        group.append(node)
+        return changed
 
     def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
         """Mark the outliers among the calls of a cell, and return them."""
@@ -50,7 +60,7 @@ class SiblingGroups:
         for kind in kinds:
             siblings = [node for node in group if node.kind == kind and node.stop is not None]
             for node, how in outliers(siblings).items():
-                siblings[node].outlier = how
+                siblings[node].outlier = f"{siblings[node].name} {how}"
                 marked.append(siblings[node])
         return marked
 
@@ -60,7 +70,7 @@ class SiblingGroups:
 
 
 def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Index of each sibling that differs -> how it differs, as a phrase."""
+    """Index of each sibling that differs -> how it differs: the sentence without its subject."""
     found = _by_question(siblings)
     if len(siblings) < MIN_SIBLINGS:
         return found
@@ -91,7 +101,7 @@ def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
         for index in group:
             if siblings[index].answer != most:
                 found[index] = (
-                    f"{shown(siblings[index])} disagrees: {votes} of {len(group)} with the same "
+                    f"returned {shown(siblings[index])}; {votes} of {len(group)} with the same "
                     f"question returned {_short(most)}"
                 )
     return found
@@ -103,8 +113,8 @@ def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, st
     if votes < 0.75 * len(good):
         return {}
     found = {
-        index: f"{shown(siblings[index])} is {_NAMES.get(siblings[index].answer_kind, 'nothing')}; "
-        f"{votes:,} siblings returned {_NAMES.get(usual, 'nothing')}"
+        index: f"returned {_kind_and_value(siblings[index])}; {votes:,} siblings returned "
+        f"{_NAMES.get(usual, 'nothing')}"
         for index in good
         if siblings[index].answer_kind != usual
     }
@@ -113,7 +123,7 @@ def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, st
         numbers = [number_in(siblings[index].answer) or 0.0 for index in alike]
         for at, middle in _far(numbers):
             index = alike[at]
-            found[index] = f"{shown(siblings[index])} is far from the others (median {middle:,.6g})"
+            found[index] = f"returned {shown(siblings[index])}; its siblings about {_about(middle)}"
     else:
         lengths = [float(siblings[index].answer_chars) for index in alike]
         for at, middle in _far(lengths):
@@ -121,10 +131,20 @@ def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, st
             if long > 3 * short + 20:
                 index = alike[at]
                 found[index] = (
-                    f"{shown(siblings[index])} has {lengths[at]:,.0f} characters; the others have "
-                    f"about {middle:,.0f}"
+                    f"returned {lengths[at]:,.0f} characters; its siblings about {_about(middle)}: "
+                    f"{shown(siblings[index])}"
                 )
     return found
+
+
+def _about(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
+
+
+def _kind_and_value(node: CallNode) -> str:
+    """``text: “none found”``"""
+    kind = _NAMES.get(node.answer_kind)
+    return f"{kind}: {shown(node)}" if kind else "nothing"
 
 
 def _far(values: Sequence[float]) -> list[tuple[int, float]]:

@@ -47,6 +47,7 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "reason": attrgetter("reason"),
     "failed": attrgetter("has_failed"),
     "outlier": attrgetter("outlier"),
+    "telling": attrgetter("telling"),
     "spans": lambda node: [round(at_s, 4) for at_s in node.spans] if node.spans else None,
     "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
     "tools": lambda node: node.tools or None,
@@ -55,10 +56,11 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
 """Column -> its value for a call; ``parent`` and ``reward`` are added separately.
 
 ``turn`` and ``cell`` are the place in the parent that made the call. ``state`` is ``asking``,
-``running``, ``open`` or ``done``. ``outlier`` says how a call differs from its siblings. ``spans``
-exists only for calls with a session. ``tools`` has [time, whether it failed] for each tool answer.
-``scores`` has [turn, name, value] for each score other than a reward."""
-TEXTS = ("question", "answer")
+``running``, ``open`` or ``done``. ``outlier`` says how a call differs from its siblings, and
+``telling`` is the part of its question that tells it apart from theirs. ``spans`` exists only for
+calls with a session. ``tools`` has [time, whether it failed] for each tool answer. ``scores`` has
+[turn, name, value] for each score other than a reward."""
+TEXTS = ("question", "answer", "telling")
 """Columns that make up most of a picture's bytes but are visible only in a few rows."""
 _MAX_ERRORS = 200
 MAX_CITATIONS = 100
@@ -68,10 +70,8 @@ MAX_CITATIONS = 100
 def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
     """Overview of a run. With ``num_texts``, only so many calls have their question and answer."""
     nodes = run.tree.order
-    columns = _columns(run, nodes)
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
-    for name in TEXTS:
-        columns[name][num_texts:] = [""] * (len(nodes) - num_texts)
+    columns = _columns(run, nodes, num_texts)
     return {
         "num": len(nodes),
         "columns": {name: _same(column) for name, column in columns.items()},
@@ -81,7 +81,7 @@ def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
 
 
 def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
-    """Questions and answers of all calls from index ``first``, which ``picture`` did not send."""
+    """``TEXTS`` of all calls from index ``first``, which ``picture`` did not send."""
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
@@ -95,12 +95,20 @@ def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
     }
 
 
-def _columns(run: WatchedRun, nodes: Sequence[CallNode]) -> dict[str, list[Any]]:
-    """All columns of ``nodes``. ``parent`` is the index of an earlier call, or -1."""
+def _columns(
+    run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
+) -> dict[str, list[Any]]:
+    """All columns of ``nodes``, with the ``TEXTS`` of the first ``num_texts``. ``parent`` is the
+    index of an earlier call, or -1."""
+    told = nodes[:num_texts]
+    untold = [""] * (len(nodes) - len(told))
     known, scored = run.tree.nodes, run.tree.run.call_rewards
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
     return {
-        **{name: list(map(of, nodes)) for name, of in COLUMNS.items()},
+        **{
+            name: [*map(of, told), *untold] if name in TEXTS else list(map(of, nodes))
+            for name, of in COLUMNS.items()
+        },
         "parent": [
             -1 if parent is None or parent.index >= node.index else parent.index
             for parent, node in zip(parents, nodes, strict=True)

@@ -80,7 +80,7 @@ class RunTree:
         return node
 
     def take_marked(self) -> set[int]:
-        """Indices of the calls that were newly found to differ from their siblings."""
+        """Indices of the calls that changed by an event of another call."""
         marked = {node.index for node in self.calls.marked}
         for node in self.calls.marked:
             node.version = self.version

@@ -142,6 +142,62 @@ async def held_tree(store: Store, wait: Wait) -> str:
         return str((await made.acompletion(LOG, QUESTION)).stop)
 
 
+ODD_SHEET = 7
+"""The sheet whose child sums only some of its rows."""
+
+
+def sheet(number: int) -> str:
+    """A sheet of a workbook, with 24 rows."""
+    rows = [
+        f"{place},{day},{1_200 + (number * 97 + day * 131 + len(place)) % 200}"
+        for day in range(1, 7)
+        for place in ("north", "south", "east", "west")
+    ]
+    return "\n".join(["place,day,revenue", *rows])
+
+
+def sheets(
+    store: Store, wait: Wait | None = None, gold: str = "373,968", num_sheets: int = 12
+) -> str:
+    """A run with a child for each sheet of a workbook. They are asked and answered alike, but the
+    code of ``ODD_SHEET`` reads only one place. The answer is wrong; ``gold`` is its expected
+    one."""
+
+    async def tell(messages: tuple[Message, ...]) -> Any:
+        question = messages[1].content
+        said = sum(message.role == "assistant" for message in messages)
+        if wait is not None:
+            await wait(question)
+        number = re.search(r"Sum the revenue column of sheet (\d+)", question)
+        if not number:
+            return [
+                "One child for each sheet.\n```repl\nprint(len(context))\nparts = rlm_query_batched("
+                "[f'Sum the revenue column of sheet {n + 1} of the workbook, without its head' "
+                "for n in range(len(context))], context)\nprint(parts)\n```",
+                "```repl\ntotal = sum(parts)\nFINAL(f'The twelve sheets sum to "
+                "**{total:,}**.')\n```",
+            ][said]
+        some = " if row[0] == 'east'" if int(number[1]) == ODD_SHEET else ""
+        await asyncio.sleep(0.002 * (int(number[1]) % 5))
+        return [
+            "```repl\nrows = [line.split(',') for line in context.splitlines()[1:]]\n"
+            "print(rows[:2])\n```",
+            f"The third column.\n```repl\ntotal = sum(int(row[2]) for row in rows{some})\n"
+            "FINAL(total)\n```",
+        ][said]
+
+    async def run() -> str:
+        async with rlm(tell, store, ALWAYS, ids=None) as made:
+            book = [sheet(number + 1) for number in range(num_sheets)]
+            question = "What is the revenue of the whole workbook?"
+            ran = await made.acompletion(book, question, metadata={"gold": gold})
+            return ran.run_id or ""
+
+    id = asyncio.run(run())
+    store.append(id, [ScoreAdded(at_s=9.0, by="task", rewards={"correct": 0.0})])
+    return id
+
+
 def plain(store: Store, question: str, answer: str) -> str:
     """A run of one request."""
     with rlm([answer], store, ids=None) as made:

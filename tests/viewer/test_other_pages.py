@@ -204,7 +204,7 @@ def test_score_added_after_end_reaches_open_page(browser: Any, tmp_path: Path) -
             page = shown.open(f"{server.url}#/run/{run}")
             page.locator(".status.live").wait_for()
             gate.open()
-            page.locator(".status.good").wait_for()
+            page.locator(".status.fine").wait_for()
             running.result(30)
             store.append(
                 run,

@@ -34,7 +34,9 @@ def test_run_page(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator("canvas[data-drawn='32']").wait_for()
         assert text(page, "h1") == golden.QUESTION
         assert text(page, ".status") == "final"
-        assert re.fullmatch(r"cost\s*\$0\.0\d+ / \$0\.50", text(page, ".budget > div:nth-child(3)"))
+        used = text(page, ".budget")
+        assert re.search(r"36 model calls.*12\.\dk tokens.*\$0\.01\d", used, re.DOTALL)
+        assert page.locator(".budget .near").count() == 0  # less than half of each limit
         photograph(page, f"run-{size[0]}", tmp_path)
 
         turns = page.locator(".turn")
@@ -67,14 +69,14 @@ def test_call_list_expands_filters_and_follows_keys(browser: Any, world: World) 
     with served(world.store) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/run/{world.tree}")
         rows = page.locator(".call-row:visible")
-        page.locator(".call-row .text", has_text="llm_query × 24").wait_for()
-        assert rows.count() == 9
-        page.locator(".call-row .text", has_text="llm_query × 24").click()
-        page.locator(".call-row .id", has_text=re.compile(r"^0\.7$")).wait_for()
-        assert (
-            rows.count() == 32
-            or page.locator(".vspace").first.evaluate("(it) => it.offsetHeight") == 32 * 46
-        )
+        page.locator(".call-row .text", has_text="7 alike: part 0").wait_for()
+        assert rows.count() == 10
+        page.locator(".call-row .text", has_text="7 alike: part 0").click()
+        page.locator(".call-row .id", has_text=re.compile(r"^0\.6$")).wait_for()
+        height = page.locator(".outline .vspace").evaluate("(it) => it.offsetHeight")
+        assert height == 17 * 46  # rows out of sight do not exist
+        page.locator(".call-row .text", has_text="7 alike: part 0").click()
+        page.locator(".call-row .id", has_text=re.compile(r"^0\.6$")).wait_for(state="hidden")
         page.keyboard.press("j")
         page.locator(".crumbs b", has_text="call 0.").wait_for()
         page.keyboard.press("u")
@@ -287,7 +289,7 @@ def test_live_run_updates_without_layout_shift(
             clock = text(page, ".clock")
             photograph(page, f"live-{size[0]}", tmp_path)
             gate.open()
-            page.locator(".status.good").wait_for()
+            page.locator(".status.fine").wait_for()
             page.locator(".answer").wait_for()
             assert running.result(30) == "final"
             page.locator(".turn").nth(3).wait_for()
@@ -316,7 +318,7 @@ def test_follow_mode_stays_with_active_session(browser: Any, tmp_path: Path) -> 
             page.locator(".crumbs b", has_text="call 0.25.0").wait_for()
             page.locator(".turn.pending .live").wait_for()
             gate.open()
-            page.locator(".status.good").wait_for()
+            page.locator(".status.fine").wait_for()
             running.result(30)
     finally:
         gate.open()

@@ -68,7 +68,7 @@ export function many(n, noun) {
 
 const STOPS = {
   __proto__: null,
-  final: ["final", "good"],
+  final: ["final", "fine"], // colour is for what is not
   error: ["error", "bad"],
   cancelled: ["cancelled", "warn"],
   no_code: ["no code", "bad"],

@@ -1,9 +1,12 @@
-// The calls of a run as a list, each parent before its children. Many plain sub-calls of one cell
-// form one row until it is opened. Only visible rows are elements.
+// The calls of a run as a list, each parent before its children. Siblings that are alike, and many
+// plain sub-calls of one cell, form one row until it is opened. Only visible rows are elements.
+//
+// How the calls of a cell are shown is decided when they are first seen, so that rows of a run in
+// progress do not fold or move while somebody reads them.
 
 import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
-import { count, dollars, grouped, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, number, oneLine, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
 
 const PLACEHOLDER = "filter calls";
@@ -13,6 +16,9 @@ const SORTS = [
   ["tokens", "tokens"],
 ]; // [words, field of the filter]
 const TOGETHER = 8; // maximum plain sub-calls of one cell with separate rows
+const MIN_SIBLINGS = 4; // fewer are not compared (types/outliers.py), so they are not called alike
+const MIN_ALIKE = 3; // calls in a row that are folded
+const MAX_APART = 8; // failed or differing calls of one cell with separate rows
 const TWO_LINES = matchMedia("(max-width: 1300px)"); // a row's question above its answer
 const ROW_PIXELS = () => (TWO_LINES.matches ? 46 : 30);
 
@@ -33,14 +39,14 @@ export function callFields(run) {
       stop: stopOf,
       kind: (call) => call.kind,
       model: (call) => call.model,
-      question: (call) => call.question,
+      question: (call) => `${call.question} ${call.telling}`,
       answer: (call) => call.answer,
       error: (call) => call.error,
       differs: (call) => call.outlier,
       id: (call) => call.id,
     },
     words: (call) =>
-      `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, run.alive)[0]} ${call.outlier} ${call.question} ${call.answer} ${call.error}`,
+      `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, run.alive)[0]} ${call.outlier} ${call.question} ${call.telling} ${call.answer} ${call.error}`,
   };
 }
 
@@ -49,8 +55,9 @@ export class Outline {
   constructor(run, pick) {
     this.run = run;
     this.pick = pick;
-    this.rows = []; // { call } or { group: [calls], key }
-    this.open = new Set();
+    this.rows = []; // { call } or { group: [calls], key, alike }
+    this.open = new Set(); // keys of open rows of several calls
+    this.forms = new Map(); // key of a cell's calls -> "single", "whole" or "alike"
     this.filter = new FilterInput(callFields(run), {
       label: "filter calls",
       placeholder: PLACEHOLDER,
@@ -137,37 +144,72 @@ export class Outline {
   add(indices) {
     const stack = [...indices].reverse();
     while (stack.length) {
-      const index = stack.pop();
-      if (Array.isArray(index)) {
-        this.rows.push({ group: index, key: groupKey(this.run.calls[index[0]]) });
+      const entry = stack.pop();
+      if (typeof entry === "object") {
+        this.rows.push(entry);
+        if (this.open.has(entry.key)) stack.push(...entry.group.toReversed());
         continue;
       }
-      this.rows.push({ call: index });
-      const below = this.children.get(index);
+      this.rows.push({ call: entry });
+      const below = this.children.get(entry);
       if (below) for (const each of this.grouped(below).reverse()) stack.push(each);
     }
   }
 
-  // Consecutive plain calls of one cell become one entry, unless it is open.
+  // Calls and groups of the children of a call: consecutive ones of a kind that one cell made.
   grouped(indices) {
     const found = [];
-    let run = [];
+    let cell = [];
     const flush = () => {
-      const shut = run.length > TOGETHER && !this.open.has(groupKey(this.run.calls[run[0]]));
-      if (shut) found.push(run);
-      else for (const each of run) found.push(each);
-      run = [];
+      if (cell.length) found.push(...this.cellRows(cell));
+      cell = [];
     };
     for (const index of indices) {
       const call = this.run.calls[index],
-        first = run.length ? this.run.calls[run[0]] : null;
-      const plain = call.kind !== "rlm" && !this.children.has(index);
-      if (first && (!plain || first.turn !== call.turn || first.cell !== call.cell)) flush();
-      if (plain) run.push(index);
-      else found.push(index);
+        first = this.run.calls[cell[0]];
+      if (first && (first.kind !== call.kind || groupKey(first) !== groupKey(call))) flush();
+      cell.push(index);
     }
     flush();
     return found;
+  }
+
+  cellRows(cell) {
+    const key = `${groupKey(this.run.calls[cell[0]])}/${cell[0]}`,
+      form = this.form(key, cell);
+    if (form === "single") return cell;
+    if (form === "whole") return [{ group: cell, key, alike: false }];
+    const found = [];
+    let alike = [];
+    const flush = () => {
+      if (alike.length < MIN_ALIKE) found.push(...alike);
+      else found.push({ group: alike, key: `${key}/${alike[0]}`, alike: true });
+      alike = [];
+    };
+    for (const index of cell) {
+      if (!isApart(this.run.calls[index])) alike.push(index);
+      else {
+        flush();
+        found.push(index);
+      }
+    }
+    flush();
+    return found;
+  }
+
+  form(key, cell) {
+    const known = this.forms.get(key);
+    const calls = cell.map((index) => this.run.calls[index]),
+      isPlain = calls[0].kind !== "rlm" && !cell.some((index) => this.children.has(index)),
+      isMany = isPlain && cell.length > TOGETHER;
+    if (known && !(known === "single" && isMany)) return known;
+    const isOver = calls.every((call) => call.stop !== null) || !this.run.alive,
+      apart = calls.filter(isApart).length;
+    let form = isMany ? "whole" : "single";
+    if (isOver && apart <= MAX_APART && !known)
+      if (isMany || (cell.length >= MIN_SIBLINGS && haveOneQuestion(calls))) form = "alike";
+    if (calls.every((call) => call.question)) this.forms.set(key, form); // texts arrive later
+    return form;
   }
 
   addMatches() {
@@ -209,7 +251,7 @@ export class Outline {
   chosen(index) {
     const row = this.rows[index];
     if (row.call !== undefined) return this.pick(row.call);
-    this.open.add(row.key);
+    if (!this.open.delete(row.key)) this.open.add(row.key);
     this.changed(true);
     this.list.setActive(index);
   }
@@ -221,14 +263,18 @@ export class Outline {
 
   markSelected(scroll) {
     if (this.selected === undefined) return;
-    let index = this.rows.findIndex((row) => row.call === this.selected);
-    if (index < 0) index = this.rows.findIndex((row) => row.group?.includes(this.selected));
+    let index = -1;
+    // a call in a closed row is shown by that row, or by the one of its nearest shown parent
+    for (let at = this.selected; at >= 0 && index < 0; at = this.run.calls[at].parent) {
+      index = this.rows.findIndex((row) => row.call === at);
+      if (index < 0) index = this.rows.findIndex((row) => row.group?.includes(at));
+    }
     this.list.setActive(index, scroll);
   }
 
   show(row, index) {
     const { call, group } = this.rows[index];
-    if (group) this.showGroup(row, group);
+    if (group) this.showGroup(row, this.rows[index]);
     else this.showCall(row, this.run.calls[call]);
   }
 
@@ -241,7 +287,8 @@ export class Outline {
     const [dot, id, text, came, mark, cost, took] = row.children;
     dot.className = `dot k-${call.kind}`;
     id.textContent = call.id;
-    text.textContent = oneLine(call.question, 120);
+    text.textContent = call.telling ? `…${call.telling}` : oneLine(call.question, 120);
+    row.removeAttribute("aria-expanded");
     came.textContent = call.failed
       ? oneLine(call.error || call.reason || words, 120)
       : call.stop
@@ -268,17 +315,23 @@ export class Outline {
     row.title = [call.question, call.outlier, call.reason].filter(Boolean).join("\n");
   }
 
-  showGroup(row, group) {
+  showGroup(row, { group, key, alike }) {
     const calls = group.map((index) => this.run.calls[index]),
-      first = calls[0];
+      first = calls[0],
+      isOpen = this.open.has(key);
     const { done, failed, odd } = tallyOf(calls);
     row.style.setProperty("--depth", Math.min(first.depth, 8));
     row.setAttribute("aria-level", first.depth + 1);
+    row.setAttribute("aria-expanded", String(isOpen));
     const [dot, id, text, came, mark, cost, took] = row.children;
     dot.className = `dot k-${first.kind} many`;
-    id.textContent = "▸";
-    text.textContent = `${first.kind === "lm" ? "llm_query" : first.kind} × ${grouped(calls.length)}`;
-    came.textContent = `${grouped(done)} done${failed ? `, ${grouped(failed)} failed` : ""}`;
+    id.textContent = isOpen ? "▾" : "▸";
+    text.textContent = alike
+      ? `${grouped(calls.length)} alike: ${rangeOfNames(calls)}`
+      : `${first.kind === "lm" ? "llm_query" : first.kind} × ${grouped(calls.length)}`;
+    came.textContent = alike
+      ? rangeOfAnswers(calls)
+      : `${grouped(done)} done${failed ? `, ${grouped(failed)} failed` : ""}`;
     came.className = failed ? "came bad" : "came";
     mark.className = "mark odd";
     mark.textContent = odd ? `${grouped(odd)} differ${odd === 1 ? "s" : ""}` : "";
@@ -288,8 +341,36 @@ export class Outline {
     took.textContent = seconds(
       Math.max(0, ends.reduce((a, b) => Math.max(a, b), 0) - first.started_s),
     );
-    row.title = "open";
+    row.title = isOpen ? "close" : "open";
   }
+}
+
+// Whether a call has a row of its own between calls that are alike.
+function isApart(call) {
+  return Boolean(call.failed || call.outlier || (call.stop !== null && call.stop !== "final"));
+}
+
+// Whether questions have the same words around what tells them apart, or are the same.
+function haveOneQuestion(calls) {
+  return calls.every((call) => call.telling || call.question === calls[0].question);
+}
+
+// "sheet 1 … sheet 6"
+function rangeOfNames(calls) {
+  const [first, last] = [calls[0], calls.at(-1)].map((call) =>
+    oneLine((call.telling || call.question).split(/[:;?!](?:\s|$)/)[0], 28),
+  );
+  return first === last ? first : `${first} … ${last}`;
+}
+
+// "30,752 to 31,768", or the answer that all have, or the first and that there are others.
+function rangeOfAnswers(calls) {
+  const answers = calls.map((call) => call.answer),
+    numbers = answers.map((answer) => (answer.trim() ? Number(answer.replace(/,/g, "")) : NaN));
+  if (answers.every((answer) => answer === answers[0])) return oneLine(answers[0], 60) || "(empty)";
+  if (numbers.some(Number.isNaN)) return `${oneLine(answers[0], 50)}, …`;
+  const sorted = numbers.sort((a, b) => a - b);
+  return `${number(sorted[0])} to ${number(sorted.at(-1))}`;
 }
 
 // A failure is not done.

@@ -32,13 +32,14 @@ export class Run {
   }
 
   // Texts that arrive later, for the calls from `first`; updates received meanwhile are newer.
-  addTexts(first, { question, answer }) {
+  addTexts(first, { question, answer, telling }) {
     const changed = [];
     for (let at = 0; at < question.length && first + at < this.calls.length; at++) {
       const call = this.calls[first + at];
       if (call.question) continue;
       call.question = question[at];
       call.answer ||= answer[at];
+      call.telling ||= telling[at];
       changed.push(first + at);
     }
     return changed;
@@ -119,6 +120,7 @@ function callAt(of, at) {
     reason: of.reason[at],
     failed: of.failed[at],
     outlier: of.outlier[at],
+    telling: of.telling[at],
     spans: of.spans[at] || NONE,
     fork: of.fork[at],
     tools: of.tools[at] || NONE,
@@ -201,6 +203,7 @@ class RunView {
       this.story.tools,
       this.search,
       this.tail,
+      this.story.opener,
       h("a.small", { href: `${runAddress(this.key)}/report` }, "report"),
       offline
         ? null
@@ -250,6 +253,7 @@ class RunView {
   close() {
     clearInterval(this.ticking);
     if (this.stop) this.stop();
+    this.story.close();
     this.picture.close();
     this.outline.close();
   }
@@ -262,7 +266,7 @@ class RunView {
       );
       if (this.picture.closed) return;
       this.picture.later();
-      this.outline.changed(this.outline.narrowed());
+      this.outline.changed(true);
       this.transcript.changed(changed);
     } catch (error) {
       toast(error.message);
@@ -351,7 +355,10 @@ class RunView {
           )
         : null,
     );
-    this.tail.hidden = !head.alive;
+    // it stays when the run ends, so that nothing moves
+    if (head.alive) this.tail.dataset.seen = "yes";
+    this.tail.hidden = !head.alive && !this.tail.dataset.seen;
+    this.tail.disabled = !head.alive;
   }
 
   // "call 0.1, turn 0: …" becomes a link to that turn.

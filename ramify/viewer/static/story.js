@@ -1,11 +1,14 @@
-// The head of a run's page: its question and answer, whether the answer is right, why the run
-// ended, which calls differ from their siblings, and what each depth cost.
+// The head of a run's page: its answer, whether it is right, which calls differ from their siblings,
+// and one line on how the run ended and what it used. Details (what each depth cost, where the run
+// came from) are folded.
 
 import { load, offline } from "./api.js";
 import { fill, h } from "./dom.js";
+import { FoldedText } from "./folded.js";
 import {
   count,
   dollars,
+  grouped,
   hasMarkup,
   many,
   moment,
@@ -19,6 +22,9 @@ import {
 import { Sources } from "./sources.js";
 
 const MAX_NAMED = 3; // calls that differ and are named
+const MAX_SHORT = 44; // characters of an answer in large letters
+const SHOWN_FROM = 0.5; // share of a limit from which it is shown
+const KEPT = ["formatted", "short", "long", "cut", "open", "was-live"]; // classes of the answer
 
 export class Story {
   // run: the page's model; address(call, turn) is the address of a call.
@@ -27,55 +33,97 @@ export class Story {
     this.address = address;
     this.status = h("span.badge.status");
     this.worth = h("span.worths");
-    this.clock = h("span.clock");
     this.question = h("h1");
     this.answer = h("div.story-answer", {
       tabindex: "0",
       role: "region",
       "aria-label": "answer of the run",
     });
-    this.ending = h("p.ending");
+    this.folds = [
+      new FoldedText(this.question, { share: 0.06, least: 48, label: "question" }),
+      new FoldedText(this.answer, { share: 0.27, least: 128, label: "answer" }),
+    ];
+    this.ending = h("span.ending");
     this.note = h("p.review-note", { hidden: true });
     this.differing = h("p.differing");
-    this.budget = h("dl.budget", { "aria-label": "budget" });
+    this.budget = h("dl.budget", { "aria-label": "use of the limits" });
     this.depths = h("p.by-depth");
     this.meta = h("p.meta");
+    this.details = h("div.story-details", { hidden: true, id: "details" }, this.depths, this.meta);
+    this.opener = h(
+      "button.small",
+      {
+        type: "button",
+        "aria-expanded": "false",
+        "aria-controls": "details",
+        onclick: () => this.openDetails(this.details.hidden),
+      },
+      "details",
+    );
     this.forked = h("p.forked", { hidden: true });
     this.tools = h("div.run-tools");
     this.sources = new Sources(run);
     this.element = h(
       "section.story",
       { "aria-label": "what happened" },
-      h("div.story-top", null, this.status, this.worth, this.clock, h("span.spread"), this.tools),
       h(
-        "div.story-main",
+        "div.story-top",
         null,
-        this.question,
-        this.answer,
-        this.sources.citations,
-        this.note,
-        this.differing,
+        h("div.asked", null, this.question, this.folds[0].button),
+        this.tools,
       ),
-      h("div.story-side", null, this.ending, this.budget, this.depths, this.forked, this.meta),
+      h("div.hero", null, this.answer, this.folds[1].button),
+      this.sources.citations,
+      this.note,
+      h("div.story-line", null, this.worth, this.status, this.ending, this.budget),
+      this.differing,
+      this.forked,
+      this.details,
       this.sources.read,
       this.sources.text,
     );
   }
 
+  close() {
+    for (const fold of this.folds) fold.close();
+  }
+
+  openDetails(isOpen) {
+    this.details.hidden = !isOpen;
+    this.opener.setAttribute("aria-expanded", String(isOpen));
+    this.drawDetails();
+  }
+
   draw() {
     const head = this.run.head,
       [words, tone] = stopWords(head.stop, head.alive);
-    const unreadable = head.problems.length && !this.run.calls.length;
-    this.question.textContent =
-      head.question || (unreadable ? "a run that cannot be shown" : "starting …");
+    const unreadable = head.problems.length && !this.run.calls.length,
+      question = head.question || (unreadable ? "a run that cannot be shown" : "starting …");
+    if (this.question.textContent !== question) {
+      this.question.textContent = question;
+      this.folds[0].fold();
+    }
     document.title = `${oneLine(head.question, 50) || "run"} · Ramify`;
     this.status.textContent = unreadable ? "unreadable" : words;
     this.status.className = `badge status ${unreadable ? "bad" : tone}`;
     this.drawWorth(head);
     this.drawAnswer(head, unreadable);
-    this.ending.textContent = head.ending ? `ended: ${head.ending}` : "";
-    if (!head.stop && head.ending) this.ending.textContent = head.ending;
+    // the badge before it names the kind of the end
+    this.ending.textContent = head.stop
+      ? head.ending.replace(/^[a-z_]+[,:] /, "")
+      : head.alive && this.run.calls.length
+        ? `in turn ${Math.max(1, this.run.calls[0].turns)}`
+        : "";
     this.drawDiffering();
+    this.drawDetails();
+    this.drawForked(head.forked);
+    this.sources.draw();
+    this.tick();
+  }
+
+  drawDetails() {
+    const head = this.run.head;
+    if (this.details.hidden) return;
     fill(
       this.depths,
       depthsOf(this.run).map((each) =>
@@ -101,9 +149,6 @@ export class Story {
         .filter(Boolean)
         .join(" · "),
     );
-    this.drawForked(head.forked);
-    this.sources.draw();
-    this.tick();
   }
 
   // A run that a person started from a turn of another one.
@@ -163,24 +208,32 @@ export class Story {
 
   drawAnswer(head, unreadable) {
     const [, tone] = stopWords(head.stop, head.alive),
-      wrong = Object.values(scoresOf(head)).some((value) => value <= 0);
-    const kept = this.answer.classList.contains("formatted") ? " formatted" : "";
-    this.answer.className = `story-answer ${head.has_answer && wrong ? "bad" : tone}${kept}`;
-    this.answer.hidden = Boolean(unreadable);
+      scores = Object.values(scoresOf(head));
+    const worth = scores.some((value) => value <= 0)
+      ? "bad"
+      : scores.length && scores.every((value) => value >= 1)
+        ? "good"
+        : tone;
+    const kept = [...this.answer.classList].filter((name) => KEPT.includes(name));
+    if (head.alive && !head.stop) kept.push("was-live");
+    this.answer.className = ["story-answer", head.has_answer ? worth : tone, ...new Set(kept)].join(
+      " ",
+    );
+    this.answer.parentElement.hidden = Boolean(unreadable);
     if (head.has_answer) this.drawText(head.answer);
-    else
-      fill(
-        this.answer,
-        h(
-          "span.quiet",
-          null,
-          head.stop
-            ? "no answer"
-            : head.alive
-              ? "no answer yet"
-              : "no answer: the run was interrupted",
-        ),
-      );
+    else this.drawMissing(head);
+  }
+
+  drawMissing(head) {
+    const words = head.stop
+      ? "no answer"
+      : head.alive
+        ? "no answer yet"
+        : "no answer: the run was interrupted";
+    if (this.text === words) return;
+    this.text = words;
+    fill(this.answer, h("span.quiet", null, words));
+    this.setSize("");
   }
 
   // Text first; with its formatting when that has been loaded.
@@ -189,11 +242,21 @@ export class Story {
     this.text = text;
     this.answer.classList.remove("formatted");
     fill(this.answer, text || "(an empty answer)");
+    this.setSize(text);
     if (!hasMarkup(text)) return;
     const formatted = await load("markdown");
     if (this.text !== text) return;
     fill(this.answer, formatted(text));
     this.answer.classList.add("formatted");
+    this.folds[1].fold();
+  }
+
+  // A short answer is large.
+  setSize(text) {
+    const lines = text.split("\n").length;
+    this.answer.classList.toggle("short", lines === 1 && text.length <= MAX_SHORT);
+    this.answer.classList.toggle("long", lines > 4 || text.length > 280);
+    this.folds[1].fold();
   }
 
   drawDiffering() {
@@ -203,57 +266,72 @@ export class Story {
       failed = calls.filter((call) => call.failed).length;
     this.differing.hidden = !made.length && !this.run.alive;
     if (!made.length) return void fill(this.differing, "no sub-call yet");
-    const built =
-      `built from ${many(made.length, made.some((call) => call.kind === "rlm") ? "child" : "sub-call")}`.replace(
-        "childs",
-        "children",
-      );
+    const sort = made.some((call) => call.kind === "rlm")
+      ? ["child", "children"]
+      : ["sub-call", "sub-calls"];
     fill(this.differing, [
-      built,
+      `from ${grouped(made.length)} ${sort[made.length === 1 ? 0 : 1]}`,
       failed ? h("span.bad", null, `, ${many(failed, "call")} failed`) : "",
-      differing.length
-        ? [
-            `; ${differing.length === 1 ? "one differs" : `${differing.length} differ`} from ${differing.length === 1 ? "its" : "their"} siblings: `,
-            differing
-              .slice(0, MAX_NAMED)
-              .map((call, index) => [
-                index ? " · " : "",
-                h("a.odd", { href: this.address(call.id, null) }, `${call.id} ${call.outlier}`),
-              ]),
-            differing.length > MAX_NAMED ? `, and ${differing.length - MAX_NAMED} more` : "",
-          ]
-        : "",
+      differing.length ? ": " : "",
+      differing
+        .slice(0, MAX_NAMED)
+        .map((call, index) => [
+          index ? " · " : "",
+          h("a.odd", { class: call.failed ? "bad" : "", href: this.address(call.id, null) }, call.outlier),
+        ]),
+      differing.length > MAX_NAMED ? `, and ${differing.length - MAX_NAMED} more differ` : "",
     ]);
   }
 
-  // The clock and the bars of a run in progress advance without events.
+  // What was used so far. From half of a limit on, the limit and a bar are shown, too. In a run in
+  // progress they advance without events.
   tick() {
     const head = this.run.head,
       limits = head.limits,
-      spent = this.run.now();
-    this.clock.textContent = head.stop ? seconds(head.seconds) : ticking(spent);
+      spent = this.run.now(),
+      num = (words) => (value) => `${count(value)} ${words}`;
     const slots = [
-      ["calls", head.usage.calls, limits.max_calls, count],
-      ["tokens", head.usage.input_tokens + head.usage.output_tokens, limits.max_tokens, count],
-      ["cost", head.cost, limits.max_cost, dollars],
-      ["time", head.stop ? head.seconds : spent, limits.max_seconds, ticking],
+      ["model calls", head.usage.calls, limits.max_calls, num("model calls"), count],
+      [
+        "tokens",
+        head.usage.input_tokens + head.usage.output_tokens,
+        limits.max_tokens,
+        num("tokens"),
+        count,
+      ],
+      ["cost", head.cost, limits.max_cost, dollars, dollars],
+      [
+        "time",
+        head.stop ? head.seconds : spent,
+        limits.max_seconds,
+        head.stop ? seconds : ticking,
+        seconds,
+      ],
     ];
     if (!this.slots) {
-      this.slots = slots.map(([name]) => ({ text: h("span"), bar: h("i"), name }));
+      this.slots = slots.map(() => ({ text: h("span"), bar: h("i"), place: h("div") }));
+      this.slots.forEach(({ text, bar, place }, index) => {
+        fill(
+          place,
+          h("dt.offscreen", null, slots[index][0]),
+          h("dd", null, text, h("span.bar", null, bar)),
+        );
+      });
       fill(
         this.budget,
-        this.slots.map(({ name, text, bar }) =>
-          h("div", null, h("dt", null, name), h("dd", null, text, h("span.bar", null, bar))),
-        ),
+        this.slots.map(({ place }) => place),
       );
     }
-    slots.forEach(([, value, limit, words], index) => {
-      const { text, bar } = this.slots[index],
-        share = limit && value ? Math.min(1, value / limit) : 0;
-      const said = `${value === null ? "–" : words(value)}${limit ? ` / ${words === ticking ? seconds(limit) : words(limit)}` : ""}`;
+    slots.forEach(([, value, limit, words, limitWords], index) => {
+      const { text, bar, place } = this.slots[index],
+        share = limit && value ? Math.min(1, value / limit) : 0,
+        isNear = share >= SHOWN_FROM;
+      const said = `${isNear ? `${limitWords(value)} of ${words(limit)}` : value === null ? "" : words(value)}`;
       if (text.textContent !== said) text.textContent = said;
-      bar.style.width = `${(100 * share).toFixed(1)}%`;
-      bar.className = share >= 0.9 ? "bad" : share >= 0.7 ? "warn" : "";
+      place.hidden = !said;
+      place.className = `${index === 3 ? "clock" : ""}${isNear ? " near" : ""}`;
+      if (isNear) bar.style.width = `${(100 * share).toFixed(1)}%`;
+      bar.className = share >= 0.9 ? "bad" : share >= 0.75 ? "warn" : "";
     });
   }
 }

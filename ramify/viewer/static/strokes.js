@@ -75,7 +75,13 @@ export function drawCall(picture, pen, call, index, width) {
   if (call.tools.length && tall > 4) drawTools(picture, pen, call, y, tall);
   if (call.scores.length && tall > 4) drawScores(picture, pen, call, x, w, y + tall - 3);
   if (tall >= 11 && w > 44)
-    drawLabel(picture, pen, call, Math.max(x, LEFT), y, w - Math.max(0, LEFT - x), tall);
+    drawLabel(pen, call, {
+      x: Math.max(x, LEFT),
+      y,
+      w: w - Math.max(0, LEFT - x),
+      tall,
+      ink: colour === colours.fine ? colours.ink : colours["on-bar"],
+    });
 }
 
 function drawTools(picture, pen, call, y, tall) {
@@ -111,15 +117,19 @@ export function worthColour(colours, reward, range) {
       : `color-mix(in oklab, ${colours.good} ${Math.round(100 * share)}%, ${colours.bad})`;
 }
 
-function drawLabel(picture, pen, call, x, y, w, tall) {
+function drawLabel(pen, call, { x, y, w, tall, ink }) {
   pen.save();
   pen.beginPath();
   pen.rect(x, y, w - 4, tall);
   pen.clip();
   pen.font = "11px ui-monospace, monospace";
   pen.textBaseline = "middle";
-  pen.fillStyle = picture.paint()["on-bar"];
-  pen.fillText(`${call.id}  ${oneLine(call.question, 80)}`, x + 5, y + tall / 2 + 0.5);
+  pen.fillStyle = ink;
+  pen.fillText(
+    `${call.id}  ${oneLine(call.telling || call.question, 80)}`,
+    x + 5,
+    y + tall / 2 + 0.5,
+  );
   pen.restore();
 }
 

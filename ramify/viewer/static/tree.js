@@ -88,7 +88,7 @@ export class Picture {
     this.mode = mode;
     const entries = {
       stop: [
-        ["good", "final"],
+        ["fine", "final"],
         ["warn", "limit"],
         ["bad", "error"],
         ["live", "running"],
@@ -249,6 +249,7 @@ export class Picture {
     const style = getComputedStyle(document.documentElement),
       value = (name) => style.getPropertyValue(name).trim();
     const names = [
+      "fine",
       "good",
       "bad",
       "warn",
