@@ -104,8 +104,8 @@ class CallNode(msgspec.Struct, gc=False):
 
     @property
     def telling(self) -> str:
-        """The part of its question that tells it apart from its siblings; empty if it is told
-        apart by its beginning."""
+        """The part of its question that tells it apart from its siblings; empty if the beginning
+        of the question does."""
         return self.siblings.telling(self.nth) if self.siblings else ""
 
     @property

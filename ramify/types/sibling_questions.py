@@ -76,7 +76,7 @@ class SiblingQuestions:
         self._prefix, self._suffix = prefix, suffix
 
     def telling(self, index: int) -> str:
-        """The part of a question that tells it apart; empty if it is told apart by its beginning,
+        """The part of a question that tells it apart; empty if the beginning of the question does,
         or if all are the same."""
         start, text = self._own(index)
         return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
