@@ -277,7 +277,11 @@ export class Story {
         .slice(0, MAX_NAMED)
         .map((call, index) => [
           index ? " · " : "",
-          h("a.odd", { class: call.failed ? "bad" : "", href: this.address(call.id, null) }, call.outlier),
+          h(
+            "a.odd",
+            { class: call.failed ? "bad" : "", href: this.address(call.id, null) },
+            call.outlier,
+          ),
         ]),
       differing.length > MAX_NAMED ? `, and ${differing.length - MAX_NAMED} more differ` : "",
     ]);
