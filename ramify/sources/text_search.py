@@ -1,7 +1,7 @@
 """``search`` and ``chunks`` of a session: which contexts have them, and when an index is built.
 
     search_tools(context) ──> {"search": TextSearch, "chunks": TextChunks}
-    TextSearch.prepare()      a session is being opened: the index is built in the background
+    TextSearch.prepare()      a session is being opened: soon the index is built in the background
     TextSearch(query, k)      waits for the index, then answers from it
 
 Small contexts have neither, as a model can read them or look through them at once. An index is
@@ -50,6 +50,10 @@ WAIT_S = 60.0
 BLOCK_S = 60.0
 """Time limit for indexing the blocks of one request, and for finishing the index."""
 QUERY_S = 30.0
+DELAY_S = 0.5
+"""Time after which an index that nobody has asked for is built. A model usually thinks for longer,
+and a run that is over by then has no use for an index, which takes both cores for a second per 20
+MB."""
 MAX_QUERY_CHARS = 10_000
 _BLOCK_CHARS = 1 << 22
 _COUNTED_CHARS = 1 << 17
@@ -131,6 +135,8 @@ class TextSearch:
         """Name of a text -> number of lines before each ``_COUNTED_CHARS``, as far as counted."""
         self._lock = threading.Lock()
         self._built: Future[SearchIndex] | None = None
+        self.is_asked = threading.Event()
+        """Set at the first query, which does not wait for ``DELAY_S``."""
 
     @property
     def num_chars(self) -> int:
@@ -138,7 +144,7 @@ class TextSearch:
         return self._starts[-1]
 
     def prepare(self) -> None:
-        """Start building the index in the background."""
+        """Build the index in the background, soon."""
         self._future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
@@ -155,6 +161,7 @@ class TextSearch:
                 f"the query has {len(query):,} characters: give a few words, at most "
                 f"{MAX_QUERY_CHARS:,} characters"
             )
+        self.is_asked.set()
         future = self._future()
         try:
             index = future.result(WAIT_S)
@@ -235,12 +242,14 @@ class _UsedSearch:
 
     def __init__(self, search: TextSearch) -> None:
         self._search = weakref.ref(search)
+        self._is_asked = search.is_asked
         self._places = search.places()
         self._num_chars = search.num_chars
 
     def index(self) -> SearchIndex:
         """Return the index, built if there is none. Raises ValueError, also if nothing uses the
         context any more."""
+        self._is_asked.wait(DELAY_S)
         digest = hashlib.sha256()
         for number, at in self._places:
             digest.update(self._used().fingerprint(number, at))

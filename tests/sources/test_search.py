@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,12 @@ NOTES = (
     + "\n\n机器学习是人工智能的一个分支。\n\n东京都に住んでいます。\n\n## End\n\nA café in Málaga.\n"
 )
 PAGES = "".join(f"--- page {number} ---\nText {number} of a report\n\n" for number in range(1, 40))
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of indexes are counted, and other tests make some at the same time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +142,17 @@ def test_a_build_stops_when_nothing_uses_its_context_any_more():
     while folder.exists():
         time.sleep(0.001)
     assert TextSearch(LOG + "the next context\n")("next")
+
+
+def test_a_run_that_is_soon_over_builds_no_index():
+    before = _folders()
+    search = TextSearch(LOG + "a short run\n")
+    search.prepare()
+    builders = [each for each in threading.enumerate() if each.name == "ramify search index"]
+    del search
+    for builder in builders:
+        builder.join()
+    assert (len(builders), _folders()) == (1, before)
 
 
 def test_an_index_is_private_and_deleted_with_its_process():
