@@ -51,7 +51,7 @@ BLOCK_S = 60.0
 """Time limit for indexing the blocks of one request, and for finishing the index."""
 QUERY_S = 30.0
 DELAY_S = 0.5
-"""Time after which an index that nobody has asked for is built. A model usually thinks for longer,
+"""Delay of an index that is not asked for yet. A model usually thinks for longer,
 and a run that is over by then has no use for an index, which takes both cores for a second per 20
 MB."""
 MAX_QUERY_CHARS = 10_000
