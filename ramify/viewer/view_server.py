@@ -16,6 +16,7 @@
     GET /api/search?key=         full-text search in a run
     GET /api/events?key=         changes of a run since the page's version, and arriving replies
     GET /api/journal?key=        download of the file of a run or an evaluation
+    GET /api/export?key=         download of a run's page as one file that works offline
     GET /api/training?key=       training curves, or only what changed since the page's &version=;
                                  /api/training/events sends further changes
     GET /api/samples?key=        saved rollouts of a step; /api/item?key=&item= has those of an item
@@ -63,7 +64,7 @@ from ramify.store.reviews import UNSCORED, RunReview, Verdict, agreements
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.feed import FileFeed, FileFeeds
 from ramify.viewer.page_headers import add_headers
-from ramify.viewer.page_script import APP, STATIC, app, early, module
+from ramify.viewer.page_script import APP, STATIC, app, early, module, page
 from ramify.viewer.picture import fields, picture, texts
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_again import AgainRequest, Rebuild, RunAgain
@@ -147,6 +148,7 @@ class ViewServer:
             "/api/search": self._search,
             "/api/events": self._events,
             "/api/journal": self._journal,
+            "/api/export": self._export,
             "/api/training": self._training,
             "/api/item": self._item,
             "/api/training/events": self._training_events,
@@ -275,11 +277,7 @@ class ViewServer:
         located = self._library.find(_word(request, "key"))
         await asyncio.to_thread(_check_shown, located)
         number = "" if located.line is None else f"-{located.line}"
-        name = quote(f"{located.run.id}{number}.jsonl")
-        headers = {
-            "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
-            "Content-Type": "application/x-ndjson",
-        }
+        headers = _download(f"{located.run.id}{number}.jsonl", "application/x-ndjson")
         path = located.run.path
         if path is None:
             body = await asyncio.to_thread(lambda: b"".join(located.run.blocks()))
@@ -288,6 +286,14 @@ class ViewServer:
             return web.FileResponse(path, headers=headers)
         return web.Response(
             body=await asyncio.to_thread(nth_line, path, located.line), headers=headers
+        )
+
+    async def _export(self, request: web.Request) -> web.Response:
+        located = self._library.find(_word(request, "key"))
+        await asyncio.to_thread(_check_shown, located)
+        return web.Response(
+            body=await asyncio.to_thread(page, located),
+            headers=_download(f"{located.run.id}.html", "text/html; charset=utf-8"),
         )
 
     async def _training(self, request: web.Request) -> web.Response:
@@ -404,6 +410,14 @@ class ViewServer:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
         await feed.fresh()
         return await stream(request, feed.follow(_number(request, "version")))
+
+
+def _download(name: str, kind: str) -> dict[str, str]:
+    """Headers of a response that a browser saves as a file instead of showing it."""
+    return {
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}",
+        "Content-Type": kind,
+    }
 
 
 def _check_shown(located: LocatedRun) -> None:

@@ -169,6 +169,7 @@ def test_report_has_one_page_per_session(
         for address in (f"{server.url}#/run/{world.tree}", file.as_uri()):
             with tab(browser, size) as shown:
                 page = shown.open(address)
+                page.get_by_role("button", name="share").click()
                 page.get_by_role("link", name="report").click()
                 page.locator(".report[data-ready]").wait_for()
                 assert page.locator(".sheet tbody tr").count() == 32
@@ -218,6 +219,7 @@ def test_search_links_copy_tokens_and_journal_download(
         assert "version 3" in text(page, ".about")
         page.locator(".tok.sampled").first.hover()
         assert "logprob -0.5" in text(page, ".about")
+        page.keyboard.press("S")
         with page.expect_download() as coming:
             page.get_by_role("link", name="journal").click()
         assert (

@@ -189,7 +189,8 @@ def test_exports_hold_what_is_shown(browser: Any, runs: Path, tmp_path: Path) ->
         page = shown.open(f"{server.url}#/training/p0%2Fa/p0%2Fb")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
         files = {}
-        for kind in ("CSV", "PNG", "HTML"):
+        for kind in ("CSV", "PNG", "file"):
+            page.get_by_role("button", name="share").click()
             with page.expect_download() as saved:
                 page.get_by_role("button", name=kind).click()
             files[kind] = tmp_path / saved.value.suggested_filename
@@ -207,9 +208,9 @@ def test_exports_hold_what_is_shown(browser: Any, runs: Path, tmp_path: Path) ->
         page.context.set_offline(True)
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        shown.open(files["HTML"].as_uri())
+        shown.open(files["file"].as_uri())
         assert "alarm: wrong sign since step 5" in text(page, "p")
-        assert HOSTILE in text(page, "table:last-of-type")
+        assert HOSTILE in text(page, "div:last-of-type table")
         assert page.evaluate("document.images[0].naturalWidth") > 500
         assert page.evaluate("window.hacked") is None
         assert [url for url in asked if not url.startswith(("file:", "data:"))] == []

@@ -110,6 +110,36 @@ class CompareView {
     if (this.list) this.list.close();
   }
 
+  shared() {
+    const letters = this.runs.map((_, at) => letter(at)),
+      answers = (row) => row.calls.map((call) => (call ? oneLine(call[1], 300) : "no such call"));
+    const differing = this.rows.filter((row) => !row.same);
+    return {
+      name: "compare",
+      title: `Compare ${many(this.runs.length, "run")}`,
+      parts: [
+        { text: this.summary() },
+        {
+          table: {
+            head: ["", ...letters],
+            rows: this.lines().map(([name, words]) => [name, ...this.heads.map(words)]),
+          },
+        },
+        { heading: "Calls that differ" },
+        {
+          table: {
+            head: ["call", "question", ...letters],
+            rows: differing.map((row) => [
+              row.calls.find(Boolean)[0],
+              oneLine(row.question, 200),
+              ...answers(row),
+            ]),
+          },
+        },
+      ],
+    };
+  }
+
   // The runs in the address, and others for those that it lacks: with the same question if there is
   // one.
   chosen() {
@@ -150,8 +180,8 @@ class CompareView {
     return select;
   }
 
-  // The figures of each run as a column; a figure that differs from the first run's is marked.
-  figures() {
+  // [name, words of a run] of each figure.
+  lines() {
     const reward = (head) =>
       Object.entries(scoresOf(head))
         .map(([name, value]) => `${name} ${number(value)}`)
@@ -168,7 +198,11 @@ class CompareView {
       ["cost", (head) => dollars(head.cost)],
       ["time", (head) => seconds(head.seconds)],
     ];
-    const lines = all.filter(([, words]) => this.heads.some((head) => words(head)));
+    return all.filter(([, words]) => this.heads.some((head) => words(head)));
+  }
+
+  // The figures of each run as a column; a figure that differs from the first run's is marked.
+  figures() {
     /** @type {import("./table.js").Column[]} */
     const columns = [
       { name: null, isHead: true, cell: ([name]) => name },
@@ -178,7 +212,7 @@ class CompareView {
         tone: ([, words]) => (at && words(head) !== words(this.heads[0]) ? "differs" : ""),
       })),
     ];
-    return table("table.figures.compared-runs", columns, lines);
+    return table("table.figures.compared-runs", columns, this.lines());
   }
 
   columnHead(head, at) {

@@ -108,15 +108,13 @@ const RECORD_COLUMNS = [
 ];
 
 function listed(page, evaluations) {
-  if (evaluations.length) {
-    listRecords(page, "Evaluations", "record", RECORD_COLUMNS, evaluations, {
+  if (evaluations.length)
+    return listRecords(page, "Evaluations", "record", RECORD_COLUMNS, evaluations, {
       problem: (each) => each.problem,
     });
-  } else {
-    const command = "ramify eval TASK --model MODEL";
-    const missing = "The given paths contain no evaluation.";
-    showNothing(page, "Evaluations", missing, "Create one with", command);
-  }
+  const command = "ramify eval TASK --model MODEL";
+  const missing = "The given paths contain no evaluation.";
+  showNothing(page, "Evaluations", missing, "Create one with", command);
   return null;
 }
 
@@ -486,6 +484,39 @@ class EvaluationView {
     }
   }
 
+  // The figures, and the attempts that match the filter.
+  shared() {
+    const { data, queue } = this,
+      { plan, report, compared } = data,
+      figure = (of) =>
+        of ? `${shownFigure(of)} (${of.low.toFixed(3)} to ${of.high.toFixed(3)})` : "–";
+    return {
+      name: data.name,
+      title: `${plan.task}/${plan.split} · ${plan.model}`,
+      parts: [
+        { text: `${many(plan.items, "item")}, ${many(plan.attempts, "attempt")} each` },
+        ...(compared ? [{ text: comparedWords(data) }] : []),
+        ...(report
+          ? [
+              {
+                table: {
+                  head: ["kind", "items", "mean reward", `pass@${report.k}`],
+                  rows: report.rows.map((row) => [
+                    row.kind || "(no kind)",
+                    number(row.items),
+                    figure(row.average),
+                    figure(row.passes),
+                  ]),
+                },
+              },
+            ]
+          : []),
+        { heading: many(queue.length, "attempt") },
+        { table: { head: ATTEMPT_HEAD, rows: queue.map(attemptTexts) } },
+      ],
+    };
+  }
+
   parameters() {
     const query = new URLSearchParams();
     if (this.filter.text.trim()) query.set("filter", this.filter.text.trim());
@@ -541,6 +572,32 @@ function itemsOf({ attempts, flips }) {
       Object.assign(each, { flipped: item.flipped, mixed: isMixed });
   }
   return [...items.values()];
+}
+
+const ATTEMPT_HEAD = [
+  ...["item", "attempt", "kind", "result", "reward", "question", "expected", "answer"],
+  ...["error", "ended", "tokens", "cost", "seconds", "label", "note"],
+];
+
+// An attempt as a row below `ATTEMPT_HEAD`.
+function attemptTexts(each) {
+  return [
+    each.item,
+    String(each.attempt + 1),
+    each.kind,
+    resultOf(each),
+    each.reward === null ? "" : number(each.reward),
+    each.question,
+    each.expected,
+    each.answer,
+    each.error,
+    stopWords(each.stop)[0],
+    String(each.tokens),
+    each.cost === null ? "" : dollars(each.cost),
+    seconds(each.seconds),
+    each.verdict || "",
+    each.note,
+  ];
 }
 
 function placeOf(attempt) {
@@ -604,17 +661,19 @@ function tiles(report) {
 }
 
 function compared(_, data) {
+  if (!data.compared) return null;
+  return data.compared.problem
+    ? h("p.problem", null, data.compared.problem)
+    : h("p.parting", { role: "note" }, comparedWords(data));
+}
+
+function comparedWords(data) {
   const found = data.compared;
-  if (!found) return null;
-  if (found.problem) return h("p.problem", null, found.problem);
+  if (found.problem) return found.problem;
   const { value, low, high } = found.difference,
     sure = low > 0 || high < 0,
     flipped = (way) => Object.values(data.flips).filter((each) => each === way).length;
-  return h(
-    "p.parting",
-    { role: "note" },
-    `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}; ${number(flipped("better"))} got better and ${number(flipped("worse"))} worse.`,
-  );
+  return `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}; ${number(flipped("better"))} got better and ${number(flipped("worse"))} worse.`;
 }
 
 // Bars with intervals for each kind of item, and pass@k for each k.

@@ -93,6 +93,24 @@ class LabelView {
     this.list.close();
   }
 
+  // The queue, with what was said so far.
+  shared() {
+    const columns = ["question", "answer", "label", "reward", "note", "run"],
+      rows = this.queue.map((run) => [
+        run.question || "",
+        run.answer ?? run.ending ?? "",
+        verdictOf(run) || "",
+        typeof run.reward === "number" ? number(run.reward) : "",
+        run.note || "",
+        run.id,
+      ]);
+    return {
+      name: "labels",
+      title: `Labels${this.filter.text.trim() ? `: ${this.filter.text.trim()}` : ""}`,
+      parts: [{ text: this.tally.textContent }, { table: { head: columns, rows } }],
+    };
+  }
+
   arrange() {
     const { matches, order } = this.filter;
     this.queue = this.runs.filter(matches);

@@ -9,7 +9,7 @@
 //   #/map[/KEY[/FILTER]]                    maps, and the rows of one
 
 import { load, offline, showState, watchServer } from "./api.js";
-import { fill, h } from "./dom.js";
+import { fill, h, toast } from "./dom.js";
 import { runAddress } from "./format.js";
 import { runPage } from "./run.js";
 
@@ -136,6 +136,11 @@ function drawBar(route) {
     h("span.spread"),
     offline ? null : h("span.state", { id: "state", role: "status" }),
     h(
+      "button.small.share-button",
+      { type: "button", onclick: share, "aria-label": "share", title: "share (S)" },
+      h("span", null, "share"),
+    ),
+    h(
       "button.small",
       {
         type: "button",
@@ -188,6 +193,7 @@ let goes = false;
 function pageKeys() {
   return {
     t: ["dark or light", otherTheme],
+    S: ["share this page", share],
     "?": ["these keys", help],
     ...(offline
       ? {}
@@ -200,6 +206,16 @@ function pageKeys() {
         }),
     ...(view?.keys ? view.keys() : {}),
   };
+}
+
+async function share() {
+  const known = /** @type {HTMLDialogElement | null} */ (document.getElementById("share"));
+  if (known) return known.close();
+  try {
+    (await load("share"))(view);
+  } catch (error) {
+    toast(error.message);
+  }
 }
 
 function help() {

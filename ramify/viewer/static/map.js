@@ -69,12 +69,9 @@ function rowsWords({ rows, total }) {
 
 function listMaps(page, maps) {
   document.title = "Maps · Ramify";
-  if (maps.length) {
-    listRecords(page, "Maps", "map", MAP_COLUMNS, maps);
-  } else {
-    const command = "ramify map QUESTION ROWS… --out FILE";
-    showNothing(page, "Maps", "The given paths contain no map.", "Create one with", command);
-  }
+  if (maps.length) return listRecords(page, "Maps", "map", MAP_COLUMNS, maps);
+  const command = "ramify map QUESTION ROWS… --out FILE";
+  showNothing(page, "Maps", "The given paths contain no map.", "Create one with", command);
   return null;
 }
 
@@ -149,11 +146,48 @@ class MapView {
     if (this.data) this.arrange();
   }
 
+  // The rows that match the filter.
+  shared() {
+    const { data, shown } = this;
+    return {
+      name: `map-${oneLine(data.question, 40).replace(/\W+/g, "-")}`,
+      title: oneLine(data.question, 300),
+      parts: [
+        { text: this.figuresOf().join(" · ") },
+        {
+          table: {
+            head: ["row", "text", "answer", "error", "state", "cost", "time"],
+            rows: shown.map((each) => [
+              String(each.row),
+              each.text || "",
+              each.answer ?? "",
+              each.error || "",
+              each.state,
+              each.cost === undefined || each.cost === null ? "" : dollars(each.cost),
+              seconds(each.seconds || 0),
+            ]),
+          },
+        },
+      ],
+    };
+  }
+
+  figuresOf() {
+    const { data } = this,
+      rest = data.total && data.rows < data.total;
+    return [
+      `${rowsWords(data)} rows`,
+      data.failed ? `${number(data.failed)} failed` : "",
+      `${many(data.questions, "question")} asked`,
+      many(data.calls, "call"),
+      dollars(data.cost),
+      data.alive ? "in progress" : rest ? "not all rows are asked" : "",
+    ].filter(Boolean);
+  }
+
   draw() {
     const { data } = this;
     document.title = `${oneLine(data.question, 60)} · Ramify`;
-    const rest = data.total && data.rows < data.total,
-      standing = data.alive ? "in progress" : rest ? "not all rows are asked" : "";
     fill(
       this.body,
       h(
@@ -161,20 +195,7 @@ class MapView {
         null,
         h("h1", null, oneLine(data.question, 200)),
         h("span.badge", null, data.model),
-        h(
-          "span.quiet",
-          null,
-          [
-            `${rowsWords(data)} rows`,
-            data.failed ? `${number(data.failed)} failed` : "",
-            `${many(data.questions, "question")} asked`,
-            many(data.calls, "call"),
-            dollars(data.cost),
-            standing,
-          ]
-            .filter(Boolean)
-            .join(" · "),
-        ),
+        h("span.quiet", null, this.figuresOf().join(" · ")),
         h("a.small", { href: "#/map" }, "all maps"),
       ),
       h("p.quiet.file", null, data.out),

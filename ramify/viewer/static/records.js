@@ -3,7 +3,7 @@
 
 import { fill, h } from "./dom.js";
 import { many } from "./format.js";
-import { table } from "./table.js";
+import { table, tableTexts } from "./table.js";
 
 // Say that there is nothing to show. `missing` and `remedy` are sentences; `command` ends the second.
 export function showNothing(page, title, missing, remedy, command) {
@@ -19,7 +19,7 @@ export function showNothing(page, title, missing, remedy, command) {
   );
 }
 
-// `noun` is what one record is called; `options` are those of `table`.
+// `noun` is what one record is called; `options` are those of `table`. Returns what can be shared.
 export function listRecords(page, title, noun, columns, records, options = {}) {
   fill(
     page,
@@ -35,4 +35,11 @@ export function listRecords(page, title, noun, columns, records, options = {}) {
       h("div.scroll-x", null, table("table.figures.records", columns, records, options)),
     ),
   );
+  return {
+    shared: () => ({
+      name: title.toLowerCase(),
+      title,
+      parts: [{ table: tableTexts(columns, records) }],
+    }),
+  };
 }

@@ -15,6 +15,7 @@ import {
   stopWords,
 } from "./format.js";
 import { Run } from "./run.js";
+import { sharedRun } from "./shared_run.js";
 import { Story } from "./story.js";
 import { table } from "./table.js";
 import { textOf } from "./turn.js";
@@ -50,7 +51,7 @@ async function reportPage(page, [key]) {
       ),
     );
   page.firstChild.dataset.ready = "yes";
-  return {};
+  return { shared: () => sharedRun(run, key) };
 }
 
 // question → answer → cost → time of every call

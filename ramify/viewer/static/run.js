@@ -5,6 +5,7 @@ import { copy, fill, h, toast } from "./dom.js";
 import { parseFilter } from "./filter.js";
 import { many, runAddress } from "./format.js";
 import { callFields, Outline } from "./outline.js";
+import { sharedRun } from "./shared_run.js";
 import { Story } from "./story.js";
 import { Transcript } from "./transcript.js";
 import { Picture } from "./tree.js";
@@ -204,14 +205,6 @@ class RunView {
       this.search,
       this.tail,
       this.story.opener,
-      h("a.small", { href: `${runAddress(this.key)}/report` }, "report"),
-      offline
-        ? null
-        : h(
-            "a.small",
-            { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" },
-            "journal",
-          ),
       offline
         ? null
         : h("button.small", { type: "button", onclick: () => this.openReview() }, "review"),
@@ -256,6 +249,10 @@ class RunView {
     this.story.close();
     this.picture.close();
     this.outline.close();
+  }
+
+  shared() {
+    return sharedRun(this.run, this.key, this.picture.canvas);
   }
 
   async fetchTexts(first) {

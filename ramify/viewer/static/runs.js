@@ -245,6 +245,20 @@ class RunsView {
     this.arrange();
   }
 
+  // The rows that are listed.
+  shared() {
+    const filter = this.filter.text.trim(),
+      rows = this.shown.map((run) => [...COLUMNS.map(({ text }) => text(run)), run.id || ""]);
+    return {
+      name: "runs",
+      title: filter ? `Runs: ${filter}` : "Runs",
+      parts: [
+        { text: `${this.tally.textContent}\n${this.figures.textContent}`.trim() },
+        { table: { head: [...COLUMNS.map(({ name }) => name), "id"], rows } },
+      ],
+    };
+  }
+
   setGroup(name) {
     this.filter.set(`${this.ungrouped()} ${name ? `group:${name}` : ""}`.trim());
   }

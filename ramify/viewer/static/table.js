@@ -44,6 +44,16 @@ export function table(what, columns, rows, { label = null, problem = () => "" } 
   );
 }
 
+// The texts of a table, to be shared (share.js).
+/** @param {Column[]} columns @param {any[]} rows */
+export function tableTexts(columns, rows) {
+  const wordsOf = (cell) => h("div", null, cell).textContent;
+  return {
+    head: columns.map((column) => wordsOf(column.name)),
+    rows: rows.map((row, index) => columns.map((column) => wordsOf(column.cell(row, index)))),
+  };
+}
+
 /** @param {Column} column */
 function headCell({ name, isNumber }) {
   return name ? h("th", { scope: "col", class: isNumber ? "num" : "" }, name) : h("td");

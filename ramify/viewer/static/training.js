@@ -23,8 +23,8 @@ import { TrainingPlot } from "./plots.js";
 import { showNothing } from "./records.js";
 import { listPlaces } from "./run_list.js";
 import { Samples } from "./samples.js";
+import { sharedTraining } from "./shared_training.js";
 import { table } from "./table.js";
-import { exportButtons } from "./training_export.js";
 
 // Curves have a name and nothing else to filter by.
 /** @type {import("./filter.js").Fields} */
@@ -184,6 +184,10 @@ class TrainingView {
     }
   }
 
+  shared() {
+    return sharedTraining(this);
+  }
+
   nameOf(key) {
     const row = this.trainings.find((each) => each.key === key);
     if (!row) return key;
@@ -300,7 +304,6 @@ class TrainingView {
         : null,
       h("span.spread"),
       this.filter.input,
-      exportButtons(this),
     );
   }
 
