@@ -27,7 +27,9 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },
     "ramify.offline": {
-        "needle": "ramify.extras.studies.offline_needle:NEEDLE",
+        "niah": "ramify.extras.suites.offline_niah:NIAH",
+        "oolong": "ramify.extras.suites.offline_oolong:OOLONG",
+        "oolong_pairs": "ramify.extras.suites.offline_oolong_pairs:PAIRS",
     },
     "ramify.demos": {
         "programs": "ramify.extras.studies.programs.demos:program_demos",

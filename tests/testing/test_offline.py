@@ -229,8 +229,8 @@ def test_a_question_of_no_suite_has_no_strategy() -> None:
 
 
 def test_an_unknown_suite_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown offline suite 'needel': did you mean 'needle'"):
-        OfflineModel(suites=("needel",)).reply([Message("user", "?")])
+    with pytest.raises(ConfigError, match="unknown offline suite 'niha': did you mean 'niah'"):
+        OfflineModel(suites=("niha",)).reply([Message("user", "?")])
 
 
 def test_a_suite_of_ones_own_is_the_source_of_its_functions() -> None:

@@ -6,6 +6,7 @@
     niah.py               RULER's needles, variables and word counts, and the task ``needle``
     oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
     oolong_pairs.py       all pairs of users that satisfy a condition, over such texts
+    offline_*.py          what the model for offline use knows of a suite (docs/offline-model.md)
 
 Each suite is a row of ``ENTRY_POINTS`` in ``ramify/extras/__init__.py``. docs/suites.md has the
 rules of each, its score, and the score of the best constant answer.

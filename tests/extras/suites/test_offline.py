@@ -11,6 +11,7 @@ import builtins
 import collections
 import datetime
 import difflib
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,24 +20,27 @@ import pytest
 
 from ramify.engine.rlm import RLM
 from ramify.evaluate.run import EvaluationPlan, evaluate
+from ramify.extras.suites import niah, oolong, oolong_pairs
 from ramify.tasks.base import Item, SimpleTask, items_of, task_of
 from ramify.testing.offline import OFFLINE_SUITES, AccuracyCurve, OfflineModel, OfflineSuite
 from ramify.types.message import Message
 
-LONG: dict[str, dict[str, Any]] = {"needle": {"chars": 20_000}}
-"""Suite -> options of its task."""
-FAMILIES: dict[str, tuple[str, ...]] = {}
+FAMILIES = {
+    "niah": niah.FAMILIES,
+    "oolong": oolong.FAMILIES,
+    "oolong_pairs": oolong_pairs.FAMILIES,
+}
+"""Suite -> its families."""
 ROWS = [
-    pytest.param(suite, family, id="-".join(filter(None, (suite, family))))
-    for suite in LONG
-    for family in FAMILIES.get(suite, ("",))
+    pytest.param(suite, family, id=f"{suite}-{family}")
+    for suite, families in FAMILIES.items()
+    for family in families
 ]
 PERFECT, WRONG = (OfflineModel(curve=AccuracyCurve(((1, share),))) for share in (1.0, 0.0))
 
 
-def suite_task(suite: str, family: str, **options: Any) -> SimpleTask:
-    chosen = {"families": (family,)} if family else {}
-    task = task_of(suite, **(LONG[suite] | options), **chosen)
+def suite_task(suite: str, family: str | None = None) -> SimpleTask:
+    task = task_of(suite, tokens=5_000, families=None if family is None else (family,))
     assert isinstance(task, SimpleTask)
     return task
 
@@ -68,7 +72,7 @@ def leaf(model: OfflineModel, asked: list[str]) -> Callable[[list[str]], list[st
 
 
 def test_every_suite_is_tested_here() -> None:
-    assert set(LONG) == set(OFFLINE_SUITES)
+    assert set(FAMILIES) == set(OFFLINE_SUITES)
 
 
 @pytest.mark.parametrize(("suite", "family"), ROWS)
@@ -119,9 +123,9 @@ def test_a_question_alone_has_no_right_reply(suite: str, family: str) -> None:
         assert score(task, PERFECT.reply([Message("user", item.question)]), item) < 1.0
 
 
-@pytest.mark.parametrize("suite", LONG)
+@pytest.mark.parametrize("suite", FAMILIES)
 def test_a_session_of_ramify_runs_the_strategy(suite: str) -> None:
-    task = suite_task(suite, "")
+    task = suite_task(suite)
     client = PERFECT.client()
 
     async def main() -> list[float | None]:
@@ -131,3 +135,11 @@ def test_a_session_of_ramify_runs_the_strategy(suite: str) -> None:
 
     assert asyncio.run(main()) == [1.0, 1.0]
     assert [len(each.messages) for each in client.requests if len(each.messages) > 1]
+
+
+def test_spoiled_labels_differ_in_a_few_lines() -> None:
+    question = "Which label has each line? 0 = a, 1 = b, 2 = c. Reply with one number a line."
+    right = "\n".join(["0", "1", "2"] * 20)
+    wrong = OFFLINE_SUITES.of("oolong").spoil(question, "", right, random.Random(0))
+    differ = sum(a != b for a, b in zip(right.split("\n"), wrong.split("\n"), strict=True))
+    assert 1 <= differ <= 4

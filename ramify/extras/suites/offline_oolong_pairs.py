@@ -1,0 +1,65 @@
+"""How the offline model answers ``oolong_pairs``: leaves label the lines as in OOLONG, and code
+finds the users that satisfy the condition and joins them.
+
+Decides the strategy of a root. Not here: how a leaf labels lines (``offline_oolong.py``), the
+accuracy of a reply, and the steps of a root (``ramify/testing/offline.py``).
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import random
+import re
+from collections.abc import Callable
+
+from ramify.extras.suites import offline_oolong
+from ramify.extras.suites.offline_oolong import labelled_lines
+from ramify.testing.offline import OfflineSuite
+
+
+def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
+    lines = labelled_lines(context, ask, chars)[1]
+    after = re.findall(r"on or after (\w+ \d+, \d+)", question)
+    if after:
+        start = datetime.datetime.strptime(after[0], "%b %d, %Y")
+        dates = {line[0] for line in lines}
+        late = {date for date in dates if datetime.datetime.strptime(date, "%b %d, %Y") >= start}
+        lines = [line for line in lines if line[0] in late]
+    counts = collections.Counter((int(user), label) for _, user, label in lines)
+    users = sorted({user for user, _ in counts})
+    labels = re.findall(r"'([^']+)'", question)
+    exact = re.findall(r"exactly (\d+) instances? with", question)
+    if question.find("one of the users") >= 0:
+        first = [user for user in users if counts[user, labels[0]]]
+        second = [user for user in users if counts[user, labels[1]] == 1]
+    elif exact:
+        first = [user for user in users if counts[user, labels[0]] == int(exact[0])]
+        second = first
+    else:
+        first = [user for user in users if any(counts[user, label] for label in labels)]
+        second = first
+    pairs = {(min(one, other), max(one, other)) for one in first for other in second}
+    return "\n".join(f"({one}, {other})" for one, other in sorted(pairs) if one != other)
+
+
+def read(question: str, text: str) -> str | None:
+    return offline_oolong.read(question, text)
+
+
+def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+    """Return a few other labels, or other pairs."""
+    if "pairs of users" not in question:
+        return offline_oolong.spoil(question, text, right, draw)
+    pairs = right.split("\n")
+    users = sorted(set(re.findall(r"User: (\d+)", text)))
+    for _ in range(1 + len(pairs) // 4):
+        pairs[draw.randrange(len(pairs))] = f"({', '.join(sorted(draw.sample(users, 2)))})"
+    changed = "\n".join(sorted(set(pairs)))
+    return changed if set(pairs) != set(right.split("\n")) else "\n".join(pairs[1:]) or "none"
+
+
+PAIRS = OfflineSuite(
+    "oolong_pairs", r"List all pairs of users such that", solve, read, spoil, (labelled_lines,)
+)
+"""Leaves label the lines, and code joins the users that satisfy the condition."""
