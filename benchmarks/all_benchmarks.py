@@ -45,7 +45,7 @@ NOT_BENCHMARKS = {
     "side_trl": "one side of a comparison",
 }
 """Module with a command -> why it is not a benchmark."""
-WITH_PEERS = ("engine", "objectives", "sandbox", "training")
+WITH_PEERS = ("engine", "objectives", "sandbox", "suites", "training")
 """Benchmarks with the option ``--without-peers``."""
 LIMIT_S = 900
 
