@@ -4,8 +4,9 @@
     >>> rlm = ramify.RLM("openai:gpt-5-mini")
     >>> rlm.completion(open("huge.log").read(), "Which host failed first, and why?").response
 
-The public names are here (asking) and in six namespaces; deeper paths are private and may move:
+The public names are here (asking) and in seven namespaces; deeper paths are private and may move:
 
+    ramify.plans        fixed programs over bounded leaves, and their cost in dollars beforehand
     ramify.tasks        write a task and a reward
     ramify.evaluate     measure a model or a method on a task
     ramify.train        train a policy; recipes, algorithms, losses, signals, trackers

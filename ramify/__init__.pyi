@@ -4,6 +4,7 @@ from typing import Any
 
 from ramify import evaluate as evaluate
 from ramify import inference as inference
+from ramify import plans as plans
 from ramify import ray as ray
 from ramify import tasks as tasks
 from ramify import testing as testing

@@ -38,7 +38,7 @@ RUN_LOG = "run.log"
 OFF = logging.CRITICAL + 1
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 ROOMS = [
-    *("ramify", "cli", "clients", "cluster", "combinators", "engine", "evaluate", "inference"),
+    *("ramify", "cli", "clients", "cluster", "engine", "evaluate", "inference"),
     *("models", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing", "train"),
     "viewer",
 ]

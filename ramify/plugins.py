@@ -52,6 +52,7 @@ REGISTRIES = (
     "ramify.sandbox.base:SANDBOXES",
     "ramify.store.stores:STORES",
     "ramify.engine.scaffold:SCAFFOLDS",
+    "ramify.engine.strategies:STRATEGIES",
     "ramify.tasks.base:TASKS",
     "ramify.tasks.scoring:SCORERS",
     "ramify.train.data.sft_data:DEMOS",

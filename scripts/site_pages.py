@@ -32,6 +32,7 @@ NAMESPACES = [
     "ramify.train",
     "ramify.inference",
     "ramify.testing",
+    "ramify.plans",
     "ramify.ray",
 ]
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")

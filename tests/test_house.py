@@ -31,7 +31,7 @@ FLOORS = [
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
-    {"combinators"},
+    {"plans"},
     {"evaluate", "maps"},
     {"train"},
     {"agents"},

@@ -29,7 +29,7 @@ PUBLIC = {
         RequestStarted Result RunEnded RunOptions RunStarted RunStore Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
         Store StoreError Suspended ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
-        amap by_score evaluate inference load map open_sandbox ray subscribe tasks testing train view vote
+        amap by_score evaluate inference load map open_sandbox plans ray subscribe tasks testing train view vote
     """,
     "ramify.tasks": """
         BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
@@ -50,6 +50,12 @@ PUBLIC = {
         ReplyFiltered ReplyLost Request Sampling SamplingDefaults ServerFailed Tool ToolCall
         Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver WeightSource
         WeightSync connect from_config load_policy save_policy
+    """,
+    "ramify.plans": """
+        CallBound Comparison Leaf Part Pattern Plan PlanCost PlanStrategy Relevance SplitText
+        aggregate ask best both classify combine concat count cross distinct field filter join
+        map multi_hop pairwise peek periods plan_for ready_plan reduce search split summarise
+        top total
     """,
     "ramify.ray": "Asker",
     "ramify.testing": """
@@ -208,7 +214,7 @@ def test_docstring_examples_of_public_names_pass(
     if not isinstance(value, type | types.FunctionType):
         return
     monkeypatch.chdir(tmp_path)
-    spaces = ("evaluate", "inference", "tasks", "testing", "train")
+    spaces = ("evaluate", "inference", "plans", "tasks", "testing", "train")
     names = {"ramify": ramify, **{space: getattr(ramify, space) for space in spaces}}
     finder = doctest.DocTestFinder(recurse=False)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -1,10 +1,11 @@
-"""How a question is answered: by one plain call, by a call with a session, or by conversations that
-its task holds.
+"""How a question is answered: by one plain call, by a call with a session, by conversations that
+its task holds, or by a strategy.
 
     way_to_answer(…) ─┬─ "plain call"     a short context: one request, without a session
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
                       │                   continuations; the next question continues its session
-                      └─ "conversations"  the task's own code asks through ModelConversations
+                      ├─ "conversations"  the task's own code asks through ModelConversations
+                      └─ "strategy"       a strategy asks through LeafCalls
 
 Not here: when the run begins and ends (see ``run_handle.py``), and the turns of a call with a
 session (see ``rlm_call.py``).
@@ -20,6 +21,7 @@ from ramify.engine.branch import BranchedCall
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.host import ask_plain
+from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_conversations import ModelConversations
@@ -28,6 +30,7 @@ from ramify.engine.prompt_text import instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
+from ramify.engine.typed import TypeMismatch
 from ramify.errors import ConfigError, HostCallError, RamifyError, raised_at
 from ramify.sandbox.base import SharedContext
 from ramify.types.picture import (
@@ -38,7 +41,7 @@ from ramify.types.picture import (
 )
 from ramify.types.trajectory import Fork, Stop
 
-WayToAnswer = Literal["plain call", "session", "conversations"]
+WayToAnswer = Literal["plain call", "session", "conversations", "strategy"]
 
 
 class ConversationState:
@@ -61,6 +64,8 @@ def way_to_answer(
     setup: RlmSetup, question: Question, models: RunModels, conversation: ConversationState | None
 ) -> WayToAnswer:
     """Choose how ``question`` is answered."""
+    if question.strategy is not None:
+        return "strategy"
     if question.conduct is not None:
         return "conversations"
     if conversation is not None or setup.search is not None:
@@ -79,6 +84,26 @@ def way_to_answer(
         fits = len(pictures) <= MAX_PICTURES and num_bytes <= MAX_REQUEST_BYTES
         is_direct = fits and models.sees(root) is not False
     return "plain call" if is_direct else "session"
+
+
+def check_strategy(
+    setup: RlmSetup, question: Question, conversation: ConversationState | None
+) -> None:
+    """Raise ConfigError if the question has a strategy and something that no strategy can do."""
+    if question.strategy is None:
+        return
+    for is_given, what in (
+        (question.conduct is not None, "a task that holds its own conversations"),
+        (conversation is not None, "a conversation"),
+        (setup.search is not None, "branches or a search"),
+        (question.cite, "citations"),
+        (bool(question.pictures), "pictures in the context"),
+        (question.needs_session, "a context that only a tool can read"),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"a strategy cannot be combined with {what}: omit the strategy, or that"
+            )
 
 
 def check_pictures(question: Question, models: RunModels) -> None:
@@ -105,6 +130,8 @@ async def answer(
     match way:
         case "conversations":
             return await _answer_by_conversations(run, question, resources)
+        case "strategy":
+            return await _answer_by_strategy(run, question, context)
         case "plain call":
             return await _answer_by_plain_call(run, question, context)
         case "session":
@@ -131,6 +158,39 @@ async def _answer_by_conversations(
     finally:
         conversations.end(outcome)
     return outcome
+
+
+async def _answer_by_strategy(
+    run: LiveRun, question: Question, context: SharedContext | None
+) -> CallOutcome:
+    """Let the question's strategy answer. The root is a call without turns of its own."""
+    assert question.strategy is not None
+    root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
+    run.begin(root)
+    run.pass_limit(root)
+    outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+    try:
+        outcome = _typed(await question.strategy(LeafCalls(run, root, question)), question)
+    except RamifyError as error:
+        outcome = failed(error, run.recorder.is_stored)
+    except Exception as error:  # noqa: BLE001 -- a strategy may be the user's code
+        failure = RamifyError(f"the strategy ended with {error!r:.400}{raised_at(error)}")
+        failure.__cause__ = error
+        outcome = failed(failure, run.recorder.is_stored)
+    finally:
+        run.end(root, outcome)
+    return outcome
+
+
+def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
+    """Return ``outcome`` with an answer of the requested type."""
+    if question.kind is None or outcome.answer is None:
+        return outcome
+    try:
+        return msgspec.structs.replace(outcome, answer=question.kind.convert(outcome.answer))
+    except TypeMismatch as mismatch:
+        why = f"the answer of the strategy does not fit the requested type: {mismatch}"
+        return CallOutcome(Stop.ERROR, error=why)
 
 
 async def _answer_by_plain_call(

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Client
+from ramify.clients.base import Client, Sampling
 from ramify.engine import observe
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
@@ -540,15 +540,17 @@ async def ask_plain(
     kind: AnswerType | None,
     before: Sequence[Message] = (),
     pictures: tuple[Picture, ...] = (),
+    sampling: Sampling | None = None,
 ) -> CallOutcome:
     """Ask the model of ``call`` a plain question (see ``plain_call.py``). ``before`` are the
-    messages before the prompt, which shows ``pictures``. Never raises for a failed model."""
+    messages before the prompt, which shows ``pictures``. ``sampling`` may shorten the reply. Never
+    raises for a failed model."""
     run.pass_limit(call)
     first = [*before, Message("user", asked_for(prompt, kind), pictures=pictures)]
     schema = kind.enforced if kind else None
 
     async def ask(new: list[Message], reused: int | None) -> Reply:
-        return await run.requests.ask(call, new, reused=reused, schema=schema)
+        return await run.requests.ask(call, new, reused=reused, schema=schema, asked=sampling)
 
     def cut(text: str) -> ReplyCut:
         return cut_reply(run.requests, call, text)

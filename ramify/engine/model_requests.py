@@ -220,7 +220,7 @@ class ModelRequests:
     def text_limit(self, call: LiveCall) -> tuple[int, str]:
         """Return (maximum tokens of a reply of ``call`` without hidden reasoning, the setting that
         it comes from)."""
-        is_plain = call.kind == "lm" and call.parent is not None
+        is_plain = call.kind in ("lm", "leaf") and call.parent is not None
         return self.lengths.text_limit(call.client, call.depth, is_plain)
 
     def _last_word_tokens(self, call: LiveCall) -> int:

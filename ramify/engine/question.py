@@ -26,6 +26,7 @@ from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
+from ramify.engine.strategies import Strategy
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
@@ -114,6 +115,8 @@ class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=Tru
     direct: DirectChoice = True
     """If False, the root has a session even if the context is short. ``"always"``: one plain call
     answers, however long the context is."""
+    strategy: Strategy | None = None
+    """Answers the question in place of a session, such as a ``ramify.plans.PlanStrategy``."""
     budget: Ledger | None = None
     """Budget that several runs share, as the rows of a map do: every request reserves there, too.
     A stored run that it ends is suspended, and can be resumed."""
@@ -143,6 +146,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling", lambda value: isinstance(value, Sampling), "a ramify.Sampling(…)"),
     ("on_event", callable, "a function of an event"),
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+    ("strategy", callable, "a strategy, such as a ramify.plans.PlanStrategy(…)"),
     ("instructions", lambda value: isinstance(value, str), "a text"),
     ("budget", lambda value: isinstance(value, Ledger), "the Ledger of several runs"),
 )
@@ -194,6 +198,7 @@ class RlmKeywords(TypedDict, total=False):
     on_event: Listener | None
     metadata: Mapping[str, Any] | None
     direct: DirectChoice
+    strategy: Strategy | None
     budget: Ledger | None
 
 
@@ -228,6 +233,8 @@ class Question(msgspec.Struct, frozen=True):
     """Gets the encoded context before it is used."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
     """Holds the conversations with the model in place of the engine's loop."""
+    strategy: Strategy | None = None
+    """Answers the question by leaf calls in place of the engine's loop."""
     direct: DirectChoice = True
     """True if one direct call may answer it. If False, the root always has a session. ``always``:
     it never has one."""

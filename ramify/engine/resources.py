@@ -21,11 +21,13 @@ from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model import Model, bare_name, check_aliases
 from ramify.clients.pool import ClientPool
 from ramify.clients.providers import load_clients
-from ramify.engine.branch_search import BranchSearch, config_of, search_of
+from ramify.engine.branch_search import BranchSearch, search_of
+from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.strategies import config_of as strategy_config
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, NamedFields, WeakSandboxWarning
 from ramify.logging import RoomLogger
@@ -367,13 +369,15 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if options.examples:
             changes["examples"] = examples_of(options.examples)
         search = self.search if options.search is None else search_of(options.search)
-        branching = {} if search is None else config_of(search)
+        special = {} if search is None else search_config(search)
+        if options.strategy is not None:
+            special |= strategy_config(options.strategy)
         setup = msgspec.structs.replace(self, **changes, search=search, budget=options.budget)
         plain = setup.plain() if changes else {}
         recorded = {name: plain[name] for name in changes}
         if not {"model", "sub_model"}.isdisjoint(changes):
             recorded["models"] = plain.get("models", [])
-        config = {**self.config, **recorded, **branching, **(options.metadata or {})}
+        config = {**self.config, **recorded, **special, **(options.metadata or {})}
         if options.direct is not True:
             # A replayed or resumed run must make the same decision.
             config["direct"] = options.direct

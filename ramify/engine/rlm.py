@@ -58,6 +58,7 @@ from ramify.engine.resources import (
 )
 from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
+from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
@@ -262,7 +263,9 @@ class RLM:
         """
         options = self._options.updated(options, changes)
         resolved = msgspec.structs.replace(
-            question(prompt, query, options.answer_type, options.cite), direct=options.direct
+            question(prompt, query, options.answer_type, options.cite),
+            direct=options.direct,
+            strategy=options.strategy,
         )
         setup = self._setup.for_run(options).with_task(resolved)
         cache = reply_cache(self.store, options.cache)  # first: it may raise, and holds no journal
@@ -293,7 +296,9 @@ class RLM:
         options = self._options.updated(options, changes)
         prompt = await read_prompt(prompt)
         resolved = msgspec.structs.replace(
-            question(prompt, query, options.answer_type, options.cite), direct=options.direct
+            question(prompt, query, options.answer_type, options.cite),
+            direct=options.direct,
+            strategy=options.strategy,
         )
         return await preview(self._setup.for_run(options).with_task(resolved), resolved, depth)
 
@@ -500,6 +505,8 @@ class RLM:
         given = {*setup.tools.functions, *setup.tools.values}
         tools = rerun.tools_of_sources(started, given) if prompt is None else {}
         last = rerun.question_of(self.store, started, options.answer_type, prompt, tools)
+        strategy = recorded_strategy(started.config, options.strategy)
+        last = msgspec.structs.replace(last, strategy=strategy)
         state = ConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(
             setup,

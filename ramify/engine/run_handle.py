@@ -25,6 +25,7 @@ from ramify.engine.answering import (
     WayToAnswer,
     answer,
     check_pictures,
+    check_strategy,
     way_to_answer,
 )
 from ramify.engine.call_outcome import CallOutcome, failed
@@ -210,6 +211,7 @@ class RunHandle:
                 await self._repeat_earlier()
                 models = await self._setup.connect(resources)
                 check_pictures(self._question, models)
+                check_strategy(self._setup, self._question, self._conversation)
                 context = await self._context(resources)
                 check_instructions(self._setup, models)
                 way = way_to_answer(self._setup, self._question, models, self._conversation)
@@ -331,7 +333,7 @@ class RunHandle:
             return context
 
         large = observe.chars_of(value) > 1 << 20
-        if large:
+        if large and self._question.strategy is None:
             resources.prepare()
         context = await asyncio.to_thread(prepare) if large else prepare()
         if self._conversation is not None:

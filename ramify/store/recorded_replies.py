@@ -91,7 +91,9 @@ class RecordedReplies:
         self._forgotten: dict[tuple[str, int], list[ForgottenTurns]] = {}
         self._models: dict[str, str] = {}
         self._direct: set[str] = set()
-        """Plain calls."""
+        """Plain calls of sessions and of questions."""
+        self._leaves: set[str] = set()
+        """Plain calls of strategies."""
         self._parents: dict[str, Parent] = {}
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
@@ -260,6 +262,7 @@ class RecordedReplies:
             id = below.pop()
             for child, parent in self._parents.items():
                 is_of_cell = parent.call == id and parent.turn == cut[id] - 1
+                is_of_cell = is_of_cell or (parent.call == id and child in self._leaves)
                 end = self._ends.get(child)
                 has_reply = child in self._direct and (child, 0) in self._replies
                 if is_of_cell and end is not None and end.stop is stop and not has_reply:
@@ -397,6 +400,7 @@ class RecordedReplies:
                 self._models[event.id] = event.model
                 self._parents.update({event.id: event.parent} if event.parent else {})
                 self._direct.update({event.id} if event.kind == "lm" else ())
+                self._leaves.update({event.id} if event.kind == "leaf" else ())
             case RunEnded():
                 self.ended = event
                 self._failed_end = self._can_be_resumed(event)

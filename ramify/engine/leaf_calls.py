@@ -1,0 +1,119 @@
+"""What a strategy may do in a run: ask many small questions, each as one recorded plain call.
+
+    strategy ── ask_all(leaves) ──> call 0.0, 0.1, 0.2, … of kind "leaf" ──> outcomes, in order
+                                    at most two for each slot of the limiter begin at once
+
+Leaves are budgeted, limited, retried, journalled and resumed as the sub-calls of a session. Their
+ids follow the order in which they are given, so a repeated run finds their replies again. Not here:
+which leaves a question needs, which the strategy decides (see ``strategies.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Client, Sampling
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.host import ask_plain
+from ramify.engine.limits import Limits, ResourceAmount
+from ramify.engine.live_call import LiveCall
+from ramify.engine.live_run import LiveRun
+from ramify.engine.question import Question
+from ramify.engine.typed import AnswerType
+from ramify.errors import ReplayDiverged
+from ramify.types.trajectory import Parent, Stop
+
+_BEGUN_PER_SLOT = 2
+"""Leaves that have begun for each slot of the limiter. One of them waits for the slot."""
+
+
+class LeafRequest(msgspec.Struct, frozen=True):
+    """One leaf call."""
+
+    label: str
+    """What it is about, for readers of the record: ``label lines 1-120``."""
+    prompt: str
+    kind: AnswerType | None
+    """Type of its answer; None for text."""
+    max_tokens: int
+    """Most tokens of a reply, without hidden reasoning."""
+
+
+class LeafCalls:
+    """The leaf calls of one run."""
+
+    def __init__(self, run: LiveRun, root: LiveCall, question: Question) -> None:
+        self.question = question
+        self._run = run
+        self._root = root
+        self._step = -1
+
+    @property
+    def client(self) -> Client:
+        """The model that answers leaves."""
+        return self._run.models.plain
+
+    @property
+    def limits(self) -> Limits:
+        return self._run.setup.limits
+
+    @property
+    def budget(self) -> ResourceAmount:
+        """Calls, tokens and dollars that the run may use."""
+        return self._run.requests.ledger.limit
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of hidden reasoning that each reply may have in addition."""
+        return self._run.requests.lengths.reasoning_tokens(self.client)
+
+    def note(self, text: str) -> None:
+        """Record something that a reader should know."""
+        self._run.note(self._root, text)
+
+    async def ask_all(self, leaves: Iterable[LeafRequest], num: int) -> list[CallOutcome]:
+        """Ask all ``num`` leaves at the same time, and return their outcomes in order. A leaf that
+        failed, or that a limit did not allow, is an outcome too. Raises ReplayDiverged."""
+        self._step += 1
+        outcomes: list[CallOutcome] = [CallOutcome(Stop.CANCELLED)] * num
+        waiting = iter(enumerate(leaves))
+        most = min(num, _BEGUN_PER_SLOT * self.limits.max_concurrency)
+        await _all_done(self._work(waiting, outcomes) for _ in range(most))
+        for outcome in outcomes:
+            if isinstance(outcome.failure, ReplayDiverged):
+                raise outcome.failure
+        return outcomes
+
+    async def _work(
+        self, waiting: Iterator[tuple[int, LeafRequest]], outcomes: list[CallOutcome]
+    ) -> None:
+        for index, leaf in waiting:
+            outcomes[index] = await self._ask(leaf)
+
+    async def _ask(self, leaf: LeafRequest) -> CallOutcome:
+        run, root = self._run, self._root
+        where = Parent(root.id, self._step, 0)
+        call = LiveCall(root.next_child(), "leaf", self.client, 1, leaf.label, parent=where)
+        sampling = Sampling(max_tokens=leaf.max_tokens + self.reasoning_tokens)
+        run.begin(call)
+        outcome = CallOutcome(Stop.CANCELLED, error="cut off")
+        try:
+            outcome = await ask_plain(run, call, leaf.prompt, leaf.kind, sampling=sampling)
+        finally:
+            run.end(call, outcome)
+        return outcome
+
+
+async def _all_done(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all ``works``. If one raises, the others are cancelled first."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,65 @@
+"""Which strategies a question can be answered by, and how a run records its own.
+
+    RLM.completion(text, query, strategy=S) ──> S(calls) ──> CallOutcome
+    config of the run: {"strategy": {"name": "plan", …}} ──> the same strategy, when it is resumed
+
+A strategy is a function that gets the run's ``LeafCalls`` and returns the outcome of the question.
+One that is a struct of a registered kind is recorded with its fields. Another one is not, so it
+must be given again to resume its run. Not here: what a strategy may ask (see ``leaf_calls.py``),
+and the strategies themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plugins import Registry
+
+Strategy = Callable[[Any], Awaitable[Any]]
+"""Gets the ``LeafCalls`` of a run and returns its ``CallOutcome``."""
+
+STRATEGIES = Registry(
+    "strategy",
+    "ramify.strategies",
+    {"plan": "ramify.plans.plan_strategy:PlanStrategy"},
+    structs=True,
+)
+"""Strategies that a run can record."""
+
+
+def config_of(strategy: Strategy) -> dict[str, Any]:
+    """Return the journal's record of ``strategy``."""
+    if isinstance(strategy, msgspec.Struct):
+        fields = msgspec.to_builtins(strategy)
+        name = fields.get("name") if isinstance(fields, dict) else None
+        if name in STRATEGIES and STRATEGIES.of(name) is type(strategy):
+            return {"strategy": fields}
+    return {"strategy": {"function": getattr(strategy, "__qualname__", type(strategy).__name__)}}
+
+
+def recorded_strategy(config: Mapping[str, Any], given: Strategy | None) -> Strategy | None:
+    """Return the strategy of a recorded run; None if it has none. ``given`` is used if the record
+    only names a function. Raises ConfigError if the strategy is not known here."""
+    recorded = config.get("strategy")
+    if recorded is None:
+        return None
+    name = recorded.get("name")
+    if name is None:
+        if given is None:
+            raise ConfigError(
+                f"the run was answered by the strategy {recorded.get('function')}: pass the same "
+                "strategy= again"
+            )
+        return given
+    # A journal may come from elsewhere, so it cannot name code by its place.
+    if name not in STRATEGIES:
+        raise ConfigError(
+            f"the run was answered by the strategy '{name}', which is not installed here: install "
+            "its package"
+        )
+    strategy: Strategy = STRATEGIES.build(recorded)
+    return strategy

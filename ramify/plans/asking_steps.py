@@ -1,0 +1,395 @@
+"""Steps that cut the context and ask leaves: split, peek, map, filter, ask, reduce.
+
+    context ──split──> parts ──map──> answers, one per part ──reduce──> one answer
+                                                              └ groups that fit a leaf's bound
+
+Not here: how a leaf is asked (``plan_flow.py``), and the steps that ask no model
+(``symbolic_steps.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plans.leaf import BETWEEN_BYTES, Leaf
+from ramify.plans.plan_flow import LEAF_FAILED, PlanFlow
+from ramify.plans.predicates import Comparison, Pattern, Relevance
+from ramify.plans.shapes import CostSheet, Shape, known, unknown
+from ramify.plans.text_parts import (
+    BYTES_PER_TOKEN,
+    By,
+    Part,
+    SplitRule,
+    compiled,
+    num_bytes,
+    shortened,
+    split_texts,
+    texts_of,
+)
+from ramify.plans.value_types import ANY, BOOLEAN, ValueType, list_of
+
+T = TypeVar("T")
+_MIN_TOKENS = 16
+
+
+class AskingStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
+    """A step that may ask leaves, or that cuts the context for them."""
+
+    @property
+    def title(self) -> str:
+        """Name of the step, with that of its leaf."""
+        return str(self.__struct_config__.tag)
+
+    def shown(self) -> str:
+        """The step with its options, for a picture."""
+        return self.title
+
+    def typed(self, given: ValueType) -> ValueType:
+        """Return the type of the result. Raises ConfigError if it cannot use ``given``."""
+        raise NotImplementedError
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        """Add the calls of the step to ``sheet``, and return what is known of its result. ``shape``
+        and ``given`` are what is known of the value that it gets, and its type."""
+        raise NotImplementedError
+
+    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+        """Return the result. ``shape`` is what was known of ``value`` before."""
+        raise NotImplementedError
+
+
+class SplitText(AskingStep, frozen=True, tag="split"):
+    """Cuts the context into parts with a hard bound.
+
+    >>> [part.text for part in plans.SplitText("lines", 16).parts("a b\\n" * 20)]
+    ['a b\\na b\\n...', 'a b\\na b\\n...']
+    """
+
+    by: By = "lines"
+    tokens: int = 4000
+    """Bound on a part, in tokens of three bytes."""
+    overlap: int = 0
+    """Most tokens at the end of a part that the next one repeats."""
+    separator: str = ""
+    """With ``records``: regular expression of the beginning of a record, in place of blank
+    lines."""
+    max_records: int = 0
+    """Most lines, records or sentences of a part; 0 for any number."""
+    cut: bool = False
+    """Whether a record that is larger than the bound may be cut; otherwise it is refused."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, bool) or self.tokens < _MIN_TOKENS:
+            raise ConfigError(f"split: tokens={self.tokens!r:.40}: give {_MIN_TOKENS} or more")
+        if self.overlap < 0 or 2 * self.overlap > self.tokens:
+            raise ConfigError(
+                f"split: an overlap of {self.overlap} tokens is more than half of {self.tokens}: "
+                "give less"
+            )
+        if self.separator and self.by != "records":
+            raise ConfigError("split: a separator begins records: give by='records'")
+        if self.separator:
+            compiled(self.separator)
+
+    def typed(self, given: ValueType) -> ValueType:
+        if given.kind not in ("text", "any"):
+            raise ConfigError(f"split cuts a text, and gets {given}")
+        return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
+
+    def parts(self, context: Any) -> list[Part]:
+        """Return the parts of ``context``. Raises ConfigError for a record beyond the bound."""
+        rule = msgspec.convert(self, SplitRule, from_attributes=True)
+        return split_texts(texts_of(context), rule)
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        if not shape.is_known:
+            raise ConfigError("split cuts the context, and not what replies say: put it first")
+        parts = self.parts(shape.value)
+        if not parts:
+            raise ConfigError("the context is empty, so there is nothing to ask about")
+        return known(parts)
+
+    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> list[Part]:
+        return await flow.in_thread(self.parts, value)
+
+    def shown(self) -> str:
+        more = [
+            f"{self.overlap:,} repeated" * bool(self.overlap),
+            f"{self.max_records} at most in one" * bool(self.max_records),
+        ]
+        return ", ".join(
+            [f"split by {self.by}, at most {self.tokens:,} tokens", *filter(None, more)]
+        )
+
+
+class PeekParts(AskingStep, frozen=True, tag="peek"):
+    """Lets the filters that follow read only the beginning of each part."""
+
+    tokens: int = 500
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, bool) or self.tokens < 1:
+            raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        if item.kind not in ("part", "any"):
+            raise ConfigError(f"peek reads parts, and gets {given}")
+        return given
+
+    def _peeked(self, parts: Sequence[Part]) -> list[Part]:
+        most = BYTES_PER_TOKEN * self.tokens
+        return [msgspec.structs.replace(part, preview=shortened(part.text, most)) for part in parts]
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        return msgspec.structs.replace(shape, value=self._peeked(shape.value))
+
+    async def run(self, value: list[Part], flow: PlanFlow, shape: Shape) -> list[Part]:
+        return self._peeked(value)
+
+    def shown(self) -> str:
+        return f"peek at {self.tokens:,} tokens"
+
+
+class MapLeaf(AskingStep, frozen=True, tag="map"):
+    """Asks a leaf about each item of a list."""
+
+    leaf: Leaf
+
+    @property
+    def title(self) -> str:
+        return f"map {self.leaf.label}"
+
+    def typed(self, given: ValueType) -> ValueType:
+        return list_of(self.leaf.read_by(given.items(self.title), self.title))
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        sheet.add_map(self.title, self.leaf, shape)
+        return _answers(self.leaf, shape)
+
+    async def run(self, value: list[Any], flow: PlanFlow, shape: Shape) -> list[Any]:
+        answers = await flow.ask(self.leaf, value, self.title)
+        if not self.leaf.each:
+            return [answer for answer in answers if answer is not LEAF_FAILED]
+        return [
+            [None] * len(part.records) if answer is LEAF_FAILED else answer
+            for part, answer in zip(value, answers, strict=True)
+        ]
+
+
+class FilterItems(AskingStep, frozen=True, tag="filter"):
+    """Keeps the items for which a predicate is true: a pattern, BM25, a comparison or a leaf."""
+
+    predicate: Pattern | Relevance | Comparison | Leaf
+
+    @property
+    def title(self) -> str:
+        predicate = self.predicate
+        return f"filter {predicate.label}" if isinstance(predicate, Leaf) else "filter"
+
+    def typed(self, given: ValueType) -> ValueType:
+        item, predicate = given.items(self.title), self.predicate
+        kind = (
+            predicate.read_by(item, self.title)
+            if isinstance(predicate, Leaf)
+            else predicate.typed(item, self.title)
+        )
+        if not BOOLEAN.accepts(kind):
+            raise ConfigError(
+                f"{self.title}: the predicate gives {kind}, and a filter needs boolean"
+            )
+        return given
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        predicate = self.predicate
+        if isinstance(predicate, Leaf):
+            sheet.add_map(self.title, predicate, shape, is_preview=True)
+            return shape.limited(shape.num)
+        if shape.is_known:
+            return known(_kept(shape.value, self._verdicts(shape.value, sheet.question)))
+        if isinstance(predicate, Relevance):
+            return shape.limited(predicate.top)
+        if isinstance(predicate, Pattern) and isinstance(shape.value, list):
+            value = _kept(shape.value, predicate.keeps(shape.value))
+            kept = msgspec.structs.replace(shape, value=value)
+            return kept.limited(len(value))
+        return shape.limited(shape.num)
+
+    def _verdicts(self, items: Sequence[Any], question: str) -> list[bool]:
+        assert not isinstance(self.predicate, Leaf)
+        if isinstance(self.predicate, Relevance):
+            return self.predicate.best(items, question)
+        return self.predicate.keeps(items)
+
+    async def run(self, value: list[Any], flow: PlanFlow, shape: Shape) -> list[Any]:
+        if isinstance(self.predicate, Leaf):
+            answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
+            return _kept(value, [answer is True for answer in answers])
+        verdicts = await flow.in_thread(self._verdicts, value, flow.question)
+        return _kept(value, verdicts)
+
+    def shown(self) -> str:
+        predicate = self.predicate
+        return self.title if isinstance(predicate, Leaf) else f"filter: {predicate}"
+
+
+class AskLeaf(AskingStep, frozen=True, tag="ask"):
+    """Asks a leaf once about the whole value."""
+
+    leaf: Leaf
+
+    @property
+    def title(self) -> str:
+        return f"ask {self.leaf.label}"
+
+    def typed(self, given: ValueType) -> ValueType:
+        return self.leaf.read_by(given, self.title)
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        size = shape.size
+        if size > self.leaf.read_bytes:
+            raise ConfigError(
+                f"{self.title}: it may get {size:,} bytes, and its leaf reads at most "
+                f"{self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): reduce or take the top "
+                "before it"
+            )
+        if shape.is_known:
+            given = [sheet.tokens_of(self.leaf, shape.value)]
+            sheet.add(self.title, (1,), True, given, [self.leaf.reply_tokens])
+        else:
+            sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
+        return unknown(1, self.leaf.max_bytes)
+
+    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+        (answer,) = await flow.ask(self.leaf, [value], self.title)
+        return answer
+
+
+class ReduceTree(AskingStep, frozen=True, tag="reduce"):
+    """Asks a leaf to merge the items of a list to one of their type, in a tree: each call reads as
+    many as fit the leaf's bound."""
+
+    leaf: Leaf
+
+    @property
+    def title(self) -> str:
+        return f"reduce {self.leaf.label}"
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        if self.leaf.each:
+            raise ConfigError(f"{self.title}: its leaf gives one value for each record: omit each")
+        result = self.leaf.read_by(item, self.title)
+        expected = "text" if item.kind == "part" else item.kind
+        if ANY not in (item, result) and (result.kind != expected or not self._merges(item)):
+            raise ConfigError(
+                f"{self.title}: it merges items of type {item}, and its leaf gives {result}"
+            )
+        if self._fan_in(self.leaf.max_bytes) < 2:
+            raise ConfigError(
+                f"{self.title}: its leaf reads {self.leaf.read_bytes:,} bytes, and two of its "
+                f"answers may have {2 * (self.leaf.max_bytes + BETWEEN_BYTES):,}: raise its tokens "
+                "or lower its reply_tokens"
+            )
+        return result
+
+    def _merges(self, item: ValueType) -> bool:
+        return item.kind == "part" or item.accepts(self.leaf.type)
+
+    def _fan_in(self, item_bytes: int) -> int:
+        return self.leaf.read_bytes // (item_bytes + BETWEEN_BYTES)
+
+    def _tree(self, shape: Shape) -> ReductionTree:
+        is_parts = _has_parts(shape.value)
+        first = max(1, self._fan_in(shape.item_bytes))
+        return ReductionTree(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        if shape.item_bytes > self.leaf.read_bytes:
+            raise ConfigError(
+                f"{self.title}: an item may have {shape.item_bytes:,} bytes, and its leaf reads at "
+                f"most {self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): raise its tokens"
+            )
+        tree = self._tree(shape)
+        waves = tree.waves(shape.num)
+        total = shape.size + sum(waves[1:]) * self.leaf.read_bytes
+        places = (num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, Part))
+        largest = self.leaf.read_bytes + tree.first * max(places, default=0)
+        sheet.add_bounded(self.title, self.leaf, waves, shape.is_exact, total, largest)
+        return unknown(1, max(self.leaf.max_bytes, 0 if tree.asks_single else shape.item_bytes))
+
+    async def run(self, value: list[Any], flow: PlanFlow, shape: Shape) -> Any:
+        tree = self._tree(shape)
+        items, is_first = [item for item in value if item is not None], True
+        while len(items) > 1 or (items and is_first and tree.asks_single):
+            groups = tree.groups(items, is_first=is_first)
+            is_asked = [tree.is_asked(group, is_first=is_first) for group in groups]
+            asked = [group for group, is_in in zip(groups, is_asked, strict=True) if is_in]
+            answers = iter(await flow.ask(self.leaf, asked, self.title))
+            merged = [
+                next(answers) if is_in else group[0]
+                for group, is_in in zip(groups, is_asked, strict=True)
+            ]
+            items, is_first = [each for each in merged if each is not LEAF_FAILED], False
+        if items:
+            return items[0]
+        return "" if self.leaf.schema is None else None
+
+
+class ReductionTree(NamedTuple):
+    """How the items of a reduction are grouped."""
+
+    first: int
+    """Items that a call of the first level reads."""
+    later: int
+    """Items that a call of each later level reads, which are answers."""
+    asks_single: bool
+    """Whether the first level also asks about a group of one item, which is not an answer yet."""
+
+    def groups(self, items: Sequence[T], *, is_first: bool) -> list[Sequence[T]]:
+        size = self.first if is_first else self.later
+        return [items[at : at + size] for at in range(0, len(items), size)]
+
+    def is_asked(self, group: Sequence[T], *, is_first: bool) -> bool:
+        """Whether a group is merged by a call; a single answer is passed on."""
+        return len(group) > 1 or (is_first and self.asks_single)
+
+    def waves(self, num: int) -> list[int]:
+        """Return the number of calls of each level, for ``num`` items.
+
+        >>> ReductionTree(4, 4, False).waves(17)
+        [4, 1, 1]
+        """
+        found: list[int] = []
+        is_first = True
+        while num > 1 or (num and is_first and self.asks_single):
+            size = self.first if is_first else self.later
+            full, rest = divmod(num, size)
+            is_single = is_first and self.asks_single
+            asked = (full if size > 1 or is_single else 0) + (rest > 1 or (rest == 1 and is_single))
+            found.append(asked)
+            num, is_first = full + (rest > 0), False
+        return [each for each in found if each]
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Part)
+
+
+def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
+    return [item for item, is_kept in zip(items, verdicts, strict=True) if is_kept]
+
+
+def _answers(leaf: Leaf, shape: Shape) -> Shape:
+    """Return the shape of a leaf's answers about the items of ``shape``."""
+    most = leaf.max_bytes
+    if leaf.each and isinstance(shape.value, list):
+        counts = sorted((len(part.records) for part in shape.value), reverse=True)
+        inner = sum(counts[: shape.num])
+        return unknown(shape.num, most, inner * most, is_exact=shape.is_exact, inner=inner)
+    inner = shape.num * most // 2 if leaf.type.kind == "list" else 0
+    return unknown(shape.num, most, is_exact=shape.is_exact, inner=inner)

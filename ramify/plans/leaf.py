@@ -1,0 +1,193 @@
+"""A leaf: one bounded question to a model, with the type of its answer.
+
+    Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True)
+        part with 3 records ──> prompt, records "1: …", "2: …", "3: …" ──> ["spam", "ham", "ham"]
+
+Decides the prompt of a leaf, the check of its reply, and the most that either can hold. Not here:
+how it is sent, recorded and paid for (``engine/leaf_calls.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.engine.plain_call import asked_for
+from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
+from ramify.errors import ConfigError
+from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes
+from ramify.plans.value_types import ValueType, list_of, type_of_schema
+
+REPLY_BYTES_PER_TOKEN = 6
+"""Most bytes of an answer for each token of its reply. English has four to five."""
+QUESTION = "{question}"
+"""Place of the user's question in a prompt."""
+_BETWEEN = "\n\n---\n\n"
+_MORE_TOKENS = 32
+"""Tokens of a reply with a value for each record, in addition to those of the values."""
+
+
+class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="leaf"):
+    """A bounded question to a model.
+
+    >>> plans.Leaf("Is the passage about money?", {"type": "boolean"}).type.kind
+    'boolean'
+    """
+
+    prompt: str
+    """What is asked; ``{question}`` stands for the user's question."""
+    schema: Any = None
+    """JSON schema of the answer, or a type such as ``bool``; None for text."""
+    tokens: int = 4000
+    """Bound on what it reads, in tokens of three bytes, without the prompt."""
+    reply_tokens: int = 512
+    """Most tokens of its reply; with ``each``, of one value."""
+    each: bool = False
+    """Whether it gives one value for each record of a part."""
+    label: str = "leaf"
+    """Short name, for pictures and records."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise ConfigError("a leaf has an empty prompt: say what it is asked")
+        for name in ("tokens", "reply_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"leaf '{self.label}': {name}={value!r:.40}: give 1 or more")
+        if self.schema is not None:
+            schema = answer_type(self.schema).schema
+            msgspec.structs.force_setattr(self, "schema", schema)
+            if schema.get("enum") == []:
+                raise ConfigError(f"leaf '{self.label}' has no labels: give at least one")
+
+    @property
+    def type(self) -> ValueType:
+        """Type of its answer; with ``each``, of one value of it."""
+        return ValueType("text") if self.schema is None else type_of_schema(self.schema)
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of its answer; with ``each``, of one value."""
+        return REPLY_BYTES_PER_TOKEN * self.reply_tokens
+
+    @property
+    def read_bytes(self) -> int:
+        """Most bytes that it reads."""
+        return BYTES_PER_TOKEN * self.tokens
+
+    def read_by(self, given: ValueType, step: str) -> ValueType:
+        """Return the type of its answer about a value of type ``given``. Raises ConfigError if it
+        cannot read that."""
+        if given.kind == "part" and given.tokens > self.tokens:
+            raise ConfigError(
+                f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, and a part has "
+                f"up to {given.tokens:,}: raise its tokens, or split into smaller parts"
+            )
+        if not self.each:
+            return self.type
+        if given.kind not in ("part", "any") or (given.kind == "part" and not given.has_records):
+            raise ConfigError(
+                f"{step}: leaf '{self.label}' gives one value for each record, and gets {given} "
+                "without records: split by lines, records or sentences"
+            )
+        return list_of(self.type)
+
+    def request_prompt(self, question: str, given: Any, *, is_preview: bool = False) -> str:
+        """Return the prompt about ``given``, a part or another value."""
+        asked = self.prompt.replace(QUESTION, question)
+        return f"{asked}\n\n{self._shown(given, is_preview)}"
+
+    def _shown(self, given: Any, is_preview: bool) -> str:
+        if not isinstance(given, Part):
+            return rendered(given)
+        if self.each:
+            text = given.numbered()
+        else:
+            text = given.preview if is_preview and given.preview else given.text
+        return f"[{given.place}]\n{text}"
+
+    def answer_kind(self, given: Any) -> AnswerType | None:
+        """Return the type of the answer about ``given``, with its bounds; None for text."""
+        if self.schema is None:
+            return None
+        if self.each and isinstance(given, Part):
+            return _each_kind(self, len(given.records))
+        return _kind(self)
+
+    def max_reply_tokens(self, given: Any) -> int:
+        """Most tokens of the reply about ``given``."""
+        if self.each and isinstance(given, Part):
+            return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
+        return self.reply_tokens
+
+    def sent(self, question: str, given: Any, *, is_preview: bool = False) -> str:
+        """Return the text of the request about ``given``."""
+        prompt = self.request_prompt(question, given, is_preview=is_preview)
+        return asked_for(prompt, self.answer_kind(given))
+
+    def overhead_bytes(self, question: str) -> int:
+        """Bytes of a request without what it reads."""
+        return num_bytes(self.sent(question, ""))
+
+
+def rendered(value: Any) -> str:
+    """Write a value for a leaf: a text as it is, texts with lines between them, others as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Part):
+        return f"[{value.place}]\n{value.text}"
+    if isinstance(value, Sequence) and value and all(isinstance(v, str | Part) for v in value):
+        return _BETWEEN.join(map(rendered, value))
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return "\n".join(msgspec.json.encode(each).decode() for each in value)
+    return msgspec.json.encode(value).decode()
+
+
+BETWEEN_BYTES = num_bytes(_BETWEEN)
+
+
+@functools.lru_cache(256)
+def _checked(schema: bytes) -> AnswerType:
+    return answer_type(msgspec.json.decode(schema))
+
+
+def _base(leaf: Leaf) -> AnswerType:
+    return _checked(msgspec.json.encode(leaf.schema))
+
+
+def _kind(leaf: Leaf) -> AnswerType:
+    base, most = _base(leaf), leaf.max_bytes
+
+    def convert(value: Any) -> Any:
+        found = base.convert(value)
+        _check_size(found, most)
+        return found
+
+    return AnswerType(base.schema, convert)
+
+
+def _each_kind(leaf: Leaf, num: int) -> AnswerType:
+    """Return the type of a list with one value for each of ``num`` records."""
+    base, most = _base(leaf), leaf.max_bytes
+    schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise TypeMismatch(f"the value is a {type(value).__name__}, not a list")
+        if len(value) != num:
+            raise TypeMismatch(f"there are {len(value)} values, and {num} records: give one each")
+        found = [base.convert(each) for each in value]
+        for each in found:
+            _check_size(each, most)
+        return found
+
+    return AnswerType(schema, convert)
+
+
+def _check_size(value: Any, most: int) -> None:
+    size = num_bytes(rendered(value))
+    if size > most:
+        raise TypeMismatch(f"the value has {size:,} bytes, and at most {most:,} are allowed")

@@ -1,0 +1,211 @@
+"""A plan: steps from the context to the answer, checked when they are composed.
+
+    >>> from ramify import plans
+    >>> leaf = plans.Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True, label="label")
+    >>> plan = plans.split("lines", 2000) | plans.map(leaf) | plans.concat() | plans.count()
+    >>> plan.cost("Buy now!\\nSee you at noon.\\n", "openai:gpt-5-mini").calls
+    1
+
+``Plan.__or__`` appends. The types of all steps are checked at once, from the first step that cuts
+the context. Not here: the steps, and how a run of the plan asks its leaves (``plan_strategy.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plans.asking_steps import (
+    AskingStep,
+    AskLeaf,
+    FilterItems,
+    MapLeaf,
+    PeekParts,
+    ReduceTree,
+    SplitText,
+)
+from ramify.plans.leaf import Leaf
+from ramify.plans.plan_cost import PlanCost, PlanModel, cost_of, model_of
+from ramify.plans.plan_flow import PlanFlow
+from ramify.plans.shapes import CostSheet, Shape, known, unknown
+from ramify.plans.symbolic_steps import (
+    BestItem,
+    CombineLists,
+    ConcatLists,
+    CountValues,
+    CrossPairs,
+    DatePeriods,
+    DistinctValues,
+    JoinRecords,
+    TakeField,
+    TopItems,
+    TotalField,
+)
+from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fixed program over bounded leaves.
+
+    >>> print(plans.split("lines", 2000) | plans.map(plans.Leaf("Summarise.", label="sum up")))
+    context
+      │ split by lines, at most 2,000 tokens
+      ▼ list of part
+      │ map sum up
+      ▼ list of text
+    """
+
+    steps: tuple[AnyStep, ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ConfigError("a plan has no steps: begin with split(…)")
+        self.types()
+
+    def __or__(self, other: Plan) -> Plan:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return Plan((*self.steps, *other.steps))
+
+    def types(self, given: ValueType | None = None) -> list[ValueType]:
+        """Return the type of the value before the first step and after each step. Raises
+        ConfigError for the first step that cannot use what it gets."""
+        begins = isinstance(self.steps[0], SplitText)
+        types = [given or (TEXT if begins else ANY)]
+        for step in self.steps:
+            types.append(step.typed(types[-1]))
+        return types
+
+    @property
+    def type(self) -> ValueType:
+        """Type of the answer."""
+        return self.types()[-1]
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Yield the leaf of each step that has one."""
+        for step in self.steps:
+            if isinstance(step, BothPlans):
+                yield from step.left.leaves()
+                yield from step.right.leaves()
+            elif isinstance(step, MapLeaf | AskLeaf | ReduceTree):
+                yield step.leaf
+            elif isinstance(step, FilterItems) and isinstance(step.predicate, Leaf):
+                yield step.predicate
+
+    def shapes(self, first: Shape, sheet: CostSheet, given: ValueType | None = None) -> list[Shape]:
+        """Return what is known of the value before the first step and after each step, and add the
+        calls to ``sheet``. Raises ConfigError for a context that the plan cannot read."""
+        shapes = [first]
+        for step, kind in zip(self.steps, self.types(given), strict=False):
+            shapes.append(step.bounded(shapes[-1], kind, sheet))
+        return shapes
+
+    async def run(self, value: Any, shapes: list[Shape], flow: PlanFlow) -> Any:
+        """Return the answer. ``shapes`` are those of ``value``."""
+        for step, before, after in zip(self.steps, shapes, shapes[1:], strict=False):
+            value = after.value if after.is_known else await step.run(value, flow, before)
+        return value
+
+    def cost(self, context: Any, model: Any, question: str = "", *, limits: Any = None) -> PlanCost:
+        """Return the calls, tokens and dollars of the plan over ``context``, before any is paid.
+
+        ``model`` is a name such as ``openai:gpt-5-mini``, a ``Model`` or a client. ``limits`` are
+        those of the run. Raises ConfigError for what the plan cannot read. BM25 is computed here,
+        since it decides how many calls follow.
+        """
+        return self.measured(context, question, model_of(model, limits))[0]
+
+    def measured(
+        self, context: Any, question: str, model: PlanModel
+    ) -> tuple[PlanCost, list[Shape]]:
+        """Return the cost, and what is known of each value."""
+        if not isinstance(self.steps[0], SplitText):
+            raise ConfigError("a plan must cut the context first: begin with split(…)")
+        sheet = CostSheet(question)
+        first = Shape(context, True)
+        shapes = self.shapes(first, sheet)
+        return cost_of(sheet.steps, model), shapes
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, which ``from_json`` reads."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Read a plan. Raises ConfigError."""
+        try:
+            return msgspec.json.decode(text, type=Plan)
+        except msgspec.MsgspecError as error:
+            cause = error.__cause__
+            why = str(cause if isinstance(cause, ConfigError) else error)
+            raise ConfigError(f"the plan cannot be read: {why}") from None
+
+    def picture(self) -> str:
+        """Return the steps with the types between them, as lines of text."""
+        return "\n".join(["context", *_lines(self, "  ")])
+
+    def __str__(self) -> str:
+        return self.picture()
+
+
+class BothPlans(AskingStep, frozen=True, tag="both"):
+    """Runs two plans on one value and gives the pair of their results."""
+
+    left: Plan
+    right: Plan
+
+    def typed(self, given: ValueType) -> ValueType:
+        return pair_of(self.left.types(given)[-1], self.right.types(given)[-1])
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        left = self.left.shapes(shape, sheet, given)[-1]
+        right = self.right.shapes(shape, sheet, given)[-1]
+        if left.is_known and right.is_known:
+            return known((left.value, right.value))
+        total = left.size + right.size
+        return unknown(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
+
+    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+        sheet, results = CostSheet(flow.question), []
+        for plan in (self.left, self.right):
+            shapes = await flow.in_thread(plan.shapes, shape, sheet)
+            results.append(await plan.run(value, shapes, flow))
+        return tuple(results)
+
+
+AnyStep = (
+    SplitText
+    | PeekParts
+    | MapLeaf
+    | FilterItems
+    | AskLeaf
+    | ReduceTree
+    | BothPlans
+    | ConcatLists
+    | CrossPairs
+    | BestItem
+    | TakeField
+    | CountValues
+    | TotalField
+    | TopItems
+    | DistinctValues
+    | CombineLists
+    | JoinRecords
+    | DatePeriods
+)
+
+
+def _lines(plan: Plan, indent: str, given: ValueType | None = None) -> Iterator[str]:
+    types = plan.types(given)
+    for step, before, after in zip(plan.steps, types, types[1:], strict=False):
+        if isinstance(step, BothPlans):
+            yield f"{indent}├─ left"
+            yield from _lines(step.left, f"{indent}│    ", before)
+            yield f"{indent}├─ right"
+            yield from _lines(step.right, f"{indent}│    ", before)
+        else:
+            yield f"{indent}│ {step.shown()}"
+        yield f"{indent}▼ {after}"

@@ -1,0 +1,157 @@
+"""What a plan costs, known before its first call.
+
+    StepCalls of each step, the model's price ──> calls, tokens, dollars, time; retries apart
+
+Calls are exact if no reply decides how many follow, and no leaf fails; otherwise they are at most
+as many. Tokens and dollars are upper bounds: a prompt counts its bytes, as in the ledger, and a
+reply its maximum. English text has about a quarter as many tokens as bytes. Not here: how a step
+finds its calls (``shapes.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import ASSUMED_WINDOW, Client, Price, reasons
+from ramify.clients.model import Model
+from ramify.clients.providers import PriceTable
+from ramify.engine.limits import Limits, ResourceAmount, bound
+from ramify.engine.plain_call import MAX_REPAIRS
+from ramify.errors import ConfigError
+from ramify.plans.shapes import StepCalls
+
+_REPAIR_TOKENS = 2_048
+"""Bound on the message that shows a leaf the error of its reply, with its markers."""
+_REASONING_TOKENS = 16_384
+"""Hidden reasoning of one reply, for a model that reasons and no other limit."""
+_BYTES_PER_WORD_TOKEN = 4
+"""Bytes of English text per token, for the likely cost."""
+
+
+class PlanModel(msgspec.Struct, frozen=True):
+    """What the cost of a plan depends on."""
+
+    name: str
+    window: int
+    """Most tokens of prompt and reply together."""
+    price: Price | None
+    """Dollars per million tokens; None if it is unknown."""
+    reasoning_tokens: int = 0
+    """Hidden reasoning that each reply may have in addition."""
+
+
+def model_of(model: Any, limits: Limits | None = None) -> PlanModel:
+    """Return what is known of a model, without connecting to it."""
+    name = model if isinstance(model, str) else getattr(model, "name", None)
+    if not isinstance(name, str) or not isinstance(model, str | Model | Client):
+        raise ConfigError(
+            f"{model!r:.80} is not a model: give 'provider:model', a ramify.Model(…) or a client"
+        )
+    table = PriceTable.load()
+    price = getattr(model, "price", None) or table.price(name)
+    window = getattr(model, "window", None) or table.window(name) or ASSUMED_WINDOW
+    most = limits.max_reasoning_tokens if limits is not None else None
+    reasoning = most if most is not None else _REASONING_TOKENS if reasons(name) else 0
+    return PlanModel(name, window, price, reasoning)
+
+
+class CallBound(msgspec.Struct, frozen=True):
+    """Most calls, tokens and dollars of some calls."""
+
+    calls: int
+    input_tokens: int
+    output_tokens: int
+    dollars: float | None
+    """None if the model has no price."""
+
+    @property
+    def tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+class PlanCost(msgspec.Struct, frozen=True):
+    """What a plan costs at most."""
+
+    calls: int
+    is_exact: bool
+    """Whether it takes exactly that many calls, if no leaf fails; otherwise at most."""
+    input_tokens: int
+    """Upper bound."""
+    output_tokens: int
+    """Upper bound, with hidden reasoning."""
+    dollars: float | None
+    """Upper bound; None if the model has no price."""
+    retries: CallBound
+    """Bound on what is added if every reply is rejected as often as possible. Attempts that were
+    lost on the way are not in it: the run's limits bound them."""
+    steps: tuple[StepCalls, ...]
+    """The steps that ask, in order."""
+
+    @property
+    def tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+    def likely_dollars(self, model: PlanModel) -> float | None:
+        """Dollars for English text, with replies of full length."""
+        return _dollars(self.input_tokens // _BYTES_PER_WORD_TOKEN, self.output_tokens, model)
+
+    def rounds(self, concurrency: int = 64) -> int:
+        """Number of times that ``concurrency`` calls, or the rest of them, run at once."""
+        if concurrency < 1:
+            raise ConfigError(f"concurrency={concurrency}: give 1 or more")
+        return sum(math.ceil(wave / concurrency) for step in self.steps for wave in step.waves)
+
+    def seconds(self, call_s: float, concurrency: int = 64) -> float:
+        """Time to the answer if each call takes ``call_s`` seconds, without retries."""
+        return self.rounds(concurrency) * call_s
+
+    def check(self, budget: ResourceAmount) -> None:
+        """Raise ConfigError, with both numbers, if the plan may need more than ``budget``."""
+        for needed, most, unit, option in (
+            (self.calls, budget.calls, "{:,} calls", "max_calls"),
+            (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),
+            (self.dollars or 0.0, budget.cost, "${:,.2f}", "max_cost"),
+        ):
+            if needed > most * (1 + 1e-9):
+                raise ConfigError(
+                    f"the plan may take {unit.format(needed)}, and the limit is "
+                    f"{unit.format(most)}: raise {option}, or choose larger parts or another plan"
+                )
+
+
+def cost_of(steps: Sequence[StepCalls], model: PlanModel) -> PlanCost:
+    """Return the cost of ``steps`` with ``model``. Raises ConfigError if a prompt and its reply may
+    not fit the model's window."""
+    for step in steps:
+        # A prompt's bytes bound its tokens; a third of them is what the parts are measured in.
+        likely = math.ceil(step.largest_input / 3) + step.largest_output
+        if likely > model.window:
+            raise ConfigError(
+                f"{step.step}: a prompt of {step.largest_input:,} bytes and a reply of "
+                f"{step.largest_output:,} tokens do not fit the {model.window:,} tokens of "
+                f"{model.name}: give smaller parts"
+            )
+    calls = sum(step.calls for step in steps)
+    output = sum(step.output_tokens + step.calls * model.reasoning_tokens for step in steps)
+    given = sum(step.input_tokens for step in steps)
+    repaired_input = MAX_REPAIRS * given
+    for step in steps:
+        reply = step.largest_output + model.reasoning_tokens
+        repaired_input += step.calls * 3 * (reply + _REPAIR_TOKENS)  # after one and two replies
+    retries = CallBound(
+        MAX_REPAIRS * calls,
+        repaired_input,
+        MAX_REPAIRS * output,
+        _dollars(repaired_input, MAX_REPAIRS * output, model),
+    )
+    is_exact = all(step.is_exact for step in steps)
+    dollars = _dollars(given, output, model)
+    return PlanCost(calls, is_exact, given, output, dollars, retries, tuple(steps))
+
+
+def _dollars(input_tokens: int, output_tokens: int, model: PlanModel) -> float | None:
+    return None if model.price is None else bound(input_tokens, output_tokens, model.price).cost

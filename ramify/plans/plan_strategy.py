@@ -1,0 +1,75 @@
+"""How a run is answered by a plan: its cost is compared with the budget, and then its leaves are
+asked.
+
+    RLM.completion(text, query, strategy=PlanStrategy(plan)) ──> engine ──> PlanStrategy(calls)
+        cost ──> more than the run may use? refused ──> leaves ──> answer, and how many failed
+
+The engine records the strategy with the run, so a killed run is resumed with the same plan. Not
+here: the engine's side (``engine/strategies.py``, ``engine/leaf_calls.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.leaf_calls import LeafCalls
+from ramify.plans.plan import Plan
+from ramify.plans.plan_cost import PlanModel
+from ramify.plans.plan_flow import PlanFlow, PlanStopped
+from ramify.types.trajectory import Stop, cut
+
+_SHOWN_FAILURES = 3
+_SHOWN_CHARS = 200
+
+
+class PlanStrategy(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="plan"
+):
+    """Answers a question by a plan, in place of a session.
+
+    >>> leaf = plans.Leaf("Answer: {question}")
+    >>> plan = plans.split("lines") | plans.map(leaf) | plans.concat()
+    >>> with ramify.RLM(testing.ScriptedClient(["web-3"])) as rlm:
+    ...     rlm.completion("web-3 failed", "Who?", strategy=plans.PlanStrategy(plan)).answer
+    'web-3'
+    """
+
+    plan: Plan
+    reason: str = ""
+    """Why this plan was chosen."""
+
+    async def __call__(self, calls: LeafCalls) -> CallOutcome:
+        """Answer the question of a run. Raises ConfigError, before any call, if the plan cannot
+        read the context or may use more than the run may."""
+        client, question = calls.client, calls.question
+        model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
+        # Cutting a large context, or ranking its parts, takes seconds.
+        cost, shapes = await asyncio.to_thread(
+            self.plan.measured, question.context, question.text, model
+        )
+        cost.check(calls.budget)
+        flow = PlanFlow(calls)
+        try:
+            value = await self.plan.run(question.context, shapes, flow)
+        except PlanStopped:
+            value = None
+        return _outcome(value, flow)
+
+
+def _outcome(value: Any, flow: PlanFlow) -> CallOutcome:
+    """Return the answer, and what it does not cover."""
+    errors = []
+    if flow.failures:
+        shown = "; ".join(cut(each, _SHOWN_CHARS) for each in flow.failures[:_SHOWN_FAILURES])
+        more = len(flow.failures) - _SHOWN_FAILURES
+        errors.append(
+            f"{len(flow.failures):,} of {flow.num_leaves:,} leaves failed, so the answer does not "
+            f"cover what they read: {shown}" + f"; and {more:,} more" * (more > 0)
+        )
+    if value is None and flow.stop is None:
+        errors.append("the plan found no answer in the context")
+    return CallOutcome(flow.stop or Stop.FINAL, value, "; ".join(errors) or None)

@@ -1,0 +1,194 @@
+"""What a ``filter`` keeps: parts that match a pattern or rank high for some words, and items whose
+fields compare as given. None of these asks a model; a leaf is the fourth kind of predicate.
+
+    Pattern("error|failed")                  parts with a match
+    Relevance(top=20)                        the 20 parts that fit the question best, by BM25
+    Comparison("score", ">=", 5)             records whose score is 5 or more
+    Comparison("found")                      records whose field ``found`` is true
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plans.text_parts import Part, compiled
+from ramify.plans.value_types import BOOLEAN, ValueType
+
+Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda value, wanted: value in wanted,
+    "contains": lambda value, wanted: wanted in value,
+}
+_KIND_OF = {str: ("text", "date", "part"), bool: ("boolean",), int: ("number",), float: ("number",)}
+
+
+class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="regex"):
+    """Keeps the parts, texts or fields in which a regular expression matches.
+
+    >>> plans.Pattern("error|failed").keeps(["1 error", "fine"])
+    [True, False]
+    """
+
+    regex: str
+    """Searched in linear time, so it has no look-around and no back-references."""
+    ignore_case: bool = True
+    field: str = ""
+    """Field of a record in which it is searched."""
+
+    def __post_init__(self) -> None:
+        self._compiled()
+
+    def _compiled(self) -> Any:
+        return compiled(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
+
+    def typed(self, given: ValueType, step: str) -> ValueType:
+        """Return the type of the predicate. Raises ConfigError."""
+        kind = given.field(self.field, step)
+        if kind.kind not in ("text", "part", "date", "any"):
+            raise ConfigError(f"{step}: a pattern is searched in text, and gets {kind}")
+        return BOOLEAN
+
+    def keeps(self, items: Sequence[Any]) -> list[bool]:
+        """Return for each item whether it is kept."""
+        pattern = self._compiled()
+        texts = (_text(value_at(item, self.field)) for item in items)
+        return [isinstance(text, str) and pattern.search(text) is not None for text in texts]
+
+    def __str__(self) -> str:
+        return f"/{self.regex}/" + f" in {self.field}" * bool(self.field)
+
+
+class Relevance(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="bm25"
+):
+    """Keeps the parts with the passages that match some words best (BM25), in their order.
+
+    >>> plans.Relevance(top=3).top
+    3
+    """
+
+    top: int
+    """Most parts that are kept, up to 100."""
+    query: str = ""
+    """Words to search; empty for those of the question."""
+
+    def __post_init__(self) -> None:
+        from ramify.sources.search_process import MAX_HITS
+
+        if isinstance(self.top, bool) or not 1 <= self.top <= MAX_HITS:
+            raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
+
+    def typed(self, given: ValueType, step: str) -> ValueType:
+        """Return the type of the predicate. Raises ConfigError."""
+        if given.kind not in ("part", "text", "any"):
+            raise ConfigError(f"{step}: BM25 ranks parts or texts, and gets {given}")
+        return BOOLEAN
+
+    def best(self, items: Sequence[Any], question: str) -> list[bool]:
+        """Return for each item whether it is kept. Blocks while the index is built."""
+        from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearch, has_tantivy
+
+        if not has_tantivy():
+            raise ConfigError(
+                "BM25 needs tantivy: pip install 'ramify[inputs]', or leave the filter out"
+            )
+        if len(items) <= self.top:
+            return [True] * len(items)
+        search = TextSearch([_text(item) for item in items])
+        query = (self.query or question)[:MAX_QUERY_CHARS]
+        try:
+            hits = search(query, 100)
+        except (ValueError, TimeoutError) as error:
+            raise ConfigError(f"the parts cannot be ranked by BM25: {error}") from None
+        names = list(dict.fromkeys(hit["name"] for hit in hits))[: self.top]
+        # Without enough matches, the first parts are as good as any.
+        kept = set(names)
+        return [index in kept for index in range(len(items))]
+
+    def __str__(self) -> str:
+        words = f"{self.query!r}" if self.query else "the question"
+        return f"BM25, the best {self.top} for {words}"
+
+
+class Comparison(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="field"
+):
+    """Keeps the items with a field that compares as given.
+
+    >>> plans.Comparison("n", ">", 2).keeps([{"n": 1}, {"n": 3}])
+    [False, True]
+    """
+
+    field: str = ""
+    """Empty for the item itself."""
+    op: Operator = ""
+    """Empty if the field is a boolean, and true for the items that are kept."""
+    value: Any = None
+
+    def __post_init__(self) -> None:
+        if self.op and self.op not in _OPERATORS:
+            known = " ".join(_OPERATORS)
+            raise ConfigError(f"unknown comparison {self.op!r:.20}: give one of {known}")
+        if self.op == "in" and not isinstance(self.value, list | tuple):
+            raise ConfigError("the comparison 'in' needs a list of values")
+
+    def typed(self, given: ValueType, step: str) -> ValueType:
+        """Return the type of the predicate. Raises ConfigError."""
+        kind = given.field(self.field, step)
+        if not self.op:
+            return kind
+        if kind.kind in ("list", "record", "pair", "counts"):
+            raise ConfigError(f"{step}: {self} compares {kind} with a value")
+        values = self.value if self.op == "in" else [self.value]
+        for value in values:
+            wanted = _KIND_OF.get(type(value), ())
+            if kind.kind != "any" and kind.kind not in wanted:
+                raise ConfigError(
+                    f"{step}: {self} compares {kind} with a {type(value).__name__}: give a value "
+                    "of the same type"
+                )
+            unknown = kind.labels and self.op in ("==", "!=", "in") and value not in kind.labels
+            if unknown:
+                raise ConfigError(
+                    f"{step}: '{value}' is not one of the labels {', '.join(kind.labels)}"
+                )
+        return BOOLEAN
+
+    def keeps(self, items: Sequence[Any]) -> list[bool]:
+        """Return for each item whether it is kept."""
+        return [self._keeps(value_at(item, self.field)) for item in items]
+
+    def _keeps(self, value: Any) -> bool:
+        if not self.op:
+            return value is True
+        if value is None:
+            return False
+        try:
+            return bool(_OPERATORS[self.op](value, self.value))
+        except TypeError:  # a value of another type than the schema's
+            return False
+
+    def __str__(self) -> str:
+        return f"{self.field or 'value'} {self.op} {self.value!r}" if self.op else self.field
+
+
+def value_at(item: Any, field: str) -> Any:
+    """Return a field of a record; the item itself without ``field``."""
+    if not field:
+        return item
+    return item.get(field) if isinstance(item, dict) else None
+
+
+def _text(item: Any) -> Any:
+    return item.text if isinstance(item, Part) else item

@@ -1,0 +1,281 @@
+"""Six ready plans, and the rules by which one is chosen for a question.
+
+    search      split ─ filter (BM25) ─ map ─ filter ─ best       the place that answers it
+    classify    split ─ map ─ concat                              a label for each record
+    aggregate   split ─ map ─ concat ─ count ─ top ─ ask          counts over all records
+    pairwise    split ─ map ─ concat ─ cross                      pairs of things that fit together
+    summarise   split ─ map ─ reduce                              a summary of everything
+    multi_hop   split ─ peek ─ filter ─ map ─ reduce ─ ask        facts that must be combined
+
+Each is a function that returns a ``Plan``; the question is filled in when the plan runs. Not here:
+the combinators that they are made of (``composition.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ramify.errors import ConfigError, nearest
+from ramify.plans import composition as c
+from ramify.plans.leaf import Leaf
+from ramify.plans.plan import Plan
+from ramify.plans.predicates import Comparison, Relevance
+from ramify.plans.text_parts import By
+
+_PART_TOKENS = 4000
+_LABEL_TOKENS = 24
+_MAX_RECORDS = 100
+"""Records of a part whose leaf gives a value for each."""
+_MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
+_SHOWN_COUNTS = 50
+"""Counts that the last leaf of an aggregation reads."""
+
+
+def search(
+    part_tokens: int = _PART_TOKENS, by: By = "lines", *, top: int = 20, cut: bool = False
+) -> Plan:
+    """Find the passage that answers the question. Of all parts, the ``top`` best by BM25 are
+    read; 0 reads all of them."""
+    leaf = Leaf(
+        "Question: {question}\n\nDoes the text below answer it? If it does, set found to true, "
+        "give the answer in as few words as possible, and how certain you are, from 0 to 10. If it "
+        "does not, set found to false and answer to an empty text.",
+        _record(
+            found={"type": "boolean"},
+            answer={"type": "string"},
+            certainty={"type": "integer", "minimum": 0, "maximum": 10},
+        ),
+        part_tokens,
+        256,
+        label="answer",
+    )
+    plan = c.split(by, part_tokens, cut=cut)
+    if top:
+        plan |= c.filter(Relevance(top))
+    found = c.filter(Comparison("found")) | c.best("certainty")
+    return plan | c.map(leaf) | found | c.field("answer")
+
+
+def classify(
+    labels: Sequence[str], part_tokens: int = _PART_TOKENS, by: By = "lines", *, cut: bool = False
+) -> Plan:
+    """Give each record one of ``labels``; the answer has them in order."""
+    return _split(by, part_tokens, cut) | c.map(_labelling(labels, part_tokens)) | c.concat()
+
+
+def aggregate(
+    labels: Sequence[str] | None = None,
+    part_tokens: int = _PART_TOKENS,
+    by: By = "lines",
+    *,
+    answers: bool = True,
+    cut: bool = False,
+) -> Plan:
+    """Count what the question asks about. Without ``labels``, the leaf finds its own words. With
+    ``answers=False`` the counts are the answer; otherwise one more call answers from them."""
+    plan = _split(by, part_tokens, cut) | c.map(_labelling(labels, part_tokens))
+    plan |= c.concat() | c.count()
+    if not answers:
+        return plan
+    leaf = Leaf(
+        "Question: {question}\n\nAll records of the data have been labelled and counted. Answer "
+        "the question from these counts, in as few words as possible.",
+        tokens=part_tokens,
+        reply_tokens=256,
+        label="answer",
+    )
+    return plan | c.top(_SHOWN_COUNTS) | c.ask(leaf)
+
+
+def pairwise(
+    part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
+) -> Plan:
+    """List the pairs that the question asks for. The leaf says of each record whom it is about and
+    which side of the pair it fits; the pairs are made without calls."""
+    sides = ["first", "second", "both", "neither"]
+    leaf = Leaf(
+        "Question: {question}\n\nThe question asks for pairs. For each numbered record, give key, "
+        "the name of the one that it is about, as the question means it, and side: whether it "
+        "meets the condition on the first of a pair, on the second, on both, or on neither.",
+        _record(key={"type": "string"}, side={"enum": sides}),
+        part_tokens,
+        _LABEL_TOKENS * 2,
+        each=True,
+        label="sides",
+    )
+    first, second = (Comparison("side", "in", [side, "both"]) for side in sides[:2])
+    cross = c.cross("key", first, second, ordered=ordered)
+    fits = c.filter(Comparison("side", "!=", "neither"))
+    return _split(by, part_tokens, cut) | c.map(leaf) | c.concat() | fits | cross
+
+
+def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
+    """Summarise all of the context with the question in mind."""
+    tokens = _merged_tokens(part_tokens)
+    part, merged = (
+        Leaf(
+            f"Question: {{question}}\n\nSummarise what the {what} below say about it, in at most "
+            f"{tokens // 2} words.",
+            tokens=part_tokens,
+            reply_tokens=tokens,
+            label=label,
+        )
+        for what, label in (("passages", "summarise"), ("summaries", "merge"))
+    )
+    return c.split(by, part_tokens, cut=cut) | c.map(part) | c.reduce(merged)
+
+
+def multi_hop(
+    part_tokens: int = _PART_TOKENS,
+    by: By = "lines",
+    *,
+    peek_tokens: int = 1000,
+    overlap: int = 100,
+    cut: bool = False,
+) -> Plan:
+    """Answer a question whose facts are in several places. A leaf looks at the beginning of each
+    part; those that may matter are read for facts, and the facts are combined."""
+    matters = Leaf(
+        "Question: {question}\n\nBelow is the beginning of a passage. Might the passage have a "
+        "fact that helps to answer the question, also indirectly? In doubt, say true.",
+        {"type": "boolean"},
+        part_tokens,
+        16,
+        label="relevant",
+    )
+    tokens = _merged_tokens(part_tokens)
+    facts, merge, answer = (
+        Leaf(
+            f"Question: {{question}}\n\n{asked}",
+            tokens=part_tokens,
+            reply_tokens=most,
+            label=label,
+        )
+        for asked, most, label in (
+            (
+                "List the facts in the passage that help to answer it, with names. Write none if "
+                "there are none.",
+                tokens,
+                "facts",
+            ),
+            (
+                "Below are facts from several passages. Keep those that help to answer the "
+                "question, and drop repetitions.",
+                tokens,
+                "merge",
+            ),
+            ("Answer it from the facts below, in as few words as possible.", 256, "answer"),
+        )
+    )
+    overlap = min(overlap, part_tokens // 2)
+    return (
+        c.split(by, part_tokens, overlap=overlap, cut=cut)
+        | c.peek(min(peek_tokens, part_tokens))
+        | c.filter(matters)
+        | c.map(facts)
+        | c.reduce(merge)
+        | c.ask(answer)
+    )
+
+
+READY_PLANS: dict[str, Callable[..., Plan]] = {
+    "search": search,
+    "classify": classify,
+    "aggregate": aggregate,
+    "pairwise": pairwise,
+    "summarise": summarise,
+    "multi-hop": multi_hop,
+}
+"""Name -> the function that makes the plan."""
+
+
+class ChosenPlan(NamedTuple):
+    """A ready plan for a question."""
+
+    name: str
+    reason: str
+    """The rule that chose it."""
+
+
+_RULES = (
+    ("summarise", r"\bsummar|\boverview\b|\bgist\b|\bmain (?:points|topics|themes)\b"),
+    ("pairwise", r"\bpairs?\b|\beach other\b"),
+    (
+        "aggregate",
+        r"\bhow (?:many|often)\b|\bcounts?\b|\bmost (?:common|frequent)|\bleast (?:common|frequent)"
+        r"|\bfrequen|\bhow much\b|\bproportion\b|\bpercent|\bdistribution\b",
+    ),
+    ("multi-hop", r"\bwh\w+\b.*\b(?:that|which|who|whose)\b.*\b(?:that|which|who|whose)\b"),
+)
+"""Ready plan -> words of a question that ask for it; the first that matches is chosen."""
+
+
+def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
+    """Choose a ready plan by the words of ``question``.
+
+    >>> plans.plan_for("How many errors are there?").name
+    'aggregate'
+    """
+    for name, pattern in _RULES:
+        if found := re.search(pattern, question, re.IGNORECASE):
+            return ChosenPlan(name, f"the question says {found[0]!r:.60}")
+    if labels:
+        return ChosenPlan("classify", "labels are given")
+    return ChosenPlan("search", "no words of the question ask for another plan")
+
+
+def ready_plan(name: str, **options: Any) -> Plan:
+    """Return a ready plan by its name. Raises ConfigError for an unknown name, or an option that
+    the plan does not have."""
+    make = READY_PLANS.get(name)
+    if make is None:
+        raise ConfigError(f"unknown plan '{name}': {nearest(name, READY_PLANS)}")
+    given = {key: value for key, value in options.items() if value is not None}
+    try:
+        return make(**given)
+    except TypeError as error:
+        raise ConfigError(f"plan {name}: {error}") from None
+
+
+def _split(by: By, part_tokens: int, cut: bool) -> Plan:
+    return c.split(by, part_tokens, max_records=_MAX_RECORDS, cut=cut)
+
+
+def _merged_tokens(part_tokens: int) -> int:
+    """Tokens of a reply of which a leaf that reads ``part_tokens`` can merge several."""
+    return max(_MIN_MERGED_TOKENS, min(_MAX_MERGED_TOKENS, part_tokens // 8))
+
+
+def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
+    """The leaf that labels each record: with one of ``labels``, or in its own words."""
+    if labels is None:
+        return Leaf(
+            "Question: {question}\n\nFor each numbered record, give in one to three words the "
+            "value that the question asks to count or compare.",
+            {"type": "string"},
+            part_tokens,
+            _LABEL_TOKENS,
+            each=True,
+            label="value",
+        )
+    names = [label.strip() for label in labels]
+    if not names or not all(names):
+        raise ConfigError("the set of labels is empty: give at least one label, none of them blank")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"the label '{max(names, key=names.count)}' is given twice: give it once")
+    longest = max(len(name.encode()) for name in names)
+    return Leaf(
+        "Question: {question}\n\nLabel each numbered record with the label that fits it best: "
+        f"{', '.join(names)}.",
+        {"enum": names},
+        part_tokens,
+        max(_LABEL_TOKENS, longest),
+        each=True,
+        label="label",
+    )
+
+
+def _record(**fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": [*fields]}

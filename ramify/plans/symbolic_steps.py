@@ -1,0 +1,511 @@
+"""Steps that ask no model: counts, sums, best, top, sets, joins, dates and pairs.
+
+    ["spam", "ham", "spam"]                    ──count──>    {"spam": 2, "ham": 1}
+    [{"user": "a"}, {"user": "b"}]             ──cross──>    [["a", "b"]]
+    [{"day": "2024-05-01"}]                    ──periods──>  [{"day": "2024-05"}]
+
+A value None stands for a record whose leaf failed, and is not counted. Not here: the steps that ask
+(see ``asking_steps.py``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plans.leaf import rendered
+from ramify.plans.plan_flow import PlanFlow
+from ramify.plans.predicates import Comparison, value_at
+from ramify.plans.shapes import MAX_SHOWN_NUM, CostSheet, Shape, known, unknown
+from ramify.plans.text_parts import Part, num_bytes
+from ramify.plans.value_types import (
+    ANY,
+    COUNTS,
+    DATE,
+    NUMBER,
+    TEXT,
+    ValueType,
+    list_of,
+    pair_of,
+)
+
+MAX_PAIRS = 5_000_000
+"""A cross of more pairs is refused."""
+_NUMBER_BYTES = 32
+_FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m-%dT%H:%M:%S")
+_PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
+
+
+class SymbolicStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
+    """A step that computes its result without a model."""
+
+    @property
+    def title(self) -> str:
+        """Name of the step, as in a picture."""
+        return str(self.__struct_config__.tag)
+
+    def shown(self) -> str:
+        """The step with its options, for a picture."""
+        return self.title
+
+    def typed(self, given: ValueType) -> ValueType:
+        """Return the type of the result. Raises ConfigError if it cannot use ``given``."""
+        raise NotImplementedError
+
+    def apply(self, value: Any) -> Any:
+        """Return the result."""
+        raise NotImplementedError
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        """Return what is known of the result for a value of type ``given`` that replies decide."""
+        raise NotImplementedError
+
+    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        """Return what is known of the result. Adds no calls to ``sheet``."""
+        return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
+
+    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+        """Return the result."""
+        return await flow.in_thread(self.apply, value)
+
+
+class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
+    """Joins lists to one list, or texts and parts to one text.
+
+    >>> plans.ConcatLists().apply([["a"], ["b", "c"]])
+    ['a', 'b', 'c']
+    """
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        if item.kind == "list":
+            return item
+        if item.kind in ("text", "part"):
+            return TEXT
+        if item.kind == "any":
+            return ANY
+        raise ConfigError(f"concat joins lists or texts, and gets {given}")
+
+    def apply(self, value: list[Any]) -> Any:
+        if any(isinstance(each, list) for each in value):
+            return [item for each in value if each is not None for item in each]
+        return rendered([each for each in value if each is not None]) if value else ""
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        if shape.inner:
+            return unknown(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
+        return unknown(1, shape.size)
+
+
+class CrossPairs(SymbolicStep, frozen=True, tag="cross"):
+    """Pairs the different values of a field, of items that satisfy two conditions.
+
+    >>> plans.CrossPairs("user").apply([{"user": "b"}, {"user": "a"}])
+    [['a', 'b']]
+    """
+
+    key: str = ""
+    """Field whose values are paired; empty for the items themselves."""
+    left: Comparison | None = None
+    """Condition on an item of the first value; None for all."""
+    right: Comparison | None = None
+    ordered: bool = False
+    """Whether (a, b) and (b, a) are two pairs. If not, either order of the conditions counts."""
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        key = item.field(self.key, self.title)
+        for condition in filter(None, (self.left, self.right)):
+            kind = condition.typed(item, self.title)
+            if kind.kind not in ("boolean", "any"):
+                raise ConfigError(f"cross: the condition {condition} gives {kind}, not boolean")
+        return list_of(pair_of(key, key))
+
+    def apply(self, value: list[Any]) -> list[list[Any]]:
+        first, second = self._keys(value, self.left), self._keys(value, self.right)
+        if len(first) * len(second) > MAX_PAIRS:
+            raise ConfigError(
+                f"cross would give {len(first) * len(second):,} pairs, and at most {MAX_PAIRS:,} "
+                "are kept: filter first"
+            )
+        pairs = {(a, b) for a in first for b in second if a != b}
+        if not self.ordered:
+            pairs = {(min(pair, key=str), max(pair, key=str)) for pair in pairs}
+        return [list(pair) for pair in sorted(pairs, key=lambda pair: tuple(map(str, pair)))]
+
+    def _keys(self, items: list[Any], condition: Comparison | None) -> list[Any]:
+        items = [item for item in items if item is not None]
+        if condition is not None:
+            verdicts = condition.keeps(items)
+            items = [item for item, is_in in zip(items, verdicts, strict=True) if is_in]
+        keys = (_hashable(value_at(item, self.key)) for item in items)
+        return list(dict.fromkeys(key for key in keys if key is not None))
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        num = min(shape.num**2, MAX_PAIRS)
+        return unknown(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
+
+    def shown(self) -> str:
+        conditions = " × ".join(str(each or "any") for each in (self.left, self.right))
+        return f"cross {self.key or 'items'} ({conditions})"
+
+
+class BestItem(SymbolicStep, frozen=True, tag="best"):
+    """Takes the item with the highest value of a field; the first of several.
+
+    >>> plans.BestItem("score").apply([{"score": 1}, {"score": 3}])
+    {'score': 3}
+    """
+
+    by: str = ""
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        _check_number(item.field(self.by, self.title), self.title)
+        return item
+
+    def apply(self, value: list[Any]) -> Any:
+        ranked = [(number_at(item, self.by), item) for item in value]
+        rated = [(rank, item) for rank, item in ranked if rank is not None]
+        return max(rated, key=lambda each: each[0])[1] if rated else None
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        return unknown(1, shape.item_bytes)
+
+    def shown(self) -> str:
+        return f"best by {self.by or 'value'}"
+
+
+class TakeField(SymbolicStep, frozen=True, tag="field"):
+    """Takes one field of a record, or of each record of a list.
+
+    >>> plans.field("user").steps[0].apply([{"user": "a"}, {"user": "b"}])
+    ['a', 'b']
+    """
+
+    name: str
+
+    def typed(self, given: ValueType) -> ValueType:
+        if given.kind == "list" and given.item is not None:
+            return list_of(given.item.field(self.name, self.title))
+        return given.field(self.name, self.title)
+
+    def apply(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [value_at(item, self.name) for item in value]
+        return value_at(value, self.name)
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        return msgspec.structs.replace(shape, value=None)
+
+    def shown(self) -> str:
+        return f"field {self.name}"
+
+
+class CountValues(SymbolicStep, frozen=True, tag="count"):
+    """Counts the values of one or several fields, most frequent first.
+
+    >>> plans.CountValues().apply(["ham", "spam", "spam"])
+    {'spam': 2, 'ham': 1}
+    """
+
+    by: tuple[str, ...] = ()
+    """Fields that are counted together; empty for the items themselves."""
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        for name in self.by or ("",):
+            field = item.field(name, self.title)
+            if field.kind in ("record", "list", "pair", "counts", "part"):
+                raise ConfigError(f"count needs values, and gets {field}: name its fields")
+        return COUNTS
+
+    def apply(self, value: list[Any]) -> dict[str, int]:
+        keys = ([value_at(item, name) for name in self.by or ("",)] for item in value)
+        named = (" | ".join(map(_name, key)) for key in keys if None not in key)
+        return dict(sorted(Counter(named).items(), key=lambda each: (-each[1], each[0])))
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        fields = [given.items(self.title).field(name, self.title) for name in self.by or ("",)]
+        num, key_bytes = shape.num, shape.item_bytes + 3 * len(fields)
+        if all(field.labels for field in fields):
+            num = min(num, math.prod(len(field.labels) for field in fields))
+            key_bytes = sum(max(map(num_bytes, field.labels)) + 3 for field in fields)
+        return unknown(num, key_bytes + _NUMBER_BYTES, is_exact=False)
+
+    def shown(self) -> str:
+        return f"count {' and '.join(self.by) or 'values'}"
+
+
+class TotalField(SymbolicStep, frozen=True, tag="total"):
+    """Adds up the numbers of a field, or takes their mean, least or greatest.
+
+    >>> plans.TotalField("price").apply([{"price": 2}, {"price": 3.5}])
+    5.5
+    """
+
+    field: str = ""
+    how: Literal["sum", "mean", "min", "max"] = "sum"
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        _check_number(item.field(self.field, self.title), self.title)
+        return NUMBER
+
+    def apply(self, value: list[Any]) -> float | int | None:
+        numbers = [n for item in value if (n := number_at(item, self.field)) is not None]
+        if self.how == "sum":
+            is_whole = all(isinstance(number, int) for number in numbers)
+            return sum(numbers) if is_whole else math.fsum(numbers)
+        if not numbers:
+            return None
+        if self.how == "mean":
+            return math.fsum(numbers) / len(numbers)
+        return min(numbers) if self.how == "min" else max(numbers)
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        return unknown(1, _NUMBER_BYTES)
+
+    def shown(self) -> str:
+        return f"{self.how} of {self.field or 'values'}"
+
+
+class TopItems(SymbolicStep, frozen=True, tag="top"):
+    """Keeps the ``k`` highest: of counts, or of records by a field.
+
+    >>> plans.TopItems(1).apply({"ham": 1, "spam": 2})
+    {'spam': 2}
+    """
+
+    k: int
+    by: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ConfigError(f"top: k={self.k!r:.40}: give 1 or more")
+
+    def typed(self, given: ValueType) -> ValueType:
+        if given.kind in ("counts", "any"):
+            return given
+        item = given.items(self.title)
+        _check_number(item.field(self.by, self.title), self.title)
+        return given
+
+    def apply(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            ranked = sorted(value.items(), key=lambda each: (-each[1], each[0]))
+            return dict(ranked[: self.k])
+        rated = [(number_at(item, self.by), item) for item in value]
+        kept = sorted((each for each in rated if each[0] is not None), key=lambda e: -e[0])
+        return [item for _, item in kept[: self.k]]
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        return shape.limited(self.k)
+
+    def shown(self) -> str:
+        return f"top {self.k}" + f" by {self.by}" * bool(self.by)
+
+
+class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
+    """The set of the values of a field, sorted.
+
+    >>> plans.DistinctValues().apply(["b", "a", "b"])
+    ['a', 'b']
+    """
+
+    field: str = ""
+
+    def typed(self, given: ValueType) -> ValueType:
+        return list_of(given.items(self.title).field(self.field, self.title))
+
+    def apply(self, value: list[Any]) -> list[Any]:
+        found = (value_at(item, self.field) for item in value)
+        return _sorted_set(each for each in found if each is not None)
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        return msgspec.structs.replace(shape, is_exact=False, inner=0)
+
+    def shown(self) -> str:
+        return f"distinct {self.field or 'values'}"
+
+
+class CombineLists(SymbolicStep, frozen=True, tag="combine"):
+    """Combines two lists as sets.
+
+    >>> plans.CombineLists("intersection").apply((["a", "b"], ["b", "c"]))
+    ['b']
+    """
+
+    how: Literal["union", "intersection", "difference"]
+
+    def typed(self, given: ValueType) -> ValueType:
+        first, second = _both_lists(given, self.title)
+        if not first.accepts(second):
+            raise ConfigError(f"combine needs lists of one type, and gets {given}")
+        return list_of(first)
+
+    def apply(self, value: tuple[list[Any], list[Any]]) -> list[Any]:
+        first, second = ({_key(item): item for item in each if item is not None} for each in value)
+        if self.how == "union":
+            kept = {**second, **first}
+        else:
+            is_both = self.how == "intersection"
+            kept = {key: item for key, item in first.items() if (key in second) is is_both}
+        return _sorted_set(kept.values())
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        first, second = shape.both or (shape, shape)
+        most = max(first.item_bytes, second.item_bytes)
+        total = first.total_bytes + second.total_bytes
+        return unknown(first.num + second.num, most, total, is_exact=False)
+
+    def shown(self) -> str:
+        return f"combine ({self.how})"
+
+
+class JoinRecords(SymbolicStep, frozen=True, tag="join"):
+    """Joins the records of two lists that have the same value in a field.
+
+    >>> plans.JoinRecords("id").apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
+    [{'id': 1, 'a': 2, 'b': 3}]
+    """
+
+    on: str
+
+    def typed(self, given: ValueType) -> ValueType:
+        first, second = _both_lists(given, self.title)
+        first.field(self.on, self.title)
+        second.field(self.on, self.title)
+        shared = (first.fields.keys() & second.fields.keys()) - {self.on}
+        if shared:
+            raise ConfigError(
+                f"join: both records have the field '{min(shared)}': rename it in one schema"
+            )
+        return list_of(ValueType("record", fields={**second.fields, **first.fields}))
+
+    def apply(self, value: tuple[list[Any], list[Any]]) -> list[dict[str, Any]]:
+        first, second = ([each for each in side if isinstance(each, dict)] for side in value)
+        by_key: dict[Any, list[dict[str, Any]]] = {}
+        for record in second:
+            by_key.setdefault(_key(record.get(self.on)), []).append(record)
+        matches = ((each, by_key.get(_key(each.get(self.on)), ())) for each in first)
+        joined = ({**left, **right} for left, rights in matches for right in rights)
+        found = list(itertools.islice(joined, MAX_PAIRS + 1))
+        if len(found) > MAX_PAIRS:
+            raise ConfigError(f"join would give more than {MAX_PAIRS:,} records: filter first")
+        return found
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        first, second = shape.both or (shape, shape)
+        num = min(first.num * second.num, MAX_PAIRS)
+        return unknown(num, first.item_bytes + second.item_bytes, is_exact=False)
+
+    def shown(self) -> str:
+        return f"join on {self.on}"
+
+
+class DatePeriods(SymbolicStep, frozen=True, tag="periods"):
+    """Replaces the dates of a field by their day, week, month or year, so that they can be counted
+    and compared. A date that is not understood becomes None.
+
+    >>> plans.DatePeriods("day", "month").apply([{"day": "May 3, 2024"}])
+    [{'day': '2024-05'}]
+    """
+
+    field: str = ""
+    per: Literal["day", "week", "month", "year"] = "day"
+
+    def typed(self, given: ValueType) -> ValueType:
+        item = given.items(self.title)
+        kind = item.field(self.field, self.title)
+        if kind.kind not in ("date", "text", "any"):
+            raise ConfigError(f"periods needs dates, and gets {kind}")
+        if not self.field:
+            return list_of(DATE)
+        return list_of(msgspec.structs.replace(item, fields={**item.fields, self.field: DATE}))
+
+    def apply(self, value: list[Any]) -> list[Any]:
+        return [self._moved(item) for item in value]
+
+    def _moved(self, item: Any) -> Any:
+        if not self.field:
+            return self._period(item)
+        return {**item, self.field: self._period(item.get(self.field))} if item else item
+
+    def _period(self, value: Any) -> str | None:
+        date = _date(value)
+        return None if date is None else date.strftime(_PERIODS[self.per])
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        item = shape.item_bytes + _NUMBER_BYTES
+        total = shape.total_bytes + shape.num * _NUMBER_BYTES
+        return msgspec.structs.replace(
+            shape, value=None, item_bytes=item, total_bytes=min(total, MAX_SHOWN_NUM)
+        )
+
+    def shown(self) -> str:
+        return f"{self.per} of {self.field or 'values'}"
+
+
+def number_at(item: Any, field: str) -> float | int | None:
+    """Return the number in a field of ``item``; None if there is none."""
+    value = value_at(item, field)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _check_number(kind: ValueType, step: str) -> None:
+    if kind.kind not in ("number", "any"):
+        raise ConfigError(f"{step} needs a number, and gets {kind}: name a field with one")
+
+
+def _both_lists(given: ValueType, step: str) -> tuple[ValueType, ValueType]:
+    if given.kind == "any":
+        return ANY, ANY
+    if given.kind != "pair" or given.item is None or given.second is None:
+        raise ConfigError(f"{step} needs a pair of lists, and gets {given}: use both(…) before it")
+    return given.item.items(step), given.second.items(step)
+
+
+def _date(value: Any) -> datetime.date | None:
+    if not isinstance(value, str):
+        return None
+    text = value.strip()
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        pass
+    for form in _FORMATS:
+        try:
+            return datetime.datetime.strptime(text, form).date()
+        except ValueError:
+            continue
+    return None
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _key(value: Any) -> Any:
+    return value.text if isinstance(value, Part) else msgspec.json.encode(value, order="sorted")
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | None) else _name(value)
+
+
+def _sorted_set(values: Iterable[Any]) -> list[Any]:
+    found = {_key(value): value for value in values}
+    return sorted(found.values(), key=lambda value: (str(type(value)), _order(value)))
+
+
+def _order(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) else str(_key(value))

@@ -1,0 +1,341 @@
+"""How a context is cut into parts: at lines, records, sentences or words, with a hard bound.
+
+    texts ──> units (lines, …) ──> as many as fit the bound ──> Part, Part, …
+
+A token counts as three bytes of UTF-8, as in ``chunks`` of a session, so a part has at most
+``3 * tokens`` bytes, with the headers that name its texts. A part ends at the last unit that fits.
+Every character is in exactly one part, except those that an overlap repeats, which are counted.
+A unit that is larger than the bound is refused, or cut at a space if ``cut`` allows it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.sandbox.base import MappedText
+from ramify.sources.library_values import as_context
+
+BYTES_PER_TOKEN = 3
+"""Bytes of UTF-8 that count as a token."""
+By = Literal["lines", "records", "sentences", "tokens"]
+_UNITS = {
+    "lines": r"\n",
+    "records": r"\n(?:[ \t\r]*\n)+",
+    "sentences": r"[.!?…。！？]+[\"'”’)\]]*\s+|\n+",
+    "tokens": r"\s+",
+}
+"""What ends a unit."""
+
+
+class TextSpan(msgspec.Struct, frozen=True):
+    """Characters of one text of the context."""
+
+    name: str
+    """Name of the text; empty if the context is a single text."""
+    start: int
+    end: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of the context."""
+
+    text: str
+    """What a leaf reads: the characters of ``spans``, after those that an overlap repeats, and
+    headers if the context has several texts."""
+    place: str
+    """``lines 1-120``, or ``a.txt:1-120``."""
+    spans: tuple[TextSpan, ...]
+    """Characters of the context that are in this part and in no other."""
+    lead: int = 0
+    """Characters at the beginning of ``text`` that the part before it has, too."""
+    records: tuple[tuple[int, int], ...] = ()
+    """Start and end, in ``text``, of each record that is not blank."""
+    preview: str = ""
+    """What a filter reads in place of ``text``; empty if it reads all of it."""
+
+    def numbered(self) -> str:
+        """Return the records with their numbers, one after the other."""
+        return "\n".join(
+            f"{number}: {self.text[start:end]}"
+            for number, (start, end) in enumerate(self.records, 1)
+        )
+
+
+class SplitRule(msgspec.Struct, frozen=True):
+    """How a context is cut."""
+
+    by: By
+    tokens: int
+    """Bound on a part."""
+    overlap: int = 0
+    """Most tokens at the end of a part that the next one repeats."""
+    separator: str = ""
+    """Regular expression of the beginning of a record, in place of blank lines."""
+    max_records: int = 0
+    """Most records of a part; 0 for any number."""
+    cut: bool = False
+    """Whether a unit that is larger than the bound may be cut."""
+
+
+def num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def texts_of(context: Any) -> list[tuple[str, str]]:
+    """Return (name, text) of each text of a context. The name of a single text is empty. Values
+    that are not texts are written as lines of JSON. Raises ConfigError."""
+    if isinstance(context, Part):
+        return [("", context.text)]
+    if context is None:
+        raise ConfigError("a plan needs a context: give a text, files, or a list of texts")
+    if isinstance(context, str | MappedText):
+        return [("", str(context))]
+    if isinstance(getattr(context, "context", None), str | dict | list | MappedText):
+        return texts_of(context.context)  # what ``load`` returns
+    if not isinstance(context, Mapping | list | tuple):
+        context = as_context(context)
+    named = context.items() if isinstance(context, Mapping) else enumerate(context)
+    pairs = [(str(name), value) for name, value in named]
+    if all(isinstance(value, str | MappedText) for _, value in pairs):
+        return [(name, str(value)) for name, value in pairs]
+    try:
+        values = context if isinstance(context, list | tuple) else [context]
+        lines = [msgspec.json.encode(msgspec.to_builtins(value, str_keys=True)) for value in values]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"a plan reads texts, and the context is a {type(context).__name__} ({error}): give a "
+            "text, or a list or dict of texts"
+        ) from None
+    return [("", b"\n".join(lines).decode() + "\n")]
+
+
+def split_texts(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
+    """Cut ``texts`` into parts. Raises ConfigError for a unit that is larger than the bound."""
+    parts = _OpenPart(rule)
+    is_named = len(texts) > 1 or bool(texts and texts[0][0])
+    for name, text in texts:
+        _add_text(parts, name if is_named else "", text, rule)
+    parts.close()
+    return parts.closed
+
+
+def fitting(text: str, most: int) -> str:
+    """Return the longest beginning of ``text`` that has at most ``most`` bytes."""
+    head = text[:most]
+    if head.isascii():
+        return head
+    data = head.encode("utf-8", "surrogatepass")
+    end = min(most, len(data))
+    while 0 < end < len(data) and data[end] & 0xC0 == 0x80:  # within a character
+        end -= 1
+    return data[:end].decode("utf-8", "surrogatepass")
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the beginning of ``text`` up to a line end or a space, with at most ``most`` bytes."""
+    if num_bytes(text) <= most:
+        return text
+    head = fitting(text, max(1, most - 3))
+    at = max(head.rfind("\n", len(head) // 2), head.rfind(" ", len(head) // 2))
+    return (head[:at] if at > 0 else head) + "…"
+
+
+class _Units:
+    """The units of one text, with sums of their sizes up to each of them."""
+
+    def __init__(self, text: str, rule: SplitRule) -> None:
+        self.text = text
+        self.ends = list(_unit_ends(text, rule))
+        self._is_ascii = text.isascii()
+        starts = [0, *self.ends[:-1]]
+        spans = list(zip(starts, self.ends, strict=False))  # none, for an empty text
+        sizes = (
+            (end - start for start, end in spans)
+            if self._is_ascii
+            else (num_bytes(text[start:end]) for start, end in spans)
+        )
+        self.bytes = [0, *itertools.accumulate(sizes)]
+        self.has_records = rule.by != "tokens"
+        filled = (
+            (bool(text[start:end].strip()) for start, end in spans)
+            if self.has_records
+            else (False for _ in spans)
+        )
+        self.filled = [0, *itertools.accumulate(filled)]
+
+    def bytes_before(self, at: int) -> int:
+        """Bytes of the text before the character ``at``."""
+        if self._is_ascii:
+            return at
+        unit = bisect.bisect_right(self.ends, at)
+        start = self.ends[unit - 1] if unit else 0
+        return self.bytes[unit] + num_bytes(self.text[start:at])
+
+    def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
+        """Return where the last unit ends that begins at or after ``at`` and fits ``room`` bytes;
+        ``at`` itself if none does."""
+        if room < 1:
+            return at
+        most = bisect.bisect_right(self.bytes, self.bytes_before(at) + room) - 1
+        if max_records is not None:
+            first = bisect.bisect_right(self.ends, at)
+            allowed = bisect.bisect_right(self.filled, self.filled[first] + max_records) - 1
+            most = min(most, allowed)
+        return max(at, self.ends[most - 1] if most else 0)
+
+    def lead(self, at: int, most: int) -> int:
+        """Return where an overlap of at most ``most`` bytes before ``at`` begins."""
+        first = bisect.bisect_left(self.bytes, self.bytes_before(at) - most)
+        start = self.ends[first - 1] if first else 0
+        return min(at, start)
+
+    def records(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, end) of each record from ``start`` to ``end`` that is not blank."""
+        if not self.has_records:
+            return
+        unit = bisect.bisect_right(self.ends, start)
+        while start < end:
+            stop = min(self.ends[unit], end)
+            text = self.text[start:stop]
+            if inner := text.strip():
+                begin = start + text.index(inner[0])
+                yield begin, begin + len(inner)
+            start, unit = stop, unit + 1
+
+
+def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
+    if rule.by == "records" and rule.separator:
+        begins = [match.start() for match in compiled(rule.separator).finditer(text)]
+        yield from (at for at in dict.fromkeys(begins) if 0 < at < len(text))
+    else:
+        ends = (match.end() for match in re.finditer(_UNITS[rule.by], text))
+        yield from (end for end in ends if end < len(text))
+    if text:
+        yield len(text)
+
+
+def compiled(pattern: str) -> Any:
+    """Compile a regular expression whose search takes linear time. Raises ConfigError."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(f"(?m){pattern}", options)
+    except (re2.error, UnicodeEncodeError) as error:
+        why = error.args[0] if isinstance(error, re2.error) else str(error)
+        why = why.decode() if isinstance(why, bytes) else why
+        raise ConfigError(f"the pattern {pattern!r:.80} is not understood ({why})") from None
+
+
+class _OpenPart:
+    """The part that is being filled, and those that are complete."""
+
+    def __init__(self, rule: SplitRule) -> None:
+        self.closed: list[Part] = []
+        self.room = 0
+        """Bytes that still fit."""
+        self.num_records = 0
+        self._most = BYTES_PER_TOKEN * rule.tokens
+        self._reset()
+
+    def _reset(self) -> None:
+        self._texts: list[str] = []
+        self._spans: list[TextSpan] = []
+        self._places: list[str] = []
+        self._records: list[tuple[int, int]] = []
+        self._chars = 0
+        self._lead = 0
+        self.num_records = 0
+        self.room = self._most
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._spans
+
+    def add(
+        self, header: str, text: str, lead: int, span: TextSpan, place: str, records: Any
+    ) -> None:
+        """Add a piece of a text, which begins with ``lead`` characters of an overlap. ``records``
+        are (start, end) in ``text``."""
+        before = "\n" if self._texts and not self._texts[-1].endswith("\n") and header else ""
+        start = self._chars + len(before) + len(header)
+        added = f"{before}{header}{text}"
+        self._records += [(start + begin, start + end) for begin, end in records]
+        self.num_records = len(self._records)
+        self._lead = self._lead or lead
+        self._texts.append(added)
+        self._spans.append(span)
+        self._places.append(place)
+        self._chars += len(added)
+        self.room -= num_bytes(added)
+
+    def close(self) -> None:
+        """End the part, if it has any text."""
+        if self._spans:
+            first, last = self._places[0], self._places[-1]
+            place = first if first == last else f"{first} to {last}"
+            text, spans, records = "".join(self._texts), tuple(self._spans), tuple(self._records)
+            self.closed.append(Part(text, place, spans, self._lead, records))
+        self._reset()
+
+
+def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
+    units = _Units(text, rule)
+    most = BYTES_PER_TOKEN * rule.tokens
+    header = f"== {fitting(' '.join(name.split()), most // 4)} ==\n" if name else ""
+    head = num_bytes(header) + 1 if header else 0
+    at, line = 0, 1
+    while at < len(text):
+        allowed = rule.max_records - parts.num_records if rule.max_records else None
+        start = at
+        if parts.is_empty and at and rule.overlap:
+            start = units.lead(at, BYTES_PER_TOKEN * rule.overlap)
+            lead = units.bytes_before(at) - units.bytes_before(start)
+            if units.last_fitting(at, parts.room - head - lead, None) == at:
+                start = at  # with the overlap, not even one unit would fit
+        room = parts.room - head - (units.bytes_before(at) - units.bytes_before(start))
+        end = units.last_fitting(at, room, allowed)
+        if end == at and not parts.is_empty:
+            parts.close()
+            continue
+        if end == at:
+            end = at + _cut(units, at, room, rule, name, line)
+        piece, num_lines = text[start:end], text.count("\n", at, end)
+        last = line + num_lines - (text[end - 1] == "\n")
+        place = f"{name}:{line}-{last}" if name else f"lines {line}-{last}"
+        if last == line:
+            place = f"{name}:{line}" if name else f"line {line}"
+        records = [(a - start, b - start) for a, b in units.records(at, end)]
+        span = TextSpan(name, at, end)
+        parts.add(header, piece, at - start, span, place, records)
+        at, line = end, line + num_lines
+        if at < len(text):
+            parts.close()
+
+
+def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int) -> int:
+    """Return how many characters of a unit that is larger than ``room`` bytes go into one part.
+    Raises ConfigError if it may not be cut."""
+    unit = bisect.bisect_right(units.ends, at)
+    size = units.bytes_before(units.ends[unit]) - units.bytes_before(at)
+    if not rule.cut and rule.by != "tokens":
+        where = f"{name}, line {line}" if name else f"line {line}"
+        begins = " ".join(units.text[at : at + 40].split())
+        raise ConfigError(
+            f"the {rule.by.removesuffix('s')} at {where} ({begins!r}…) has {size:,} bytes, and a "
+            f"part has at most {BYTES_PER_TOKEN * rule.tokens:,} ({rule.tokens:,} tokens): allow "
+            "to cut it with cut=True (--cut), or raise tokens (--part-tokens)"
+        )
+    head = fitting(units.text[at : units.ends[unit]], room)
+    if not head:
+        raise ConfigError(f"a part of {rule.tokens} tokens is too small: give more tokens")
+    space = max(head.rfind(" ", len(head) // 2), head.rfind("\n", len(head) // 2))
+    return space + 1 if space > 0 else len(head)

@@ -1,0 +1,135 @@
+"""Types of the values that flow through a plan, so that a plan is checked before it runs.
+
+    split ──> list of part ──> map (leaf with an enum) ──> list of text ──> count ──> counts
+
+A leaf's type comes from its JSON schema. Not here: how a leaf's answer is checked against that
+schema (``engine/typed.py``), and which types a step accepts (see ``steps.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+
+
+class ValueType(msgspec.Struct, frozen=True):
+    """Type of a value in a plan."""
+
+    kind: str
+    """``text``, ``part``, ``number``, ``boolean``, ``date``, ``record``, ``list``, ``counts``,
+    ``pair`` or ``any``."""
+    item: ValueType | None = None
+    """Type of the items of a list; of a pair, the type of its first value."""
+    second: ValueType | None = None
+    """Type of the second value of a pair."""
+    fields: dict[str, ValueType] = {}
+    """Fields of a record."""
+    labels: tuple[str, ...] = ()
+    """All values that a text can have; empty if it can be any text."""
+    has_records: bool = False
+    """For a part: whether it consists of records."""
+    tokens: int = 0
+    """For a part: its bound in tokens."""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "list":
+                return f"list of {self.item}"
+            case "pair":
+                return f"pair of {self.item} and {self.second}"
+            case "record" if self.fields:
+                inner = ", ".join(f"{name}: {field}" for name, field in self.fields.items())
+                return f"record {{{inner}}}"
+            case _:
+                return self.kind
+
+    def accepts(self, other: ValueType) -> bool:
+        """Whether a value of type ``other`` can stand where this type is needed."""
+        if "any" in (self.kind, other.kind):
+            return True
+        if self.kind != other.kind:
+            return False
+        for mine, theirs in ((self.item, other.item), (self.second, other.second)):
+            if mine is not None and theirs is not None and not mine.accepts(theirs):
+                return False
+        return all(
+            name in other.fields and field.accepts(other.fields[name])
+            for name, field in self.fields.items()
+        )
+
+    def items(self, step: str) -> ValueType:
+        """Return the type of the items. Raises ConfigError if this is not a list."""
+        if self.kind == "any":
+            return ANY
+        if self.kind != "list" or self.item is None:
+            raise ConfigError(
+                f"{step} needs a list, and gets {self}: put a step before it that gives a list"
+            )
+        return self.item
+
+    def field(self, name: str, step: str) -> ValueType:
+        """Return the type of a field; an empty ``name`` stands for the value itself. Raises
+        ConfigError if there is no such field."""
+        if self.kind == "any" or not name:
+            return self
+        if self.kind != "record":
+            raise ConfigError(
+                f"{step} reads the field '{name}', and gets {self}, which has no fields"
+            )
+        if self.fields and name not in self.fields:
+            known = ", ".join(self.fields)
+            raise ConfigError(f"{step} reads the field '{name}', and the record has {known}")
+        return self.fields.get(name, ANY)
+
+
+ANY = ValueType("any")
+TEXT = ValueType("text")
+NUMBER = ValueType("number")
+BOOLEAN = ValueType("boolean")
+DATE = ValueType("date")
+COUNTS = ValueType("counts")
+
+
+def list_of(item: ValueType) -> ValueType:
+    return ValueType("list", item)
+
+
+def pair_of(first: ValueType, second: ValueType) -> ValueType:
+    return ValueType("pair", first, second)
+
+
+_KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}
+
+
+def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> ValueType:
+    """Return the type of the values that match a JSON schema. A value that may also be null has the
+    type of the other values."""
+    whole = schema if whole is None else whole
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name and name in whole.get("$defs", {}):
+        return type_of_schema(whole["$defs"][name], whole)
+    for union in ("anyOf", "oneOf"):
+        others = [each for each in schema.get(union, ()) if each.get("type") != "null"]
+        if others:
+            return type_of_schema(others[0], whole) if len(others) == 1 else ANY
+    labels = schema.get("enum")
+    if labels is not None and all(isinstance(label, str) for label in labels):
+        return ValueType("text", labels=tuple(labels))
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kinds = [each for each in kind if each != "null"]
+        kind = kinds[0] if len(kinds) == 1 else None
+    match kind:
+        case "string":
+            return DATE if schema.get("format") == "date" else TEXT
+        case "array":
+            return list_of(type_of_schema(schema.get("items") or {}, whole))
+        case "object":
+            fields = {n: type_of_schema(f, whole) for n, f in schema.get("properties", {}).items()}
+            return ValueType("record", fields=fields)
+        case _:
+            return _KINDS.get(str(kind), ANY)
