@@ -1,4 +1,4 @@
-"""The objects of seven walks through the package, and whether `docs/architecture.md` names them.
+"""The objects of eight walks through the package, and whether `docs/architecture.md` names them.
 
     python benchmarks/walk.py            print a table
     python benchmarks/walk.py --objects  also list the objects of each walk with their files
@@ -9,6 +9,7 @@ coroutines that wait for the running task count. An object is the class of a met
 that belongs to no class. Names that begin with "_" are their file's own business and do not count.
 
     a question     RLM.completion(…), over real HTTP, until a client is asked
+    a plan         the same, until a client is asked for a leaf
     a request      from that client until its bytes are handed to the transport
     an agent       an agent of an `AgentTask` is started; its request, over real HTTP, until a
                    client is asked
@@ -191,6 +192,18 @@ def ask() -> Iterator[Walk]:
     yield walk_of("A model is asked", stack[client:])
 
 
+def plan() -> Iterator[Walk]:
+    """Answer a question by a plan."""
+    from ramify import plans
+    from ramify.testing.scripted import ScriptedClient
+
+    recorder = Recorder("engine/model_requests.py:ask")
+    steps = plans.split("lines") | plans.map(plans.Leaf("Read it.")) | plans.concat()
+    with recorder.recording(), ramify.RLM(ScriptedClient(lambda _: "read")) as rlm:
+        rlm.completion("a\n", "What is it?", strategy=plans.PlanStrategy(steps))
+    yield walk_of("A plan answers", recorder.at("engine/model_requests.py:ask"))
+
+
 def ask_from_outside() -> Iterator[Walk]:
     """Let an agent of another program ask a model over HTTP."""
     from ramify.agents.agent_task import AgentTask
@@ -278,7 +291,7 @@ def draw() -> Iterator[Walk]:
 
 
 def walks() -> Iterator[Walk]:
-    for take in (ask, ask_from_outside, run_cell, train, draw):
+    for take in (ask, plan, ask_from_outside, run_cell, train, draw):
         yield from take()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 READ_BY_USERS = ("recipes/", "examples/", "docs/", "README.md", "CONTRIBUTING.md")
-NAMESPACES = ("", "evaluate", "inference", "ray", "tasks", "testing", "train")
+NAMESPACES = ("", "evaluate", "inference", "plans", "ray", "tasks", "testing", "train")
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 STATEMENT = re.compile(r"\b(?:from ramify\S* import [\w, ]+|import ramify\S*)")
 EXAMPLE = re.compile(r"^\s*>>> |^ {4,}\S|^```", re.MULTILINE)

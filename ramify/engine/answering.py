@@ -163,7 +163,7 @@ async def _answer_by_conversations(
 async def _answer_by_strategy(
     run: LiveRun, question: Question, context: SharedContext | None
 ) -> CallOutcome:
-    """Let the question's strategy answer. The root is a call without turns of its own."""
+    """Let the question's strategy answer. The root is a call without turns."""
     assert question.strategy is not None
     root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
     run.begin(root)

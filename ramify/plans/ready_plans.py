@@ -37,7 +37,11 @@ def search(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, top: int = 20, cut: bool = False
 ) -> Plan:
     """Find the passage that answers the question. Of all parts, the ``top`` best by BM25 are
-    read; 0 reads all of them."""
+    read; 0 reads all of them.
+
+    >>> str(plans.search(top=5).type)
+    'text'
+    """
     leaf = Leaf(
         "Question: {question}\n\nDoes the text below answer it? If it does, set found to true, "
         "give the answer in as few words as possible, and how certain you are, from 0 to 10. If it "
@@ -61,7 +65,11 @@ def search(
 def classify(
     labels: Sequence[str], part_tokens: int = _PART_TOKENS, by: By = "lines", *, cut: bool = False
 ) -> Plan:
-    """Give each record one of ``labels``; the answer has them in order."""
+    """Give each record one of ``labels``; the answer has them in order.
+
+    >>> str(plans.classify(["spam", "ham"]).type)
+    'list of text'
+    """
     return _split(by, part_tokens, cut) | c.map(_labelling(labels, part_tokens)) | c.concat()
 
 
@@ -74,7 +82,11 @@ def aggregate(
     cut: bool = False,
 ) -> Plan:
     """Count what the question asks about. Without ``labels``, the leaf finds its own words. With
-    ``answers=False`` the counts are the answer; otherwise one more call answers from them."""
+    ``answers=False`` the counts are the answer; otherwise one more call answers from them.
+
+    >>> str(plans.aggregate(["spam", "ham"], answers=False).type)
+    'counts'
+    """
     plan = _split(by, part_tokens, cut) | c.map(_labelling(labels, part_tokens))
     plan |= c.concat() | c.count()
     if not answers:
@@ -93,7 +105,11 @@ def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
     """List the pairs that the question asks for. The leaf says of each record whom it is about and
-    which side of the pair it fits; the pairs are made without calls."""
+    which side of the pair it fits; the pairs are made without calls.
+
+    >>> str(plans.pairwise().type)
+    'list of pair of text and text'
+    """
     sides = ["first", "second", "both", "neither"]
     leaf = Leaf(
         "Question: {question}\n\nThe question asks for pairs. For each numbered record, give key, "
@@ -112,7 +128,11 @@ def pairwise(
 
 
 def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
-    """Summarise all of the context with the question in mind."""
+    """Summarise all of the context with the question in mind.
+
+    >>> [step.title for step in plans.summarise().steps]
+    ['split', 'map summarise', 'reduce merge']
+    """
     tokens = _merged_tokens(part_tokens)
     part, merged = (
         Leaf(
@@ -136,7 +156,11 @@ def multi_hop(
     cut: bool = False,
 ) -> Plan:
     """Answer a question whose facts are in several places. A leaf looks at the beginning of each
-    part; those that may matter are read for facts, and the facts are combined."""
+    part; those that may matter are read for facts, and the facts are combined.
+
+    >>> str(plans.multi_hop(overlap=200).type)
+    'text'
+    """
     matters = Leaf(
         "Question: {question}\n\nBelow is the beginning of a passage. Might the passage have a "
         "fact that helps to answer the question, also indirectly? In doubt, say true.",
@@ -228,7 +252,11 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
 
 def ready_plan(name: str, **options: Any) -> Plan:
     """Return a ready plan by its name. Raises ConfigError for an unknown name, or an option that
-    the plan does not have."""
+    the plan does not have.
+
+    >>> plans.ready_plan("search", top=5) == plans.search(top=5)
+    True
+    """
     make = READY_PLANS.get(name)
     if make is None:
         raise ConfigError(f"unknown plan '{name}': {nearest(name, READY_PLANS)}")

@@ -65,6 +65,7 @@ def test_every_block_is_run_or_states_a_reason():
         "objectives.md",
         "own-algorithm.md",
         "placement.md",
+        "plans.md",
         "plugins.md",
         "prices.md",
         "quickstart.md",
