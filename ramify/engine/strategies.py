@@ -31,7 +31,7 @@ STRATEGIES = Registry(
 """Strategies that a run can record."""
 
 
-def config_of(strategy: Strategy) -> dict[str, Any]:
+def config_of(strategy: Any) -> dict[str, Any]:
     """Return the journal's record of ``strategy``."""
     if isinstance(strategy, msgspec.Struct):
         fields = msgspec.to_builtins(strategy)

@@ -258,8 +258,8 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
                 "before it"
             )
         if shape.is_known:
-            given = [sheet.tokens_of(self.leaf, shape.value)]
-            sheet.add(self.title, (1,), True, given, [self.leaf.reply_tokens])
+            tokens = sheet.tokens_of(self.leaf, shape.value)
+            sheet.add(self.title, (1,), True, [tokens], [self.leaf.reply_tokens])
         else:
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
         return unknown(1, self.leaf.max_bytes)

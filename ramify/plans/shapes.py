@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request
-from ramify.plans.leaf import BETWEEN_BYTES, Leaf, num_bytes
-from ramify.plans.text_parts import Part
+from ramify.plans.leaf import BETWEEN_BYTES, Leaf
+from ramify.plans.text_parts import Part, num_bytes
 from ramify.types.message import Message
 
 MAX_SHOWN_NUM = 10**15

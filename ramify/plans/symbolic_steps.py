@@ -302,9 +302,9 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         if isinstance(value, dict):
             ranked = sorted(value.items(), key=lambda each: (-each[1], each[0]))
             return dict(ranked[: self.k])
-        rated = [(number_at(item, self.by), item) for item in value]
-        kept = sorted((each for each in rated if each[0] is not None), key=lambda e: -e[0])
-        return [item for _, item in kept[: self.k]]
+        ranked = [(number_at(item, self.by), item) for item in value]
+        rated = [(rank, item) for rank, item in ranked if rank is not None]
+        return [item for _, item in sorted(rated, key=lambda each: -each[0])[: self.k]]
 
     def reshaped(self, shape: Shape, given: ValueType) -> Shape:
         return shape.limited(self.k)
