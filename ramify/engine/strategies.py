@@ -35,7 +35,7 @@ def config_of(strategy: Any) -> dict[str, Any]:
     """Return the journal's record of ``strategy``."""
     if isinstance(strategy, msgspec.Struct):
         fields = msgspec.to_builtins(strategy)
-        name = fields.get("name") if isinstance(fields, dict) else None
+        name = str(fields.get("name")) if isinstance(fields, dict) else ""
         if name in STRATEGIES and STRATEGIES.of(name) is type(strategy):
             return {"strategy": fields}
     return {"strategy": {"function": getattr(strategy, "__qualname__", type(strategy).__name__)}}
