@@ -13,13 +13,14 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder, sandbox_spec
 from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
-from ramify.cli.parser import ExitCode
+from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.terminal_text import dollars, error_line, json_line, many
@@ -60,6 +61,8 @@ class MatrixCommand:
         self._notes = screen.notes
         self._options = options
         self._store = open_folder(settings, "ramify eval")
+        if options.html is not None and not Path(options.html).expanduser().parent.is_dir():
+            raise UsageError(f"--html {options.html}: its folder does not exist")
         self._rlms: dict[bytes, RLM] = {}
         """Settings -> the RLM that answers with them."""
 
@@ -242,6 +245,10 @@ class MatrixCommand:
             cell.record: done.outcomes for cell, done in zip(plan.cells, evaluations, strict=True)
         }
         found = matrix_report(plan, outcomes, k=self._options.k)
+        if self._options.html is not None:
+            from ramify.viewer.matrices import matrix_file
+
+            self._write(Path(self._options.html).expanduser(), matrix_file(found, outcomes))
         if self._json:
             for row in _rows(found):
                 print(json_line(row))
@@ -263,6 +270,15 @@ class MatrixCommand:
             f"{found.first_error}"
         )
         return ExitCode.SUSPENDED if num and is_stored else ExitCode.ERROR
+
+    def _write(self, path: Path, page: bytes) -> None:
+        try:
+            path.write_bytes(page)
+        except OSError as error:
+            # The attempts are paid for, so their figures are printed anyway.
+            self._notes.warning(f"the page {path} cannot be written: {error.strerror}")
+        else:
+            self._notes.say(f"page {path}")
 
 
 def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:

@@ -250,6 +250,7 @@ def _scored_0(name: str, item: Item, why: str) -> Trajectory:
         task=item.id,
         rewards={"correct": 0.0},
         stop=Stop.ERROR,
+        cost=0.0,
         metadata={UNANSWERED: why},
     )
 

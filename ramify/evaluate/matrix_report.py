@@ -42,6 +42,8 @@ class MatrixRow(msgspec.Struct, frozen=True):
     """Axis -> value; the family is ``all`` for all families."""
     records: tuple[str, ...]
     """Ids of the evaluations in it."""
+    is_kind: bool
+    """True if it has only those items of its record whose kind is the family."""
     planned: int
     """Attempts that are planned."""
     made: int
@@ -122,6 +124,7 @@ class _RowGroup(NamedTuple):
     planned: int
     made: list[tuple[str, AttemptOutcome]]
     """(record, outcome)"""
+    is_kind: bool = False
 
     def by_item(self) -> dict[str, list[AttemptOutcome]]:
         """Item -> its scored attempts, in order. Items of several families may have the same
@@ -161,7 +164,7 @@ def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
                     if each.kind == kind
                 ]
                 place = _in_order({**cell.place, "family": kind or "(no kind)"})
-                yield _RowGroup(place, (cell.record,), len(made), made)
+                yield _RowGroup(place, (cell.record,), len(made), made, is_kind=True)
 
 
 def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_RowGroup]:
@@ -217,6 +220,7 @@ def _row(
     return MatrixRow(
         group.place,
         group.records,
+        group.is_kind,
         group.planned,
         len(outcomes),
         len({(record, outcome.item) for record, outcome in group.made}),

@@ -7,9 +7,9 @@ script, ``app.js``: the modules one after another without their import lines. Fo
 all modules must be distinct (a test checks it). Modules that are imported on demand stay separate
 files, and import from ``app.js``.
 
-One run can also be exported to an HTML file that works offline, with the script, styles and data
-inside. The file's Content-Security-Policy allows only this script and this style sheet, by their
-hashes.
+One run, or one matrix, can also be exported to an HTML file that works offline, with the script,
+styles and data inside. The file's Content-Security-Policy allows only this script and this style
+sheet, by their hashes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,13 @@ def _add(name: str, done: dict[str, str]) -> None:
     done[name] = _IMPORT.sub("", source)
 
 
-def whole() -> str:
-    """Source of ``app.js`` and of all that a run's page imports on demand."""
+def whole(on_demand: Sequence[str]) -> str:
+    """Source of ``app.js`` and of the modules that its page imports on demand."""
     done = dict(_modules())
-    for name in ON_DEMAND:
+    main = done.pop("main.js")
+    for name in on_demand:
         _add(name, done)
+    done["main.js"] = main  # it begins to draw
     return "".join(f"// --- {name}\n{source}\n" for name, source in done.items())
 
 
@@ -117,7 +120,12 @@ def page(located: LocatedRun) -> bytes:
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
         raise StoreError(problem)
-    script, style = whole(), (STATIC / "style.css").read_text(encoding="utf-8")
+    return offline_page(data(run), ON_DEMAND)
+
+
+def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
+    """Content of an HTML file with ``data`` and the modules that show it."""
+    script, style = whole(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src "
         "data:; base-uri 'none'; "
@@ -130,7 +138,7 @@ def page(located: LocatedRun) -> bytes:
         '<meta name="color-scheme" content="dark light">\n'
         f"<title>Ramify</title>\n<style>{style}</style>\n</head>\n<body>\n"
         '<header id="top"></header>\n<main id="page" tabindex="-1"></main>\n'
-        f'<script type="application/json" id="ramify-data">{_harmless(data(run))}</script>\n'
+        f'<script type="application/json" id="ramify-data">{_harmless(data)}</script>\n'
         f'<script type="module">{script}</script>\n</body>\n</html>\n'
     ).encode("utf-8", "backslashreplace")
 

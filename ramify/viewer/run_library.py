@@ -9,6 +9,7 @@ and the pages (see watched_run.py and training.py).
 
 from __future__ import annotations
 
+import functools
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
+from ramify.evaluate.matrix import MATRIX, read_matrix
 from ramify.evaluate.run import read_evaluation
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile, writer
@@ -104,6 +106,21 @@ class EvaluationRow(msgspec.Struct, omit_defaults=True):
     score: float | None = None
     """Mean reward of the attempts that have one."""
     cost: float | None = None
+    problem: str | None = None
+
+
+class MatrixListRow(msgspec.Struct, omit_defaults=True):
+    """Row for a matrix of evaluations."""
+
+    key: str
+    name: str
+    """Its id, which begins with the date, and with which the names of its cells' records begin."""
+    suites: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    cells: int = 0
+    planned: int = 0
+    """Planned attempts."""
     problem: str | None = None
 
 
@@ -201,6 +218,22 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     )
 
 
+@functools.lru_cache(1000)
+def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
+    """Cached, since the file of a matrix never changes."""
+    name = path.name.removesuffix(MATRIX)
+    try:
+        plan = read_matrix(path)
+    except StoreError as error:
+        return MatrixListRow(key, name, problem=str(error))
+    places = [cell.place for cell in plan.cells]
+    suites, models, modes = (
+        tuple(dict.fromkeys(place[axis] for place in places)) for axis in ("suite", "model", "mode")
+    )
+    planned = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
+    return MatrixListRow(key, name, suites, models, modes, len(places), planned)
+
+
 MAX_MAP_ROWS = 100_000
 """Maximum number of questions of a map in its table."""
 MAX_FILES = 20_000
@@ -252,6 +285,20 @@ class RunLibrary:
             for place in self._places
             for folder in _trainings_in(place)
         ]
+
+    def matrices(self) -> list[MatrixListRow]:
+        """All matrices, newest first."""
+        rows = []
+        for place in self._places:
+            if place.path is None:
+                continue
+            found = (
+                (place.path / EVALUATIONS).glob(f"*{MATRIX}")
+                if place.store is not None
+                else walk(place.path, lambda name: name.endswith(MATRIX), self._failed)
+            )
+            rows += [_row_of_matrix(path, place.key(path)) for path in found]
+        return sorted(rows, key=lambda row: row.name, reverse=True)
 
     def _rows_in(self, place: RunLocation) -> Iterator[RunRow | EvaluationRow]:
         files: list[Path] = []

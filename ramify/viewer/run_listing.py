@@ -78,6 +78,7 @@ class RunListing:
         runs, evaluations, problems = self._library.look()
         return runs, {
             "evaluations": evaluations,
+            "matrices": self._library.matrices(),
             "problems": problems,
             "trainings": self._library.trainings(),
             "places": self._library.places,

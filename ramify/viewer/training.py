@@ -35,6 +35,7 @@ from ramify.evaluate.evaluation_report import (
     flips,
     report,
 )
+from ramify.evaluate.matrix_report import reason_of
 from ramify.evaluate.run import AttemptOutcome, Evaluation, read_evaluation
 from ramify.evaluate.statistics import MeanEstimate, pass_at_k, score_with_interval
 from ramify.store.journal import JournalFile, decode_line
@@ -460,6 +461,7 @@ class EvaluationLibrary:
             "answer": cut(outcome.answer or ""),
             "stop": outcome.stop,
             "error": cut(outcome.error),
+            "reason": reason_of(outcome),
             "turns": outcome.turns,
             "calls": outcome.calls,
             "tokens": outcome.usage.total_tokens,

@@ -22,6 +22,8 @@
     GET /api/samples?key=        saved rollouts of a step; /api/item?key=&item= has those of an item
                                  over the steps
     GET /api/evaluation?key=     scores, attempts, and the difference from another (&other=)
+    GET /api/matrix?key=         the figures of a matrix of evaluations; /api/matrix/file?key= is a
+                                 download of its page as one file that works offline
     GET /api/maps                all maps; /api/map?key= has the rows of one
     GET /api/alive               a sign of life
     GET /api/again?key=          what of a turn (&id=&turn=) can be edited, and what that may cost
@@ -63,6 +65,7 @@ from ramify.http_server.shell import HttpServer, received
 from ramify.store.reviews import UNSCORED, RunReview, Verdict, agreements
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
 from ramify.viewer.feed import FileFeed, FileFeeds
+from ramify.viewer.matrices import shown_matrix, stored_matrix_file
 from ramify.viewer.page_headers import add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module, page
 from ramify.viewer.picture import fields, picture, texts
@@ -154,6 +157,8 @@ class ViewServer:
             "/api/training/events": self._training_events,
             "/api/samples": self._samples,
             "/api/evaluation": self._evaluation,
+            "/api/matrix": self._matrix,
+            "/api/matrix/file": self._matrix_file,
             "/api/maps": self._maps,
             "/api/map": self._map,
             "/api/agreements": self._agreements,
@@ -320,6 +325,16 @@ class ViewServer:
     async def _evaluation(self, request: web.Request) -> web.Response:
         key, other = _word(request, "key"), request.query.get("other", "")
         return data(await asyncio.to_thread(self._evaluations.shown, key, other))
+
+    async def _matrix(self, request: web.Request) -> web.Response:
+        key = _word(request, "key")
+        return data(await asyncio.to_thread(shown_matrix, self._library, key))
+
+    async def _matrix_file(self, request: web.Request) -> web.Response:
+        key = _word(request, "key")
+        id, body = await asyncio.to_thread(stored_matrix_file, self._library, key)
+        headers = _download(f"matrix-{id}.html", "text/html; charset=utf-8")
+        return web.Response(body=body, headers=headers)
 
     async def _maps(self, _: web.Request) -> web.Response:
         return data({"maps": await asyncio.to_thread(self._library.maps)})

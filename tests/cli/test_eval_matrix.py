@@ -79,12 +79,13 @@ def test_each_family_length_and_mode_has_a_row(shell: Shell) -> None:
     assert (direct["calls"], direct["reasons"], direct["difference"]) == (8, {"wrong": 8}, None)
     # 8,192 tokens and the reply do not fit into 10,000.
     unfit = rows["mint", "8k", "direct"]
-    assert (unfit["calls"], unfit["input_tokens"], unfit["cost"]) == (0, 0, None)
+    assert (unfit["calls"], unfit["input_tokens"], unfit["cost"]) == (0, 0, 0.0)
     assert (unfit["score"]["value"], unfit["reasons"]) == (0, {"not fitting": 4})
 
 
 def test_table_names_what_all_rows_share_once(shell: Shell) -> None:
-    done = shell.run(*given(shell, "--lengths", "1k", "--modes", "direct,free", "--items", "2"))
+    asked = given(shell, "--lengths", "1k", "--modes", "direct,free", "--items", "2")
+    done = shell.run(*asked, "--html", "matrix.html")
     lines = done.out.splitlines()
     assert lines[0] == (
         "suite.py:suite · 1k · scripted:script.json · 2 items per family, 1 attempt each"
@@ -94,6 +95,8 @@ def test_table_names_what_all_rows_share_once(shell: Shell) -> None:
     assert [line.split()[:2] for line in lines[2:]] == [
         [family, mode] for family in ("all", "teal", "mint") for mode in ("direct", "free")
     ]
+    page = (shell.folder / "matrix.html").read_text()
+    assert page.count('"item":"suite/test/1"') == 4
 
 
 def test_lengths_of_one_seed_ask_the_same_questions_of_each_model_and_mode(shell: Shell) -> None:
@@ -132,6 +135,7 @@ def test_wrong_axes_are_refused_before_anything_is_asked(shell: Shell) -> None:
         (("--lengths", "50"), "suite: tokens=50 is less than 100"),
         (("--modes", "direkt"), "unknown mode 'direkt': did you mean 'direct'"),
         (("--lengths", "1k", "--against", "x"), "remove --against"),
+        (("--lengths", "1k", "--html", "no/m.html"), "--html no/m.html: its folder does not exist"),
         (("--lengths", "1k", "--k", "2"), "pass@2 needs at least 2 attempts"),
     ):
         done = shell.run(*given(shell, *arguments))

@@ -159,6 +159,7 @@ export function showState() {
 }
 
 function fromFile(path, parameters) {
+  if (path === "/api/matrix") return offline.matrix;
   if (path === "/api/run") return offline.picture;
   if (path === "/api/call") {
     const call = offline.calls[parameters.id];

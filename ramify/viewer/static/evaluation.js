@@ -79,9 +79,9 @@ const SORTS = {
 };
 
 export async function evaluationPage(page, keys, query = new URLSearchParams()) {
-  const { evaluations } = await listPlaces();
+  const { evaluations, matrices } = await listPlaces();
   document.title = "Evaluations · Ramify";
-  if (!keys.length) return listed(page, evaluations);
+  if (!keys.length) return listed(page, evaluations, matrices);
   const view = new EvaluationView(evaluations, keys[0], keys[1] || "", query);
   await view.start(page);
   return view;
@@ -107,11 +107,41 @@ const RECORD_COLUMNS = [
   { name: "cost", isNumber: true, cell: (each) => dollars(each.cost) },
 ];
 
-function listed(page, evaluations) {
-  if (evaluations.length)
-    return listRecords(page, "Evaluations", "record", RECORD_COLUMNS, evaluations, {
-      problem: (each) => each.problem,
-    });
+/** @type {import("./table.js").Column[]} */
+const MATRIX_COLUMNS = [
+  {
+    name: "matrix",
+    cell: (each) => h("a", { href: `#/matrix/${encodeURIComponent(each.key)}` }, each.name),
+  },
+  { name: "suites", cell: (each) => (each.suites || []).join(", ") },
+  { name: "models", cell: (each) => (each.models || []).join(", ") },
+  { name: "modes", cell: (each) => (each.modes || []).join(", ") },
+  { name: "cells", isNumber: true, cell: (each) => number(each.cells || 0) },
+  { name: "attempts", isNumber: true, cell: (each) => number(each.planned || 0) },
+];
+
+function listed(page, evaluations, matrices) {
+  // The cells of a matrix are on its page.
+  const single = evaluations.filter(
+      (each) => !matrices.some((matrix) => each.name.startsWith(`${matrix.name}-`)),
+    ),
+    options = { problem: (each) => each.problem };
+  if (evaluations.length || matrices.length) {
+    const view = listRecords(page, "Evaluations", "record", RECORD_COLUMNS, single, options);
+    if (matrices.length)
+      page.firstElementChild.prepend(
+        h("div.wide-head", null, h("h1", null, "Matrices")),
+        h(
+          "div.scroll-x",
+          null,
+          table("table.figures.records", MATRIX_COLUMNS, matrices, {
+            label: "matrices",
+            ...options,
+          }),
+        ),
+      );
+    return view;
+  }
   const command = "ramify eval TASK --model MODEL";
   const missing = "The given paths contain no evaluation.";
   showNothing(page, "Evaluations", missing, "Create one with", command);

@@ -5,6 +5,7 @@
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER…]][/call/ID]      two or more runs
 //   #/run/KEY/report                          one run to read or print
 //   #/evaluation[/KEY[/OTHER]][?…]          evaluations, and one of them
+//   #/matrix/KEY                              a matrix of evaluations
 //   #/label[/FILTER][?at=KEY]               runs to label, one after the other
 //   #/map[/KEY[/FILTER]]                    maps, and the rows of one
 
@@ -32,7 +33,7 @@ function readRoute() {
     parts = path.replace(/^#\/?/, "").split("/").map(decoded);
   const route = {
     query: new URLSearchParams(query || ""), // what a page keeps in its address
-    name: parts[0] || (offline ? "run" : "runs"),
+    name: parts[0] || (offline ? (offline.matrix ? "matrix" : "run") : "runs"),
     keys: parts.slice(1).filter(Boolean),
     call: null,
     turn: null,
@@ -99,6 +100,7 @@ function ownPage() {
 async function open(route, page) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
   if (route.name === "report") return (await load("report"))(page, route.keys);
+  if (route.name === "matrix") return (await load("matrix"))(page, route.keys);
   if (offline) throw new Error("this file holds one run alone");
   if (route.name === "training")
     return (await import("./training.js")).trainingPage(page, route.keys);
@@ -114,18 +116,23 @@ async function open(route, page) {
 }
 
 function drawBar(route) {
-  const links = offline ? [["#/", "Run"]] : PAGES;
+  const links = offline ? [["#/", offline.matrix ? "Matrix" : "Run"]] : PAGES;
   const here = {
     runs: "Runs",
     run: offline ? "Run" : "",
     training: "Training",
     evaluation: "Evaluations",
+    matrix: offline ? "Matrix" : "Evaluations",
     map: "Maps",
     compare: "Compare",
   }[route.name];
   fill(
     bar,
-    h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
+    h(
+      "a.brand",
+      { href: offline?.picture ? runAddress(offline.picture.head.key) : "#/" },
+      "ramify",
+    ),
     h(
       "nav",
       { "aria-label": "pages" },

@@ -10,6 +10,7 @@ const places = {
   shown: {
     runs: [], // newest first
     evaluations: [],
+    matrices: [],
     trainings: [],
     problems: [],
     places: [],

@@ -1,0 +1,120 @@
+"""Data of the page of a matrix, and the same page as one file that opens offline.
+
+    ID.matrix, records of its cells ──▶ {"rows": [figures of a cell, …], "attempts": {record: […]}}
+
+The figures are those of evaluate/matrix_report.py. Not here: the attempts of one cell on a server
+(see training.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.evaluate.matrix import MATRIX, MatrixPlan, read_matrix
+from ramify.evaluate.matrix_report import MatrixReport, is_right, matrix_report, reason_of
+from ramify.evaluate.run import AttemptOutcome, read_evaluation
+from ramify.viewer.page_script import offline_page
+from ramify.viewer.run_library import RunLibrary
+
+MAX_ATTEMPTS = 20_000
+"""Attempts in a file that opens offline; the rest is left out."""
+RecordedOutcomes = dict[str, tuple[AttemptOutcome, ...]]
+"""Id of a cell's record -> its outcomes so far."""
+_MAX_ANSWER = 300
+"""Characters of an answer in such a file."""
+
+
+def shown_matrix(library: RunLibrary, key: str) -> dict[str, Any]:
+    """Data of the page of the matrix with address ``key``. Raises StoreError for one that does not
+    exist or cannot be read."""
+    path = library.evaluation(key)
+    plan = _matrix_in(path)
+    problems: list[str] = []
+    outcomes = _outcomes_of(plan, path, problems)
+    found = _data(matrix_report(plan, outcomes), str(path))
+    keys = {
+        record: library.key_of(path.with_name(f"{record}.jsonl"))
+        for record, made in outcomes.items()
+        if made
+    }
+    return {**found, "keys": keys, "problems": problems[:10]}
+
+
+def stored_matrix_file(library: RunLibrary, key: str) -> tuple[str, bytes]:
+    """(id, content of the HTML file) of the matrix with address ``key``. Raises StoreError."""
+    path = library.evaluation(key)
+    plan = _matrix_in(path)
+    outcomes = _outcomes_of(plan, path, [])
+    return plan.id, matrix_file(matrix_report(plan, outcomes), outcomes)
+
+
+def matrix_file(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
+    """Content of an HTML file with the matrix and its attempts."""
+    left = MAX_ATTEMPTS
+    attempts: dict[str, list[dict[str, Any]]] = {}
+    for cell in report.plan.cells:
+        made = outcomes.get(cell.record, ())[:left]
+        left -= len(made)
+        attempts[cell.record] = [_attempt(outcome) for outcome in made]
+    return offline_page(
+        {"matrix": _data(report, ""), "attempts": attempts}, ("matrix.js", "share.js")
+    )
+
+
+def _matrix_in(path: Path) -> MatrixPlan:
+    if path.suffix != MATRIX:
+        raise StoreError(f"{path} is not a matrix: choose one from the list of evaluations")
+    return read_matrix(path)
+
+
+def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedOutcomes:
+    """The outcomes of the cells of the matrix in ``path``."""
+    return {
+        cell.record: _outcomes(path.with_name(f"{cell.record}.jsonl"), problems)
+        for cell in plan.cells
+    }
+
+
+def _outcomes(path: Path, problems: list[str]) -> tuple[AttemptOutcome, ...]:
+    """The outcomes of a cell so far; none before it has begun."""
+    try:
+        return read_evaluation(path, problems).outcomes if path.is_file() else ()
+    except StoreError as error:
+        problems.append(str(error))
+        return ()
+
+
+def _data(report: MatrixReport, path: str) -> dict[str, Any]:
+    plan = report.plan
+    return {
+        "id": plan.id,
+        "path": path,
+        "k": report.k,
+        "items": plan.first.items,
+        "attempts": plan.first.attempts,
+        "baseline": report.baseline,
+        "rows": msgspec.to_builtins(report.rows),
+        "first_error": report.first_error,
+    }
+
+
+def _attempt(outcome: AttemptOutcome) -> dict[str, Any]:
+    answer = outcome.answer or ""
+    return {
+        "item": outcome.item,
+        "attempt": outcome.attempt,
+        "kind": outcome.kind,
+        "reward": outcome.reward,
+        "right": is_right(outcome),
+        "reason": reason_of(outcome),
+        "answer": answer if len(answer) <= _MAX_ANSWER else answer[: _MAX_ANSWER - 1] + "…",
+        "error": outcome.error,
+        "tokens": outcome.usage.total_tokens,
+        "cost": outcome.cost,
+        "seconds": outcome.seconds,
+        "run": None,
+    }
