@@ -249,18 +249,20 @@ function cellParts(row, k) {
       ? `${sign && figure.value >= 0 ? sign : ""}${figure.value.toFixed(3)} [${figure.low.toFixed(2)} ${figure.high.toFixed(2)}]`
       : "–";
   const reasons = Object.entries(row.reasons).map(([reason, num]) => `${number(num)} ${reason}`);
-  return [
-    ["score", shown(row.score)],
-    ...(k > 1 ? [[`pass@${k}`, shown(row.passes)]] : []),
-    ...(row.difference ? [["difference", shown(row.difference, "+")]] : []),
+  /** @type {[string, string][]} */
+  const parts = [["score", shown(row.score)]];
+  if (k > 1) parts.push([`pass@${k}`, shown(row.passes)]);
+  if (row.difference) parts.push(["difference", shown(row.difference, "+")]);
+  parts.push(
     ["items", number(row.items)],
     ["attempts", number(row.made)],
     ["cost", dollars(row.cost)],
     ["calls", number(row.calls)],
     ["tokens", `${count(row.input_tokens)} in, ${count(row.output_tokens)} out`],
     ["p50, p95", `${seconds(row.seconds_p50)}, ${seconds(row.seconds_p95)}`],
-    ...(reasons.length ? [["not right", reasons.join(", ")]] : []),
-  ];
+  );
+  if (reasons.length) parts.push(["not right", reasons.join(", ")]);
+  return parts;
 }
 
 function cellFigures(row, k) {
