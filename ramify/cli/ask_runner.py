@@ -30,7 +30,7 @@ from ramify.engine.question import RunOptions
 from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
-from ramify.errors import ModelError, ReplyCut, ReplyFiltered
+from ramify.errors import ModelError, ReplyFiltered
 from ramify.types.call_tree import ending
 from ramify.types.event import (
     AnyEvent,
@@ -230,7 +230,7 @@ def _print(
         error_line(_why(result))
         if result.partial:
             notes.say(f"its last message: {one_line(result.partial)}")
-    elif isinstance(result.failure, ReplyCut):
+    elif result.error:
         notes.say(f"ramify: {result.error}")
     failure = result.failure
     is_recorded = isinstance(failure, ReplyFiltered)  # a resume would replay the same failure

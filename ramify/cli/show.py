@@ -22,7 +22,7 @@ names its call, turn and cell. Not here: how the run's settings are rebuilt (see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -43,7 +43,7 @@ from ramify.cli.terminal_text import (
     tree_lines,
     write_lines,
 )
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.printable import clean
 from ramify.types.call_tree import ending
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
@@ -109,6 +109,7 @@ def _run_lines(
         yield ", ".join(filter(None, (size, one_line(context.by_reference, 500))))
     if gold := trajectory.metadata.get("gold"):
         yield f"expected: {one_line(str(gold), 200)}"
+    yield from _strategy_lines(trajectory.metadata)
     yield ""
     yield from tree_lines(trajectory)
     for root in trajectory.calls:
@@ -127,6 +128,23 @@ def _run_lines(
     yield paint(tone, f"ended: {ending(trajectory.stop, reason, turns, is_alive)}")
     if trajectory.stop is Stop.SUSPENDED:
         yield f"continue with: ramify ask --resume {trajectory.id}"
+
+
+def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
+    """The plan of a run that was answered by one, and why it was chosen."""
+    strategy = config.get("strategy") or {}
+    if strategy.get("name") != "plan":
+        return
+    from ramify.plans.plan_strategy import PlanStrategy
+
+    yield ""
+    try:
+        found = msgspec.convert(strategy, PlanStrategy)
+    except (msgspec.ValidationError, RamifyError) as error:  # of another version
+        yield f"plan: cannot be shown here ({one_line(str(error), 200)})"
+        return
+    yield "plan" + f" ({found.reason})" * bool(found.reason)
+    yield from found.plan.picture().splitlines()
 
 
 def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str]:
@@ -165,6 +183,8 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
             yield from _children_lines(trajectory, subcalls, indent + "    ", full)
         if not turn.cells and has_turns:
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
+    if not call.turns:  # of a strategy, which asks without turns
+        yield from _children_lines(trajectory, children, f"{indent}    ", full)
     yield f"{indent}  {_end(call, full)}"
 
 
@@ -190,7 +210,8 @@ def _children_lines(
         yield f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
     if len(plain) > _PLAIN_SHOWN and not full:
         failed = sum(call.stop is Stop.ERROR for call in plain)
-        yield f"{indent}{plain[0].id} … {plain[-1].id}: llm_query × {len(plain):,}" + (
+        what = "leaf" if plain[0].kind == "leaf" else "llm_query"
+        yield f"{indent}{plain[0].id} … {plain[-1].id}: {what} × {len(plain):,}" + (
             f", {failed:,} failed" if failed else ""
         )
     for call in subcalls:

@@ -30,7 +30,7 @@ from ramify.plans.text_parts import (
     split_texts,
     texts_of,
 )
-from ramify.plans.value_types import ANY, BOOLEAN, ValueType, list_of
+from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_fields, list_of
 
 T = TypeVar("T")
 _MIN_TOKENS = 16
@@ -38,6 +38,9 @@ _MIN_TOKENS = 16
 
 class AskingStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
     """A step that may ask leaves, or that cuts the context for them."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, str(self.__struct_config__.tag))
 
     @property
     def title(self) -> str:
@@ -83,7 +86,8 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     """Whether a record that is larger than the bound may be cut; otherwise it is refused."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens, bool) or self.tokens < _MIN_TOKENS:
+        check_fields(self, self.title)
+        if self.tokens < _MIN_TOKENS:
             raise ConfigError(f"split: tokens={self.tokens!r:.40}: give {_MIN_TOKENS} or more")
         if self.overlap < 0 or 2 * self.overlap > self.tokens:
             raise ConfigError(
@@ -132,7 +136,8 @@ class PeekParts(AskingStep, frozen=True, tag="peek"):
     tokens: int = 500
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens, bool) or self.tokens < 1:
+        check_fields(self, self.title)
+        if self.tokens < 1:
             raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
 
     def typed(self, given: ValueType) -> ValueType:

@@ -19,7 +19,7 @@ from ramify.engine.plain_call import asked_for
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError
 from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes
-from ramify.plans.value_types import ValueType, list_of, type_of_schema
+from ramify.plans.value_types import ValueType, check_fields, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
 """Most bytes of an answer for each token of its reply. English has four to five."""
@@ -51,11 +51,12 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     """Short name, for pictures and records."""
 
     def __post_init__(self) -> None:
+        check_fields(self, f"leaf {self.label!r:.60}")
         if not self.prompt.strip():
             raise ConfigError("a leaf has an empty prompt: say what it is asked")
         for name in ("tokens", "reply_tokens"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ConfigError(f"leaf '{self.label}': {name}={value!r:.40}: give 1 or more")
         if self.schema is not None:
             schema = answer_type(self.schema).schema

@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.plans.text_parts import Part, compiled
-from ramify.plans.value_types import BOOLEAN, ValueType
+from ramify.plans.value_types import BOOLEAN, ValueType, check_fields
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -47,6 +47,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Field of a record in which it is searched."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "pattern")
         self._compiled()
 
     def _compiled(self) -> Any:
@@ -86,7 +87,8 @@ class Relevance(
     def __post_init__(self) -> None:
         from ramify.sources.search_process import MAX_HITS
 
-        if isinstance(self.top, bool) or not 1 <= self.top <= MAX_HITS:
+        check_fields(self, "relevance")
+        if not 1 <= self.top <= MAX_HITS:
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
     def typed(self, given: ValueType, step: str) -> ValueType:
@@ -137,9 +139,7 @@ class Comparison(
     value: Any = None
 
     def __post_init__(self) -> None:
-        if self.op and self.op not in _OPERATORS:
-            known = " ".join(_OPERATORS)
-            raise ConfigError(f"unknown comparison {self.op!r:.20}: give one of {known}")
+        check_fields(self, "comparison")
         if self.op == "in" and not isinstance(self.value, list | tuple):
             raise ConfigError("the comparison 'in' needs a list of values")
 

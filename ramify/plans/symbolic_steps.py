@@ -32,6 +32,7 @@ from ramify.plans.value_types import (
     NUMBER,
     TEXT,
     ValueType,
+    check_fields,
     list_of,
     pair_of,
 )
@@ -45,6 +46,9 @@ _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
 
 class SymbolicStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
     """A step that computes its result without a model."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, str(self.__struct_config__.tag))
 
     @property
     def title(self) -> str:
@@ -288,7 +292,8 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
     by: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+        check_fields(self, self.title)
+        if self.k < 1:
             raise ConfigError(f"top: k={self.k!r:.40}: give 1 or more")
 
     def typed(self, given: ValueType) -> ValueType:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.plugins import explained
 
 
 class ValueType(msgspec.Struct, frozen=True):
@@ -100,6 +101,22 @@ def list_of(item: ValueType) -> ValueType:
 
 def pair_of(first: ValueType, second: ValueType) -> ValueType:
     return ValueType("pair", first, second)
+
+
+def check_fields(part: msgspec.Struct, what: str) -> None:
+    """Raise ConfigError if a field of ``part``, which is called ``what``, has a value of another
+    type than it declares."""
+    for field in msgspec.structs.fields(part):
+        value = getattr(part, field.name)
+        if field.type is Any:
+            continue
+        try:
+            msgspec.convert(msgspec.to_builtins(value), field.type)
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
+            if isinstance(cause := error.__cause__, ConfigError):
+                raise cause from None
+            hint = explained(error, field.type).replace("`", "'")
+            raise ConfigError(f"{what}: {field.name}={value!r:.60}: {hint}") from None
 
 
 _KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}

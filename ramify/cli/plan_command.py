@@ -1,0 +1,220 @@
+"""``ramify plan``: shows the plan for a question with its cost, asks, and runs it.
+
+    words, sources ──> plan ──> cost ──> shown ──> yes? ──> as ``ramify ask`` runs a question
+
+Nothing is sent before the user agrees, or gave ``--yes``. The settings are those of ``ask`` (see
+ask.py) without those of sessions. Not here: the run and its output (see ask_runner.py), and the
+plans (``ramify/plans``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cli.ask import (
+    KINDS,
+    NO_MODEL,
+    SETTINGS,
+    load_sources,
+    make_rlm,
+    open_notes,
+    open_store,
+    sandbox_spec,
+)
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog
+from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.settings import fill, named_models
+from ramify.cli.telemetry import exporting
+from ramify.cli.terminal_text import StderrNotes, count, dollars, json_line, many, seconds, write
+from ramify.errors import ConfigError
+from ramify.logging import collect_warnings
+from ramify.plans.plan import Plan
+from ramify.plans.plan_cost import PlanCost, PlanModel, model_of
+from ramify.plans.plan_strategy import PlanStrategy
+from ramify.plans.ready_plans import plan_for, ready_plan
+
+if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
+    from ramify.sources.base import LoadedContext
+
+_CALL_S = 2.0
+"""Seconds of a call in the estimate of the time."""
+_OF_SESSIONS = (
+    *("sub_model", "max_depth", "max_turns", "branches", "cite", "scaffold", "instructions"),
+    *("examples", "sandbox", "tier", "allow_weaker", "memory", "package", "mount", "mcp", "direct"),
+)
+"""Settings of ``ask`` that concern sessions and their prompts."""
+_SUB_MODEL = OptionSpec("sub_model", list, "model of the leaves (default: --model)", "MODEL")
+OPTIONS = (
+    OptionSpec(
+        "plan",
+        str,
+        "search, classify, aggregate, pairwise, summarise or multi-hop, or a .json file with a "
+        "plan (default: chosen by the words of the question)",
+        "NAME|FILE",
+    ),
+    OptionSpec("yes", bool, "run the plan without asking", has_no=False, short="-y"),
+    OptionSpec("labels", str, "labels of classify and aggregate, with commas between them", "A,B"),
+    OptionSpec(
+        "by", str, "what is kept whole: lines, records (blank lines between), sentences or tokens"
+    ),
+    OptionSpec("part_tokens", int, "bound on a part, in tokens of three bytes (default: 4000)"),
+    OptionSpec("top", int, "parts that search reads, the best by BM25 (default: 20; 0: all)"),
+    OptionSpec("cut", bool, "cut a record that is larger than a part instead of refusing it"),
+    _SUB_MODEL,
+    *(option for option in SETTINGS if option.name not in _OF_SESSIONS),
+)
+
+
+def run(
+    words: list[str],
+    plan: str | None = None,
+    yes: bool | None = None,
+    labels: str | None = None,
+    by: str | None = None,
+    part_tokens: int | None = None,
+    top: int | None = None,
+    cut: bool | None = None,
+    **given: Any,
+) -> int:
+    """``ramify plan``."""
+    settings = fill(given, KINDS)
+    collect_warnings()
+    notes = open_notes(settings, KINDS)
+    form = form_of(settings.get("progress"), notes)
+    if not words or not words[0].strip():
+        raise UsageError("no question: ramify plan QUESTION PATH…")
+    if not settings.get("model"):
+        write(NO_MODEL.replace("ramify ask", "ramify plan"))
+        return ExitCode.USAGE
+    question, *paths = words
+    options = {
+        "labels": None if labels is None else [label.strip() for label in labels.split(",")],
+        "by": by,
+        "part_tokens": part_tokens,
+        "top": top,
+        "cut": cut,
+    }
+    chosen = _chosen(question, plan, options)
+    settings = {**settings, "branches": 1}
+    rlm = make_rlm(settings, sandbox_spec({}), open_store(settings))
+    loaded = load_sources(paths, notes, settings)
+    if loaded is None:
+        raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
+    leaf_model = (settings.get("sub_model") or [settings["model"]])[0]
+    model = model_of(named_models().get(leaf_model, leaf_model), rlm.limits)
+    cost, _ = chosen.plan.measured(loaded.context, question, model)
+    is_sent = bool(yes)
+    as_json = bool(settings.get("json"))
+    if as_json and not is_sent:
+        print(json_line(_as_json(chosen, cost)))
+        return ExitCode.ANSWERED
+    for line in _lines(chosen, cost, model, rlm):
+        if is_sent:
+            notes.say(line)
+        else:
+            print(line)
+    cost.check(_budget(rlm, model))
+    if not is_sent and not _is_agreed(notes):
+        return ExitCode.ANSWERED
+    return _answer(rlm, question, loaded, chosen, notes, form, as_json=as_json)
+
+
+def _answer(
+    rlm: RLM,
+    question: str,
+    loaded: LoadedContext,
+    chosen: PlanStrategy,
+    notes: StderrNotes,
+    form: Any,
+    *,
+    as_json: bool,
+) -> int:
+    from ramify.cli import ask_runner
+    from ramify.engine.question import RunOptions
+
+    asked = ask_runner.AskRequest(question, loaded, RunOptions(strategy=chosen))
+    with exporting(notes), ProgressScreen(notes, form) as screen:
+        return ask_runner.run(rlm, asked, screen, as_json=as_json)
+
+
+def _chosen(question: str, name: str | None, options: dict[str, Any]) -> PlanStrategy:
+    """Return the plan that is named, or that the question asks for, and why."""
+    if name is not None and (name.endswith(".json") or os.path.sep in name):
+        if used := [key for key, value in options.items() if value is not None]:
+            raise UsageError(f"--{used[0].replace('_', '-')} is for ready plans: edit {name}")
+        try:
+            return PlanStrategy(Plan.from_json(Path(name).expanduser().read_bytes()), "named")
+        except OSError as error:
+            raise ConfigError(f"the plan {name} cannot be read: {error.strerror}") from None
+    if name is not None:
+        return PlanStrategy(ready_plan(name, **options), "named")
+    found = plan_for(question, options["labels"])
+    return PlanStrategy(ready_plan(found.name, **options), f"{found.name}: {found.reason}")
+
+
+def _budget(rlm: RLM, model: PlanModel) -> Any:
+    from ramify.engine.limits import Ledger
+
+    return Ledger(rlm.limits, priced=model.price is not None).limit
+
+
+def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> Iterator[str]:
+    if chosen.reason != "named":
+        yield f"plan {chosen.reason}"
+    yield from chosen.plan.picture().splitlines()
+    yield ""
+    steps = ", ".join(f"{step.step} {step.calls:,}" for step in cost.steps)
+    how = "exactly" if cost.is_exact else "at most"
+    yield f"calls    {how} {cost.calls:,}" + f" ({steps})" * bool(steps)
+    yield f"tokens   at most {count(cost.input_tokens)} in, {count(cost.output_tokens)} out"
+    if cost.dollars is None:
+        yield f"dollars  unknown: {model.name} has no price"
+    else:
+        likely = dollars(cost.likely_dollars(model))
+        yield f"dollars  at most {dollars(cost.dollars)}, about {likely} for English text"
+    num = rlm.limits.max_concurrency
+    rounds = many(cost.rounds(num), "round")
+    time = seconds(cost.seconds(_CALL_S, num))
+    yield f"time     {rounds} of up to {num} calls: about {time} if a call takes {_CALL_S:g} s"
+    more = "" if cost.retries.dollars is None else f", {dollars(cost.retries.dollars)}"
+    yield f"retries  at most {cost.retries.calls:,} more calls{more}"
+
+
+def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
+    """The object that ``--json`` prints without ``--yes``."""
+    plain: dict[str, Any] = msgspec.to_builtins(cost)
+    return {"plan": msgspec.to_builtins(chosen.plan), "reason": chosen.reason, "cost": plain}
+
+
+def _is_agreed(notes: StderrNotes) -> bool:
+    """Ask the user at a terminal. Without one, say how to run the plan."""
+    if not (sys.stdin is not None and sys.stdin.isatty()):
+        notes.say("nothing was sent; to run the plan, add --yes")
+        return False
+    sys.stderr.write("run it? [y/N] ")
+    sys.stderr.flush()
+    is_agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not is_agreed:
+        notes.say("nothing was sent")
+    return is_agreed
+
+
+COMMAND = CommandSpec(
+    "plan",
+    """\
+Show a plan for QUESTION over the content of each PATH: a fixed program over bounded questions, with
+its calls, tokens, dollars and time. Nothing is sent until you agree, or with --yes. The answer goes
+to stdout, everything else to stderr.""",
+    run,
+    "QUESTION PATH…",
+    max_words=None,
+    options=OPTIONS,
+    epilog=epilog(),
+)
