@@ -123,7 +123,7 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
         ({"suite": suite, **family, **length}, options)
         for suite in axes.suites
         for length, sized in _lengths(suite, axes)
-        for family, options in _families(suite, sized, axes.split or "test")
+        for family, options in _families(suite, sized, axes.split or "test", tasks)
     ]
     plans: list[tuple[dict[str, str], EvaluationPlan]] = []
     for place, options in places:
@@ -187,15 +187,14 @@ def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[st
 
 
 def _families(
-    suite: str, options: dict[str, Any], split: str
+    suite: str, options: dict[str, Any], split: str, tasks: MatrixTasks
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """(coordinate, options of the task) for each family of questions of ``suite``."""
-    parameter = _parameters(suite).get("families")
-    given = options.get("families", () if parameter is None else parameter.default)
-    names = given.split(",") if isinstance(given, str) else given
-    if parameter is None or not isinstance(names, Sequence) or _is_from_a_file(options, split):
+    plan = EvaluationPlan(model="", task=suite, options=options)
+    names: Sequence[str] = getattr(tasks.of(plan), "families", ())
+    if not names or _is_from_a_file(options, split):
         return [({}, options)]
-    return [({"family": name}, {**options, "families": [name]}) for name in map(str.strip, names)]
+    return [({"family": name}, {**options, "families": [name]}) for name in names]
 
 
 def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:

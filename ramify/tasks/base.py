@@ -513,6 +513,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
     """Instructions that are added to the prompt of every item."""
     examples: Sequence[Any] = ()
     """(question, answer) pairs that are added to the prompt of every item."""
+    families: Sequence[str] = ()
+    """Families of questions that its option ``families`` has chosen, if it has one; they are the
+    kinds of its items. A matrix of evaluations has a row for each."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.splits:

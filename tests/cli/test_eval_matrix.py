@@ -31,7 +31,8 @@ def suite(*, tokens: int = 1000, families=FAMILIES, seed: int = 0):
         filler = "-" * (4 * tokens - sum(map(len, words)) - len(words))
         return Item(f"How often does '{word}' occur?", " ".join([*words, filler]),
                     gold=words.count(word), kind=word)
-    return SimpleTask("suite", generated("suite", make, seed=seed), numeric)
+    splits = generated("suite", make, seed=seed)
+    return SimpleTask("suite", splits, numeric, families=families)
 """
 PLAIN = "How often does"
 """Begins the prompt of a plain call and of a session, which has no text of the context."""
@@ -156,7 +157,7 @@ def test_wrong_axes_are_refused_before_anything_is_asked(shell: Shell) -> None:
 def test_killed_matrix_continues_and_pays_nothing_twice(shell: Shell) -> None:
     asked = given(shell, "--modes", "direct,free", "--items", "12", "--concurrency", "2")
     slow = "lambda answer, item: (time.sleep(0.05), numeric(answer, item))[1]"
-    shell.write("suite.py", "import time\n" + SUITE.replace(", numeric)", f", {slow})"))
+    shell.write("suite.py", "import time\n" + SUITE.replace(", numeric,", f", {slow},"))
     process = shell.start(*asked)
     records = MatrixRecords(Path(shell.env["RAMIFY_HOME"]))
     give_up = time.monotonic() + 100

@@ -132,7 +132,9 @@ def niah(
     chosen = chosen_families("niah", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
-    return suite_task("niah", make, NeedleScore(), seed=seed, sources=sources, file=RULER)
+    return suite_task(
+        "niah", make, NeedleScore(), seed=seed, families=chosen, sources=sources, file=RULER
+    )
 
 
 def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:

@@ -180,7 +180,13 @@ def oolong(
     )
     sources = (train, validation, test)
     return suite_task(
-        "oolong", make, OolongScore(), seed=seed, sources=sources, file=_public_file(with_labels)
+        "oolong",
+        make,
+        OolongScore(),
+        seed=seed,
+        families=chosen,
+        sources=sources,
+        file=_public_file(with_labels),
     )
 
 

@@ -100,7 +100,7 @@ def oolong_pairs(
             f"{min(MAX_USERS, chars // _CHARS_PER_USER)} users for {tokens:,} tokens"
         )
     make = functools.partial(_make, chars, chosen, users, with_labels)
-    return suite_task("oolong_pairs", make, PairScore(), seed=seed)
+    return suite_task("oolong_pairs", make, PairScore(), seed=seed, families=chosen)
 
 
 class UserCondition(msgspec.Struct, frozen=True):

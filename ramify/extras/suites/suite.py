@@ -84,6 +84,7 @@ def suite_task(
     reward: AnswerReward,
     *,
     seed: int,
+    families: Sequence[str] = (),
     sources: Sequence[Any] = (),
     file: PublicFile | None = None,
 ) -> SimpleTask:
@@ -94,6 +95,7 @@ def suite_task(
         make: Generates an item.
         reward: Score of an answer.
         seed: Seed of the generated items.
+        families: Families of questions that are asked.
         sources: Files or rows that replace the generated splits, in the order of ``SPLITS``; None
             keeps a split generated.
         file: Form of those files.
@@ -105,4 +107,4 @@ def suite_task(
             loaded = dataset({split: source}, item=file.read, reward=reward, name=name)
             splits[split] = loaded.splits[split]
             splits[split][0]
-    return SimpleTask(name, splits, reward)
+    return SimpleTask(name, splits, reward, families=families)
