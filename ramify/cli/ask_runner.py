@@ -286,14 +286,14 @@ def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
 def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "running") -> str:
     """One-line summary of a run; ``unfinished`` replaces the stop reason if it has not ended.
 
-    ``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``
+    ``final · 3 turns, 12 requests · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``
     """
     usage = trajectory.usage
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""
     parts = [
         str(trajectory.stop or unfinished),
-        f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'call')}",
+        f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'request')}",
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
         bound * (trajectory.cost is not None) + terminal_text.dollars(trajectory.cost),
         terminal_text.seconds(trajectory.seconds),

@@ -247,10 +247,14 @@ class LiveView:
         ]
 
 
+_NAMES = {"calls": "requests"}
+"""Name of a budget -> the word for what it counts, if that is another one."""
+
+
 def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
     """One row with each budget's use; yellow from 70 % and red from 90 % of its limit.
 
-    ``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``
+    ``requests 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``
     """
     row = Text()
     for name, spent, limit in budgets:
@@ -264,4 +268,4 @@ def _amount(name: str, spent: float, limit: float) -> str:
         return f"{dollars(spent)}/{dollars(limit)}"
     if name == "seconds":
         return f"{ticking(spent)}/{seconds(limit)}"
-    return f"{name} {count(spent)}/{count(limit)}"
+    return f"{_NAMES.get(name, name)} {count(spent)}/{count(limit)}"

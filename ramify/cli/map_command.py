@@ -273,7 +273,11 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
     whole = result.estimate
     if whole is None:
         return
-    hours, cost = whole.hours, whole.cost
+    cost = whole.cost
+    time, low, high = (
+        terminal_text.seconds(3600 * hours)
+        for hours in (whole.hours.value, whole.hours.low, whole.hours.high)
+    )
     parts = [
         f"{whole.num_rows:,} rows, {many(whole.num_questions, 'question')}",
         "cost unknown"
@@ -284,18 +288,14 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
         parts.append("in batches, each within a day")
     else:
         parts += [
-            f"{_time(hours.value)} ({_time(hours.low)} to {_time(hours.high)}) with one worker",
+            f"{time} ({low} to {high}) with one worker",
             f"{many(whole.workers_for_an_hour, 'worker')} for an hour",
         ]
     print(f"all: {' · '.join(parts)}; from {many(whole.num_sampled, 'question')}, 95 %")
 
 
 def _dollars(amount: float) -> str:
-    return f"${amount:,.0f}" if amount >= 100 else f"${amount:.3g}"
-
-
-def _time(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else terminal_text.seconds(3600 * hours)
+    return f"${amount:,.0f}" if amount >= 100 else terminal_text.dollars(amount)
 
 
 def _report(
@@ -326,7 +326,7 @@ def _report(
 
 
 def summary(result: MapResult) -> str:
-    """``10,000 rows · 9,990 answered, 10 failed · 10,004 calls · 1.2M tokens · $0.41 · 52 s``"""
+    """``10,000 rows · 9,990 answered, 10 failed · 10,004 requests · 1.2M tokens · $0.41 · 52 s``"""
     usage = result.usage
     counts = [f"{result.num_answered:,} answered"]
     counts += [f"{result.num_failed:,} failed"] if result.num_failed else []
@@ -337,8 +337,8 @@ def summary(result: MapResult) -> str:
     parts = [
         many(result.num_rows, "row"),
         ", ".join(counts),
-        *([f"{many(again, 'call')} paid again for lost workers"] if again else []),
-        many(usage.calls, "call"),
+        *([f"{many(again, 'request')} paid again for lost workers"] if again else []),
+        many(usage.calls, "request"),
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
         bound * (result.cost is not None) + terminal_text.dollars(result.cost),
         terminal_text.seconds(result.seconds),

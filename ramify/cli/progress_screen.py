@@ -36,12 +36,12 @@ from ramify.cli.terminal_text import (
     count,
     json_line,
     one_line,
-    seconds,
     size,
     write,
 )
 from ramify.errors import nearest
 from ramify.progress import ProgressState, subscribe
+from ramify.quantities import rounded
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -404,5 +404,5 @@ def _time(task: ProgressState, since_s: float) -> str:
     """Estimated time left if it can be computed, otherwise the time elapsed."""
     if task.total and task.first < task.done <= task.total and since_s > 1:
         left_s = since_s * (task.total - task.done) / (task.done - task.first)
-        return f"{seconds(round(left_s))} left" if left_s >= 1 else ""
-    return seconds(round(since_s)) if since_s >= 1 else ""
+        return f"{rounded(left_s)} left" if left_s >= 1 else ""
+    return rounded(since_s) if since_s >= 1 else ""

@@ -18,6 +18,7 @@ from ramify.cli.source_table import source_table
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.prompt_preview import PromptPreview
 from ramify.errors import ConfigError
+from ramify.quantities import dollars
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -79,25 +80,21 @@ def _show_costs(
         return
     least, most = _first_turn(preview, num_tokens)
     print(
-        f"first turn: {_dollars(least)} to {_dollars(most)} ({num_tokens:,} tokens in, "
+        f"first turn: {dollars(least)} to {dollars(most)} ({num_tokens:,} tokens in, "
         f"{preview.max_reply_tokens:,} out at most)"
     )
     limit = rlm.limits.max_cost
     limit = DEFAULT_MAX_COST if limit is None else limit
     if preview.is_direct:
-        print(f"whole run: {_dollars(least)} to {_dollars(most)}")
+        print(f"whole run: {dollars(least)} to {dollars(most)}")
     elif math.isfinite(limit):
-        print(f"whole run: {_dollars(least)} to {_dollars(limit)}, which is its max_cost")
+        print(f"whole run: {dollars(least)} to {dollars(limit)}, which is its max_cost")
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
     """Return the (minimum, maximum) cost of the request in dollars."""
     short = min(_SHORT_REPLY, preview.max_reply_tokens)
     return preview.cost(num_tokens, short), preview.cost(num_tokens, preview.max_reply_tokens)
-
-
-def _dollars(amount: float | None) -> str:
-    return "unknown" if amount is None else "$0" if not amount else f"${amount:.2g}"
 
 
 def _tokenizer(folder: str) -> Any:

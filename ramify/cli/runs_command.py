@@ -306,7 +306,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
         one_line(summary.question, width),
         one_line(summary.model),
         str(summary.stop or state),
-        f"{summary.usage.calls:,}",
+        f"{summary.num_calls:,}",
         count(summary.usage.total_tokens),
         "unknown" if summary.cost is None else dollars(summary.cost),
         seconds(summary.seconds),

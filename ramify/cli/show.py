@@ -2,7 +2,7 @@
 replay``: re-run its cells against its recorded replies, and compare.
 
     run 20260301-142501-…  2026-03-01 14:25
-    final · 3 turns, 312 calls · 45.2k tokens · $0.12 · 14 s
+    final · 3 turns, 312 requests · 45.2k tokens · $0.12 · 14.2 s
 
     0 Which host failed first?  → db3  $0.12  14 s
     └ llm_query × 300: 297 done, 3 failed  $0.02  9 s

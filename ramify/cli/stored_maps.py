@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _MARK = "-map-"
 """Part of the id of every map, and of no run."""
-_COLUMNS = ("map", "when", "question", "model", "rows", "failed", "calls", "cost", "output")
+_COLUMNS = ("map", "when", "question", "model", "rows", "failed", "requests", "cost", "output")
 _SHOWN_ROWS = 20
 """Rows that ``show`` prints without ``--full``; those with an error come first."""
 
@@ -126,7 +126,7 @@ def map_lines(table: MapTable, full: bool) -> Iterator[Line]:
         [
             _rows(figures),
             f"{figures.failed:,} failed",
-            many(figures.calls, "call"),
+            many(figures.calls, "request"),
             dollars(figures.cost),
             "in progress" if figures.alive else "",
         ]

@@ -1,4 +1,4 @@
-r"""Text for a terminal: removes escape sequences, shortens lines, formats numbers and times, draws
+r"""Text for a terminal: removes escape sequences, shortens lines, formats sizes and dates, draws
 the tree of a run's calls, and writes messages to the user on stderr. Stdout is for the answer.
 
 Colors are spans of rich's ``Text``, never characters of a string. ``write_lines`` turns them into
@@ -9,12 +9,13 @@ stays unchanged.
 The tree shows question → answer → cost → time, in the colors of the page
 (viewer/static/style.css):
 
-    0 Sum the revenue of all twelve sheets  → 332628  $0.011  12 s
-    ├ 0.0 …sheet 1  → 30102  $0.001  0.9 s
-    ├ 0.7 …sheet 8  → 1414  $0.001  0.8 s  differs: sheet 8 returned 1,414; …
-    └ llm_query × 500: 497 done, 3 failed  $0.02  9 s
+    0 Sum the revenue of all twelve sheets  → 332628  $0.011  12.4 s
+    ├ 0.0 …sheet 1  → 30102  $0.001  912 ms
+    ├ 0.7 …sheet 8  → 1414  $0.001  804 ms  differs: sheet 8 returned 1,414; …
+    └ llm_query × 500: 497 done, 3 failed  $0.02  9.10 s
 
-Not here: turns and code (see show.py), which characters are removed (see printable.py).
+Not here: turns and code (see show.py), which characters are removed (see printable.py), how
+numbers read (see quantities.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ import msgspec
 from ramify.errors import OldNameWarning
 from ramify.logging import RoomLogger, current_console
 from ramify.printable import TerminalStream, clean, clean_line, escaped
+from ramify.quantities import count as count
+from ramify.quantities import dollars as dollars
+from ramify.quantities import many as many
+from ramify.quantities import seconds as seconds
+from ramify.quantities import ticking as ticking
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.trajectory import Stop, Trajectory
@@ -54,47 +60,6 @@ def one_line(text: str, width: int = 80) -> str:
     """Clean ``text`` and put it on one line of at most ``width`` characters."""
     line = clean_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def count(number: float) -> str:
-    """Format a count: ``1,234``, ``45.2k``, ``1.2M``."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= limit:
-            return f"{number / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.3g}{unit}"
-    return f"{number:,.0f}"
-
-
-def many(number: int, noun: str) -> str:
-    """Format a count with its noun: ``1 turn``, ``1,234 turns``."""
-    return f"{number:,} {noun}" + ("s" if number != 1 else "")
-
-
-def dollars(cost: float | None) -> str:
-    """Format a cost: ``$1.23``, ``$0.012``, ``$1.2e-05``; ``cost unknown`` without a price."""
-    if cost is None:
-        return "cost unknown"
-    return (
-        f"${cost:.2f}"
-        if cost >= 1 or cost == 0
-        else f"${cost:.2g}"
-        if cost >= 0.001
-        else f"${cost:.1e}"
-    )
-
-
-def seconds(value: float) -> str:
-    """Format a duration: ``0.42 s``, ``12 s``, ``3 min 5 s``, ``30 min``."""
-    if value < 10:
-        return f"{value:.2g} s"
-    minutes, rest = divmod(round(value), 60)
-    return " ".join(
-        [*([f"{minutes} min"] if minutes else []), *([f"{rest} s"] if rest or not minutes else [])]
-    )
-
-
-def ticking(value: float) -> str:
-    """Format a duration that is redrawn often: like ``seconds``, but with a stable width."""
-    return f"{value:.1f} s" if value < 60 else seconds(value)
 
 
 def size(num_bytes: int) -> str:

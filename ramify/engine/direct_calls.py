@@ -32,6 +32,7 @@ from ramify.engine.question import Question
 from ramify.engine.reply_lengths import ReplyLengths
 from ramify.engine.resources import RlmSetup, RunModels
 from ramify.errors import LimitReached, ReplyCut
+from ramify.quantities import plain
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.picture import has_pictures
 from ramify.types.trajectory import Stop
@@ -257,14 +258,14 @@ class _DirectAccount:
         if not call.spent.calls and amount.within(limit):
             return
         total = call.spent.plus(amount)
-        for stop, used, most, unit in (
-            (Stop.MAX_CALLS, total.calls, limit.calls, "{:,} calls"),
-            (Stop.MAX_TOKENS, total.tokens, limit.tokens, "{:,} tokens"),
-            (Stop.MAX_COST, total.cost, limit.cost, "${:.3g}"),
+        for stop, used, most, words in (
+            (Stop.MAX_CALLS, total.calls, limit.calls, lambda calls: f"{calls:,} calls"),
+            (Stop.MAX_TOKENS, total.tokens, limit.tokens, lambda tokens: f"{tokens:,} tokens"),
+            (Stop.MAX_COST, total.cost, limit.cost, lambda cost: f"${plain(cost)}"),
         ):
             if used > most * (1 + 1e-9):
                 raise LimitReached(
-                    f"it may take {unit.format(used)}, and its limit is {unit.format(most)}: raise "
+                    f"it may take {words(used)}, and its limit is {words(most)}: raise "
                     f"its {stop}, or lower max_reply_tokens",
                     stop,
                 )

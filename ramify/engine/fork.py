@@ -20,6 +20,7 @@ from ramify.engine.limits import Ledger, Limits, bound
 from ramify.engine.question import RunKeywords
 from ramify.engine.rerun import COMPARED
 from ramify.errors import ConfigError, nearest
+from ramify.quantities import plain
 from ramify.store.recorded_replies import RecordedReplies
 from ramify.types.event import (
     AnyEvent,
@@ -210,8 +211,8 @@ class ForkPoint:
         exceeded = ledger.would_pass(most)
         if exceeded is Stop.MAX_COST:
             raise ConfigError(
-                f"the edited prompt and its reply may cost ${most.cost:.3g}, and the run may spend "
-                f"${ledger.limit.cost:g}: shorten it, or raise max_cost"
+                f"the edited prompt and its reply may cost ${plain(most.cost)}, and the run may "
+                f"spend ${plain(ledger.limit.cost, 6)}: shorten it, or raise max_cost"
             )
         if exceeded is not None:
             raise ConfigError(

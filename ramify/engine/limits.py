@@ -35,6 +35,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, LimitReached, NamedFields
+from ramify.quantities import plain
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -363,7 +364,7 @@ class Ledger:
         what = {
             Stop.MAX_CALLS: f"{self.limit.calls} calls",
             Stop.MAX_TOKENS: f"{self.limit.tokens:,} tokens",
-            Stop.MAX_COST: f"${self.limit.cost:g}",
+            Stop.MAX_COST: f"${plain(self.limit.cost, 6)}",
         }[stop]
         return LimitReached(f"the {self.owner}'s limit of {what} is reached", stop)
 
@@ -371,12 +372,13 @@ class Ledger:
         limit, left = self.limit, self.limit.minus(committed)
         if stop is Stop.MAX_COST and self.spent.cost > limit.cost:
             return (
-                f"${self.spent.cost:.3g} of ${limit.cost:g} were spent, because {self.last_excess}"
+                f"${plain(self.spent.cost)} of ${plain(limit.cost, 6)} were spent, because "
+                f"{self.last_excess}"
             )
         if stop is Stop.MAX_COST:
             return (
-                f"a reply may cost ${amount.cost:.3g} and ${max(left.cost, 0):.3g} of "
-                f"${limit.cost:g} were left: lower max_reply_tokens or raise max_cost"
+                f"a reply may cost ${plain(amount.cost)} and ${plain(max(left.cost, 0))} of "
+                f"${plain(limit.cost, 6)} were left: lower max_reply_tokens or raise max_cost"
             )
         if stop is Stop.MAX_TOKENS and self.spent.tokens > limit.tokens:
             return (
@@ -389,7 +391,7 @@ class Ledger:
                 f"{limit.tokens:,} were left: lower max_reply_tokens or raise max_tokens"
             )
         kept = ", and one is kept for the final reply" if self.held.calls else ""
-        return f"{self.spent.calls:,} of {limit.calls:,} calls were used{kept}: raise max_calls"
+        return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
     def state(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each finite limit: for budget bars and for messages to the
@@ -479,7 +481,7 @@ class Reservation:
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (
-            f"{tokens:,} tokens" + ("" if cost is None else f" (${dollars:.3g})")
+            f"{tokens:,} tokens" + ("" if cost is None else f" (${plain(dollars)})")
             for tokens, dollars in (
                 (usage.total_tokens, cost or 0.0),
                 (self.amount.tokens, self.amount.cost),

@@ -33,6 +33,7 @@ from ramify.errors import (
     can_be_fixed,
 )
 from ramify.progress import report_text
+from ramify.quantities import plain
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply, Usage, encodable, sendable
 from ramify.types.trajectory import Stop
@@ -599,6 +600,6 @@ def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(
-            f"a limit of ${limits.max_cost:g} cannot be enforced: {', '.join(unpriced)} has no "
-            "known price; add it to a price file (RAMIFY_PRICES) or omit max_cost"
+            f"a limit of ${plain(limits.max_cost, 6)} cannot be enforced: {', '.join(unpriced)} "
+            "has no known price; add it to a price file (RAMIFY_PRICES) or omit max_cost"
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 
 from ramify.errors import ConfigError
+from ramify.quantities import plain
 
 _LEAST = 0.5
 """Share of an attempt's usual limit. An attempt that may spend less is not started, because it
@@ -30,8 +31,8 @@ class CostBudget:
         earlier evaluations have used. Raises ConfigError unless both limits are positive."""
         if not limit > 0 or not per_attempt > 0:
             raise ConfigError(
-                f"a budget of ${limit:g}, with ${per_attempt:g} for one attempt, allows nothing: "
-                "give positive numbers"
+                f"a budget of ${plain(limit, 6)}, with ${plain(per_attempt, 6)} for one attempt, "
+                "allows nothing: give positive numbers"
             )
         self.limit = limit
         self.spent = spent

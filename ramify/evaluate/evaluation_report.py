@@ -29,6 +29,7 @@ from ramify.evaluate.statistics import (
     quantile,
     score_with_interval,
 )
+from ramify.quantities import plain, seconds
 
 RIGHT = 1 - 1e-9
 """Minimum reward of an attempt that counts as right."""
@@ -230,7 +231,7 @@ def _means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
-    seconds = sorted(outcome.seconds for outcome in outcomes)
+    durations = sorted(outcome.seconds for outcome in outcomes)
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     num = len(outcomes)
     return AttemptTotals(
@@ -238,8 +239,8 @@ def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
         sum(outcome.usage.output_tokens for outcome in outcomes),
         sum(outcome.usage.calls for outcome in outcomes),
         sum(costs) if costs else None,
-        sum(seconds) / num,
-        quantile(seconds, 0.95),
+        sum(durations) / num,
+        quantile(durations, 0.95),
         sum(outcome.turns for outcome in outcomes) / num,
         sum(outcome.calls for outcome in outcomes) / num,
     )
@@ -287,12 +288,12 @@ def _closing(evaluation_report: EvaluationReport) -> list[str]:
         _many(f"{spent.turns_mean:.3g}", "turn"),
         _many(f"{spent.calls_mean:.3g}", "call"),
     )
-    details = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
-    dollars = ", cost unknown" if spent.cost is None else f", ${spent.cost:.4g}"
+    details = f"{turns} and {calls} below the root in {seconds(spent.seconds_mean)}"
+    dollars = ", cost unknown" if spent.cost is None else f", ${plain(spent.cost, 4)}"
     lines = [
         "ended "
         + ", ".join(f"{count:,} {stop}" for stop, count in evaluation_report.stops.items()),
-        f"an attempt took {details} (95 % within {spent.seconds_p95:.3g} s)",
+        f"an attempt took {details} (95 % within {seconds(spent.seconds_p95)})",
         f"in all {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out, {spent.requests:,} "
         f"requests{dollars}",
     ]

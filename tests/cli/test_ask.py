@@ -18,7 +18,7 @@ def test_stdout_has_only_the_answer(shell: Shell) -> None:
     done = shell.ask(SESSION_SCRIPT, "how long?", "log.txt")
     loaded, summary = done.err.splitlines()
     assert (done.code, done.out, loaded) == (0, "50000\n", "log.txt: text, 50,000 characters")
-    assert summary.startswith("final · 2 turns, 2 calls · ")
+    assert summary.startswith("final · 2 turns, 2 requests · ")
     assert " · run 2" in summary
 
 

@@ -40,7 +40,7 @@ def test_truncated_answer_is_printed_and_exits_with_code_3(shell: Shell) -> None
     assert why.endswith(
         "the reply was cut at its limit of 6 tokens; ask for less, or raise max_reply_tokens"
     )
-    assert summary.startswith("max_tokens · 1 turn, 1 call")
+    assert summary.startswith("max_tokens · 1 turn, 1 request")
 
 
 def test_truncated_answer_as_json_has_stop_max_tokens(shell: Shell) -> None:
@@ -104,7 +104,7 @@ def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> Non
     said = [line for line in failed.err.splitlines() if not line.startswith("waiting: ")]
     suspended, total = said
     assert re.fullmatch(
-        r"ramify: suspended after [\d.]+ s: openai:m@.*: cannot reach .* \(connection refused\); "
+        r"ramify: suspended after [\d.]+ m?s: openai:m@.*: cannot reach .* \(connection refused\); "
         r"continue with: ramify ask --resume \S+-how",
         suspended,
     )

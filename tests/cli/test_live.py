@@ -113,7 +113,7 @@ def test_budget_row_shows_spent_and_limit() -> None:
             ("seconds", 12, 1800),
         ]
     )
-    assert row.plain == "calls 312/1,000 · tokens 45.2k/20M · $4.60/$5.00 · 12.0 s/30 min"
+    assert row.plain == "requests 312/1,000 · tokens 45.2k/20M · $4.60/$5.00 · 12.0 s/30 min"
     assert "red" in {str(span.style) for span in row.spans}
 
 
@@ -122,7 +122,7 @@ SHOWN = (
     r"llm_query × 20: 20 done",
     r"\[dim\]child\[/\]",
     r"0\.20 scripted:sub\.json · turn \d · ",
-    r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
+    r"requests \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
 )
 """Patterns that the view of the run below shows before its last cell ends."""
 

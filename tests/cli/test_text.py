@@ -47,14 +47,14 @@ def test_numbers_are_formatted_for_reading() -> None:
     assert [terminal_text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == [
         "cost unknown",
         "$0.00",
-        "$4.0e-05",
+        "$0.00004",
         "$0.012",
         "$2.50",
     ]
     assert [terminal_text.seconds(s) for s in (0, 0.053, 59.7, 125)] == [
         "0 s",
-        "0.053 s",
-        "1 min",
+        "53 ms",
+        "59.7 s",
         "2 min 5 s",
     ]
     assert [terminal_text.ticking(s) for s in (0.053, 59.71, 125)] == [

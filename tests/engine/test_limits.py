@@ -337,7 +337,7 @@ def test_a_hold_replaces_the_one_before_if_it_fits() -> None:
     assert ledger.refusals == {
         Stop.MAX_TOKENS: "a reply may take 51 tokens and 50 of 100 were left: lower "
         "max_reply_tokens or raise max_tokens",
-        Stop.MAX_CALLS: "5 of 10 calls were used, and one is kept for the final reply: raise "
+        Stop.MAX_CALLS: "5 of 10 requests were used, and one is kept for the final reply: raise "
         "max_calls",
     }
 
@@ -371,7 +371,7 @@ def test_refusals_name_both_numbers() -> None:
         )
         assert await refused(ledger, ResourceAmount(2, 1, 0.1)) == (
             "the run's limit of 2 calls is reached",
-            "1 of 2 calls were used: raise max_calls",
+            "1 of 2 requests were used: raise max_calls",
         )
         ledger.last_excess = "m reported much"
         ledger.charge(Usage(700, calls=1), 0.375)

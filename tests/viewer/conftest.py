@@ -31,11 +31,27 @@ class World(NamedTuple):
     trainings: Path
     """Two folders of ``ramify train``, ``base`` and ``second``; the second run of ``base``'s
     rollouts is the hostile one."""
+    markdown: str
+    """A run of the store whose question, reply and answer have Markdown, formulas and text that is
+    written from right to left."""
+    maps: Path
+    """A store with a map of three rows, of which one failed."""
+    map: str
+    """Its id."""
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """All of it: the four places of a viewer."""
+        return self.store, self.evaluated, self.trainings, self.maps
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder = tmp_path_factory.mktemp("world")
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def make_world(folder: Path) -> World:
+    """Make the runs in ``folder``."""
     store = Store(folder / "store")
     tree, hostile = golden.tree(store), golden.hostile(store)
     plain, other = golden.plain(store, "How many days has May?", "31"), golden.other_way(store)
@@ -47,6 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     golden.training(folder / "train" / "second", rollouts[:1], seed=3)
     evaluated = Store(folder / "evaluated")
     evaluation, run = golden.evaluation(evaluated)
+    maps = Store(folder / "maps")
     return World(
         folder,
         store.root,
@@ -58,6 +75,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         evaluation,
         run,
         folder / "train",
+        golden.plain(store, golden.MARKDOWN_QUESTION, golden.MARKDOWN),
+        maps.root,
+        golden.map_of_three(maps, folder / "out.jsonl"),
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
+from ramify import map as run_map
 from ramify.clients.base import Price
 from ramify.testing.scripted import ByteTokenIds, refused
 from ramify.types.event import ScoreAdded
@@ -232,6 +233,53 @@ def hostile(store: Store) -> str:
 
     with rlm(tell, store, ALWAYS, ids=None, name="scripted:<i>evil</i>") as made:
         return made.completion(EVIL, f"{EVIL} who?").run_id or ""
+
+
+MARKDOWN_QUESTION = """What did each sheet sum to?
+
+```python
+total = sum(sheet["revenue"] for sheet in sheets)  # of all twelve
+```
+ما هو مجموع الإيرادات في ورقة 7؟"""
+MARKDOWN = r"""## Sums of the sheets
+The total is **361,214** of `sums`, see [the sheet](https://example.org/sheet?number=7) and ![a chart](https://example.org/chart.png):
+
+| sheet | region of the sales | revenue in the year 2025 | revenue in the year 2026 | difference | why it differs |
+|---|---|---:|---:|---:|---|
+| 7 | Northern-Hemisphere-and-Islands | 1,414 | 31,164 | 29,750 | two columns were swapped |
+| 8 | South | 30,102 | 29,877 | -225 | |
+
+1. with $x^2 + \frac{a}{1414}$ for $5 or $10
+2. a list
+   - inside of a list
+
+```python
+def total(sums: list[int]) -> int:
+    return sum(sums)  # 361,214, with a comment that is far longer than a telephone is wide, and then some
+```
+
+```json
+{"sheet": 7, "sum": 1414, "is_odd": true}
+```
+
+> مجموع الورقة 7 هو 1,414، وهو يختلف عن الأوراق الأخرى.
+
+العربية تُكتب من اليمين إلى اليسار، مع `code` و 1,414 دولار.
+
+$$\sum_{i=1}^{n} r_i = 361214$$
+"""
+
+
+def map_of_three(store: Store, out: Path) -> str:
+    """A map of three rows, of which one is refused; returns its id."""
+    client = ScriptedClient(
+        lambda messages: refused() if "two" in messages[-1].content else "yes",
+        price=Price(1.0, 4.0),
+        name="scripted:reader",
+    )
+    rows = [{"text": f"ticket {word}: the disk is full"} for word in ("one", "two", "three")]
+    made = run_map("Is it urgent?", rows, client, columns=["text"], out=out, store=store)
+    return made.id
 
 
 def scored(run: str, store: Store, reward: float) -> Trajectory:

@@ -685,7 +685,7 @@ function tiles(report) {
     tile("tokens", `${count(spent.input_tokens)} in, ${count(spent.output_tokens)} out`),
     tile(
       "an attempt",
-      `${seconds(spent.seconds_mean)}, ${number(spent.turns_mean)} turns, ${number(spent.calls_mean)} calls`,
+      `${seconds(spent.seconds_mean)}, ${number(spent.turns_mean)} turns, ${number(spent.calls_mean)} calls below the root`,
     ),
   );
 }

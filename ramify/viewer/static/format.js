@@ -1,41 +1,53 @@
-// Formats numbers and texts in the same way as the command line (cli/terminal_text.py).
+// Formats numbers and texts in the same way as the command line (ramify/quantities.py). No number has
+// an exponent, and no unit is ever full: 59.97 seconds are "1 min".
 
 // 1234567 -> "1,234,567". Not toLocaleString: its first call takes tens of milliseconds.
 export function grouped(whole) {
-  return String(whole).replace(/\B(?=(\d{3})+$)/g, ",");
+  return String(whole).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
 }
 
 export function count(number) {
-  if (number >= 1e9) return `${trim(number / 1e9)}G`;
-  if (number >= 1e6) return `${trim(number / 1e6)}M`;
-  if (number >= 1e4) return `${trim(number / 1e3)}k`;
+  if (number >= 9.995e8) return `${plain(number / 1e9)}G`;
+  if (number >= 9.995e5) return `${plain(number / 1e6)}M`;
+  if (number >= 1e4) return `${plain(number / 1e3)}k`;
   return grouped(Math.round(number));
 }
 
-function trim(number) {
-  return String(Number(number.toPrecision(3)));
+// With significant digits, and never with an exponent: 0.000049, 0.5, 1234
+export function plain(number, digits = 3) {
+  if (number === 0 || !Number.isFinite(number)) return String(number);
+  const places = digits - 1 - Math.floor(Math.log10(Math.abs(number))),
+    text = number.toFixed(Math.min(100, Math.max(0, places)));
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
 export function dollars(cost) {
   if (cost === null || cost === undefined) return "unknown";
-  if (cost === 0 || cost >= 0.1) return `$${cost.toFixed(2)}`;
-  return cost >= 0.001 ? `$${trim(Number(cost.toPrecision(2)))}` : `$${cost.toExponential(1)}`;
+  if (cost === 0 || cost >= 0.0995) return `$${grouped(cost.toFixed(2))}`;
+  return cost < 1e-6 ? "under $0.000001" : `$${plain(cost, 2)}`;
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 0.001) return value > 0 ? `${Math.max(1, Math.round(value * 1e6))} µs` : "0 s";
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  const minutes = Math.floor(value / 60),
-    rest = Math.round(value % 60);
-  if (minutes >= 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-  return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
+  if (value <= 0) return "0 s";
+  if (value < 0.0009995) return `${Math.max(1, Math.round(value * 1e6))} µs`;
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  if (value < 59.95) return `${value.toFixed(value < 9.995 ? 2 : 1)} s`;
+  const whole = Math.round(value);
+  return whole < 3600
+    ? inTwo(whole, 60, "min", "s")
+    : inTwo(Math.round(whole / 60), 60, "h", "min");
+}
+
+// `whole` parts as units of `size` parts, and the rest unless it is 0
+function inTwo(whole, size, unit, part) {
+  const rest = whole % size;
+  return `${grouped(Math.floor(whole / size))} ${unit}${rest ? ` ${rest} ${part}` : ""}`;
 }
 
 // Has a stable width, for values that are redrawn often.
 export function ticking(value) {
-  return value < 60 ? `${value.toFixed(1)} s` : seconds(value);
+  return value < 59.95 ? `${Math.max(0, value).toFixed(1)} s` : seconds(value);
 }
 
 export function moment(unixTime) {

@@ -10,6 +10,7 @@
 //   #/map[/KEY[/FILTER]]                    maps, and the rows of one
 
 import { load, offline, showState, watchServer } from "./api.js";
+import { titleCutTexts } from "./cut_text.js";
 import { fill, h, toast } from "./dom.js";
 import { runAddress } from "./format.js";
 import { runPage } from "./run.js";
@@ -262,6 +263,7 @@ addEventListener("keydown", (event) => {
 });
 
 addEventListener("hashchange", turn);
+titleCutTexts();
 setTheme(storedTheme());
 turn();
 watchServer();

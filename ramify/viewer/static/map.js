@@ -17,7 +17,7 @@ const ROW_FIELDS = {
     row: (each) => each.row,
     cost: (each) => each.cost,
     seconds: (each) => each.seconds || 0,
-    calls: (each) => each.calls || 0,
+    requests: (each) => each.calls || 0,
     equal: (each) => each.equal || 0,
   },
   texts: {
@@ -56,7 +56,7 @@ const MAP_COLUMNS = [
   { name: "model", cell: (each) => each.model },
   { name: "rows", isNumber: true, cell: rowsWords },
   { name: "failed", isNumber: true, cell: (each) => number(each.failed) },
-  { name: "calls", isNumber: true, cell: (each) => number(each.calls) },
+  { name: "requests", isNumber: true, cell: (each) => number(each.calls) },
   { name: "cost", isNumber: true, cell: (each) => dollars(each.cost) },
   { name: "begun", cell: (each) => moment(each.started_at) },
   { name: "output", cell: (each) => each.out.split("/").pop() },
@@ -179,7 +179,7 @@ class MapView {
       `${rowsWords(data)} rows`,
       data.failed ? `${number(data.failed)} failed` : "",
       `${many(data.questions, "question")} asked`,
-      many(data.calls, "call"),
+      many(data.calls, "request"),
       dollars(data.cost),
       data.alive ? "in progress" : rest ? "not all rows are asked" : "",
     ].filter(Boolean);

@@ -295,7 +295,7 @@ export class Story {
       spent = this.run.now(),
       num = (words) => (value) => `${count(value)} ${words}`;
     const slots = [
-      ["model calls", head.usage.calls, limits.max_calls, num("model calls"), count],
+      ["requests", head.usage.calls, limits.max_calls, num("requests"), count],
       [
         "tokens",
         head.usage.input_tokens + head.usage.output_tokens,

@@ -1,0 +1,83 @@
+"""How counts, dollars and durations read: in a terminal, in sentences, and on the page.
+
+    count(45_210)  -> "45.2k"      dollars(0.00049) -> "$0.00049"     seconds(600) -> "10 min"
+    many(2, "turn") -> "2 turns"   dollars(1234.5)  -> "$1,234.50"    seconds(0.42) -> "420 ms"
+
+No number is written with an exponent, and no unit is ever full: 59.97 seconds are ``1 min``, and
+never ``60.0 s``. ``viewer/static/format.js`` writes the same on the page;
+``tests/viewer/quantity_cases.json`` has what both must do. Not here: dates (see
+cli/terminal_text.py) and the figures of prompts, which are frozen (see engine/prompt_text.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+LEAST_DOLLARS = 1e-6
+"""Smaller costs are only called smaller."""
+
+
+def count(number: float) -> str:
+    """Format a count: ``1,234``, ``45.2k``, ``1.2M``."""
+    for limit, size, unit in ((9.995e8, 1e9, "G"), (9.995e5, 1e6, "M"), (1e4, 1e3, "k")):
+        if number >= limit:
+            return f"{plain(number / size)}{unit}"
+    return f"{number:,.0f}"
+
+
+def many(number: int, noun: str) -> str:
+    """Format a count with its noun: ``1 turn``, ``1,234 turns``."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
+
+
+def plain(number: float, digits: int = 3) -> str:
+    """Format a number with significant digits, and never with an exponent: ``0.000049``,
+    ``0.5``, ``1234``."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g}"
+    places = digits - 1 - math.floor(math.log10(abs(number)))
+    text = f"{number:.{max(0, places)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def dollars(cost: float | None) -> str:
+    """Format a cost: ``$1.23``, ``$0.012``, ``$0.000012``; ``cost unknown`` without a price."""
+    if cost is None:
+        return "cost unknown"
+    if cost == 0 or cost >= 0.0995:
+        return f"${cost:,.2f}"
+    if cost < LEAST_DOLLARS:
+        return f"under ${plain(LEAST_DOLLARS)}"
+    return f"${plain(cost, 2)}"
+
+
+def seconds(value: float) -> str:
+    """Format a duration: ``7 µs``, ``420 ms``, ``1.25 s``, ``12.0 s``, ``3 min 5 s``, ``2 h``."""
+    if value <= 0:
+        return "0 s"
+    if value < 0.0009995:
+        return f"{max(1, round(value * 1e6))} µs"
+    if value < 0.9995:
+        return f"{round(value * 1000)} ms"
+    if value < 59.95:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return _two(whole, 60, "min", "s")
+    return _two(round(whole / 60), 60, "h", "min")
+
+
+def _two(whole: int, size: int, unit: str, part: str) -> str:
+    """Format ``whole`` parts as units of ``size`` parts, and the rest unless it is 0."""
+    units, rest = divmod(whole, size)
+    return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
+
+
+def rounded(value: float) -> str:
+    """Format a duration to the second: ``0 s``, ``12 s``, ``3 min 5 s``."""
+    return f"{max(0, round(value))} s" if value < 59.5 else seconds(value)
+
+
+def ticking(value: float) -> str:
+    """Format a duration that is redrawn often: like ``seconds``, but with a stable width."""
+    return f"{max(0.0, value):.1f} s" if value < 59.95 else seconds(value)

@@ -1,0 +1,44 @@
+"""Counts, dollars and durations read the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import quantities
+from tests.viewer.browser import served, tab
+from tests.viewer.conftest import World
+
+CASES: dict[str, list[tuple[float, str]]] = json.loads(
+    Path(__file__).with_name("quantity_cases.json").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quantities_read_as_in_the_cases(name: str) -> None:
+    words = getattr(quantities, name)
+    assert [(value, words(value)) for value, _ in CASES[name]] == [tuple(it) for it in CASES[name]]
+
+
+def test_no_duration_is_a_full_unit_and_no_cost_has_an_exponent() -> None:
+    for tenths in range(0, 80_000, 7):
+        assert not re.search(r"(?<![.\d])60(\.0)? (s|min)\b", quantities.seconds(tenths / 10))
+    for power in range(-12, 12):
+        assert "e" not in quantities.dollars(1.7 * 10.0**power).removeprefix("under ")
+        assert "e" not in quantities.plain(1.7 * 10.0**power)
+
+
+def test_page_writes_the_same_quantities(browser: Any, world: World) -> None:
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        said = page.evaluate(
+            """(cases) => import("/static/format.js").then((format) =>
+              Object.fromEntries(Object.entries(cases).map(([name, each]) =>
+                [name, each.map(([value]) => [value, format[name](value)])])))""",
+            CASES,
+        )
+    assert said == CASES
