@@ -258,14 +258,18 @@ class _DirectAccount:
         if not call.spent.calls and amount.within(limit):
             return
         total = call.spent.plus(amount)
-        for stop, used, most, words in (
-            (Stop.MAX_CALLS, total.calls, limit.calls, lambda calls: f"{calls:,} calls"),
-            (Stop.MAX_TOKENS, total.tokens, limit.tokens, lambda tokens: f"{tokens:,} tokens"),
-            (Stop.MAX_COST, total.cost, limit.cost, lambda cost: f"${plain(cost)}"),
+        for stop, used, most, unit in (
+            (Stop.MAX_CALLS, total.calls, limit.calls, "{} calls"),
+            (Stop.MAX_TOKENS, total.tokens, limit.tokens, "{} tokens"),
+            (Stop.MAX_COST, total.cost, limit.cost, "${}"),
         ):
             if used > most * (1 + 1e-9):
+                may, can = (
+                    unit.format(plain(each) if isinstance(each, float) else f"{each:,}")
+                    for each in (used, most)
+                )
                 raise LimitReached(
-                    f"it may take {words(used)}, and its limit is {words(most)}: raise "
+                    f"it may take {may}, and its limit is {can}: raise "
                     f"its {stop}, or lower max_reply_tokens",
                     stop,
                 )

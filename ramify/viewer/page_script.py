@@ -37,7 +37,7 @@ STATIC = Path(__file__).parent / "static"
 APP = "app.js"
 _IMPORT = re.compile(r'^import (\w+|\{[^}]*\}) from "\./(.+?)";\n', re.MULTILINE)
 """An import; the formatter puts one of many names on several lines."""
-ON_DEMAND = ("markdown.js", "latex.js", "report.js", "share.js")
+ON_DEMAND = ("markdown.js", "latex.js", "languages.js", "report.js", "share.js")
 """Modules that a run's page imports on demand, and that an exported file contains."""
 _VENDOR_EXPORTS = re.compile(r"export\s*\{([^}]*)\};?")
 _VENDOR_EXPORT = re.compile(r"export\s*(?:\{\s*(\w+) as default\s*\}|default (\w+));?")

@@ -35,7 +35,7 @@ def test_run_page(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         assert text(page, "h1") == golden.QUESTION
         assert text(page, ".status") == "final"
         used = text(page, ".budget")
-        assert re.search(r"36 model calls.*12\.\dk tokens.*\$0\.01\d", used, re.DOTALL)
+        assert re.search(r"36 requests.*12\.\dk tokens.*\$0\.01\d", used, re.DOTALL)
         assert page.locator(".budget .near").count() == 0  # less than half of each limit
         photograph(page, f"run-{size[0]}", tmp_path)
 

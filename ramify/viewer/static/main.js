@@ -81,6 +81,7 @@ async function turn() {
       h(
         "div.pad",
         null,
+        h("h1", null, "This page cannot be shown"),
         h("p.problem", { role: "alert" }, error.message),
         offline ? null : h("p", null, h("a", { href: "#/" }, "all runs")),
       ),

@@ -3,6 +3,7 @@
 // and images are named with their address but load nothing.
 
 import { load, optional } from "./api.js";
+import { fencedCode } from "./code.js";
 import { h } from "./dom.js";
 import { Marked } from "./vendor/marked.js";
 
@@ -31,50 +32,52 @@ const math = (level) => ({
 });
 const marked = new Marked({ gfm: true, extensions: [math("inline")] });
 
+const OWN_WAY = { dir: "auto" }; // from right to left if the first letter is
+
 // The elements of a Markdown text.
 function formatted(text) {
   return blocks(marked.lexer(text));
 }
 
-function blocks(tokens) {
+// `way` is null inside of a block that decides the direction for its parts.
+function blocks(tokens, way = OWN_WAY) {
   return tokens.map((token) => {
     switch (token.type) {
       case "space":
       case "def":
         return null;
       case "heading":
-        return h(
-          "p.md-heading",
-          { role: "heading", "aria-level": String(Math.min(6, token.depth + 3)) },
-          inline(token.tokens),
-        );
+        return h("p.md-heading", way, inline(token.tokens)); // not a heading of the page
       case "paragraph":
-        return h("p", null, inline(token.tokens));
+        return h("p", way, inline(token.tokens));
       case "text":
         return token.tokens ? inline(token.tokens) : token.text;
       case "code":
-        return h("pre", { tabindex: "0" }, h("code", null, token.text));
+        return fencedCode(token.text, (token.lang || "").split(/\s/)[0]);
       case "blockquote":
-        return h("blockquote", null, blocks(token.tokens));
+        return h("blockquote", OWN_WAY, blocks(token.tokens, null));
       case "hr":
         return h("hr");
       case "list":
         return h(
           token.ordered ? "ol" : "ul",
-          { start: token.ordered && token.start !== 1 ? token.start : null },
+          { ...way, start: token.ordered && token.start !== 1 ? token.start : null },
           token.items.map((item) =>
             h(
               "li",
               null,
               item.task ? (item.checked ? "☑ " : "☐ ") : null,
-              blocks(item.tokens.filter((each) => each.type !== "checkbox")),
+              blocks(
+                item.tokens.filter((each) => each.type !== "checkbox"),
+                null,
+              ),
             ),
           ),
         );
       case "table":
         return h(
           "div.md-table",
-          { tabindex: "0", role: "region", "aria-label": "table" },
+          { tabindex: "0", role: "group", "aria-label": "table" },
           h(
             "table",
             null,
@@ -85,7 +88,11 @@ function blocks(tokens) {
                 "tr",
                 null,
                 token.header.map((cell) =>
-                  h("th", { scope: "col", class: cell.align || "" }, inline(cell.tokens)),
+                  h(
+                    "th",
+                    { ...OWN_WAY, scope: "col", class: cell.align || "" },
+                    inline(cell.tokens),
+                  ),
                 ),
               ),
             ),
@@ -96,14 +103,16 @@ function blocks(tokens) {
                 h(
                   "tr",
                   null,
-                  row.map((cell) => h("td", { class: cell.align || "" }, inline(cell.tokens))),
+                  row.map((cell) =>
+                    h("td", { ...OWN_WAY, class: cell.align || "" }, inline(cell.tokens)),
+                  ),
                 ),
               ),
             ),
           ),
         );
       default:
-        return h("p", null, inlineOf(token));
+        return h("p", way, inlineOf(token));
     }
   });
 }
@@ -121,7 +130,7 @@ function inlineOf(token) {
     case "del":
       return h("del", null, inline(token.tokens));
     case "codespan":
-      return h("code", null, token.text);
+      return h("code", { dir: "ltr" }, token.text);
     case "br":
       return h("br");
     case "math":
@@ -140,9 +149,14 @@ function inlineOf(token) {
   }
 }
 
-// The formula's source, until it is drawn; a formula with an unknown command stays its source.
+// The formula's source, until it is drawn; a formula with an unknown command stays its source. The
+// source stays beside it, since places in the text count its characters (provenance.js).
 function mathOf({ text, raw, display }) {
-  const place = h(display ? "div.md-math" : "span.md-math", null, h("code", null, raw));
+  const place = h(
+    display ? "div.md-math" : "span.md-math",
+    { dir: "ltr", "data-formula": raw },
+    h("code", null, raw),
+  );
   load("latex").then((draw) => {
     const drawn = draw(text, display);
     if (drawn) place.replaceChildren(drawn);

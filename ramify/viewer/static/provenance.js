@@ -7,6 +7,8 @@
 import { get } from "./api.js";
 import { h, toast } from "./dom.js";
 
+const FORMULA = "[data-formula]";
+
 export class Provenance {
   // view: the Transcript whose texts are linked; go(call) opens a call.
   constructor(view, go) {
@@ -51,7 +53,7 @@ export class Provenance {
       place.dataset.linked = "yes";
       const moved =
         this.plain?.place === place
-          ? links.map((link) => movedTo(link, this.plain.text, place.textContent)).filter(Boolean)
+          ? links.map((link) => movedTo(link, this.plain.text, textIn(place))).filter(Boolean)
           : links;
       linkText(place, moved, (link, text) => this.anchor(link.link ?? link, text));
     }
@@ -136,7 +138,9 @@ export class Provenance {
   // One step back. The first is the answer's value; a call that differs comes first.
   walk() {
     if (!this.at) {
-      const links = this.links.filter((link) => link.part === "answer"),
+      const ofAnswer = this.links.filter((link) => link.part === "answer"),
+        drawn = ofAnswer.filter((link) => link.elements?.length), // not those in formulas
+        links = drawn.length ? drawn : ofAnswer,
         run = this.view.run;
       const odd = links.find((link) => run.calls[run.indexOf(this.target(link))]?.outlier);
       const link = odd || links.find((each) => each.is_certain) || links[0];
@@ -238,20 +242,43 @@ function labelOf(link) {
     : calls;
 }
 
-// Wraps pieces of an element's text: the text of each link becomes make(link, text). Marks of
-// errors between the lines of code are no part of the text.
+// The parts of an element's text in order, as { text, node }. Marks of errors between the lines of
+// code are not parts of it. A formula is one part: the source that it was drawn from, without a
+// node, so that nothing is put into it.
+function partsOf(root) {
+  const walker = document.createTreeWalker(
+    root,
+    NodeFilter.SHOW_TEXT | NodeFilter.SHOW_ELEMENT,
+    (node) =>
+      node instanceof Element && (node.matches(".fault") || node.parentElement.closest(FORMULA))
+        ? NodeFilter.FILTER_REJECT
+        : NodeFilter.FILTER_ACCEPT,
+  );
+  const parts = [];
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    if (node instanceof Text) {
+      if (!node.parentElement.closest(FORMULA)) parts.push({ text: node.data, node });
+    } else if (node instanceof HTMLElement && node.matches(FORMULA))
+      parts.push({ text: node.dataset.formula, node: null });
+  }
+  return parts;
+}
+
+function textIn(root) {
+  return partsOf(root)
+    .map(({ text }) => text)
+    .join("");
+}
+
+// Wraps pieces of an element's text: the text of each link becomes make(link, text).
 export function linkText(root, links, make) {
-  const sorted = [...links].sort((a, b) => a.start - b.start || b.end - a.end),
-    walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
-  const nodes = [];
-  while (walker.nextNode())
-    if (!walker.currentNode.parentElement.closest(".fault")) nodes.push(walker.currentNode);
+  const sorted = [...links].sort((a, b) => a.start - b.start || b.end - a.end);
   let at = 0,
     next = 0,
     reached = 0;
-  for (const node of nodes) {
-    const text = node.data,
-      start = at,
+  for (const { text, node } of partsOf(root)) {
+    const start = at,
       pieces = [];
     let done = 0;
     at += text.length;
@@ -259,7 +286,7 @@ export function linkText(root, links, make) {
       const link = sorted[next];
       const from = Math.max(link.start, start, reached),
         to = Math.min(link.end, at);
-      if (to > from) {
+      if (to > from && node) {
         pieces.push(
           text.slice(done, from - start),
           make(link, text.slice(from - start, to - start)),

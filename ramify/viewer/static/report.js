@@ -2,7 +2,7 @@
 // page (separate when printed).
 
 import { get, load, offline, optional } from "./api.js";
-import { codeBlock, textBlock } from "./code.js";
+import { codeBlock, proseBlock, textBlock } from "./code.js";
 import { fill, h } from "./dom.js";
 import {
   dollars,
@@ -153,7 +153,7 @@ function turnOf(turn) {
       ),
     ),
     told.map((message) => textBlock(message.content, every)),
-    turn.cells.length ? null : textBlock(turn.reply.content, { ...every, kind: "reply" }),
+    turn.cells.length ? null : proseBlock(textOf(turn.reply.content), { ...every, kind: "reply" }),
     turn.cells.map((cell) => [
       codeBlock(textOf(cell.code), { error: textOf(cell.error) }),
       [cell.stdout, cell.value]

@@ -2,9 +2,9 @@
 // calls. While the run is in progress, only new turns are fetched, and only changed elements are
 // rebuilt.
 
-import { get, load, offline } from "./api.js";
+import { get, offline } from "./api.js";
 import { ArrivingReply } from "./arriving.js";
-import { textBlock } from "./code.js";
+import { format, textBlock } from "./code.js";
 import { copy, fill, h } from "./dom.js";
 import { count, dollars, hasMarkup, number, oneLine, seconds, stopWords } from "./format.js";
 import { Provenance } from "./provenance.js";
@@ -226,16 +226,9 @@ export class Transcript {
       parts.push(h("p.note", null, "was interrupted here: the run's process ended"));
     fill(this.foot, parts);
     const said = this.foot.querySelector(".said.answer-text");
-    if (said && hasMarkup(said.textContent)) this.format(said, said.textContent);
-  }
-
-  // Formats an answer, and draws its links again: their places are those of the plain text.
-  async format(said, text) {
-    const formatted = await load("markdown");
-    if (!said.isConnected) return;
-    fill(said, formatted(text));
-    said.classList.add("formatted");
-    this.provenance.redraw(said, text);
+    const plain = said?.textContent;
+    // Its links are drawn again: their places are those of the plain text.
+    if (plain && hasMarkup(plain)) format(said, plain, () => this.provenance.redraw(said, plain));
   }
 
   // --- turns -------------------------------------------------------------------------------------

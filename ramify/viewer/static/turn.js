@@ -2,7 +2,7 @@
 // sub-calls and scores. `view` is the Transcript that shows it.
 
 import { offline } from "./api.js";
-import { codeBlock, errorLine, textBlock } from "./code.js";
+import { codeBlock, errorLine, proseBlock, textBlock } from "./code.js";
 import { h } from "./dom.js";
 import { count, dollars, grouped, many, number, oneLine, seconds } from "./format.js";
 import { showRequest } from "./request.js";
@@ -211,9 +211,9 @@ function said(view, turn, part) {
     );
   else {
     for (const piece of pieces(reply.content)) {
-      if (piece.code === undefined) parts.push(textBlock(piece.text, { kind: "reply", lines: 60 }));
-      else
-        parts.push(place(piece.code) || codeBlock(piece.code, { label: piece.language || "text" }));
+      const { text, code, language } = piece;
+      if (code === undefined) parts.push(proseBlock(text, { kind: "reply", lines: 60 }));
+      else parts.push(place(code) || codeBlock(code, { label: language || "text", language }));
     }
   }
   for (const tool of reply.tool_calls)

@@ -258,7 +258,7 @@ function part(name, text, tone = "") {
     "div.card-part",
     null,
     h("h3", null, name),
-    h("div.card-text", { class: tone, dir: "auto" }, text),
+    h("div.card-text", { class: tone, dir: "auto", tabindex: "0" }, text),
   );
 }
 

@@ -5,6 +5,7 @@ export interface Scope {
 
 declare const hljs: {
   registerLanguage(name: string, language: unknown): void;
+  getLanguage(name: string): unknown;
   highlight(
     code: string,
     options: { language: string; ignoreIllegals: boolean },

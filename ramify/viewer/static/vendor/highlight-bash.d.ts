@@ -1,0 +1,2 @@
+declare const grammar: unknown;
+export default grammar;
