@@ -68,7 +68,8 @@ MEASURE = r"""
   // A title may come when its text is pointed at.
   const canBeSeen = (it) => {
     it.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
-    return it.closest("[title], summary, .folded");
+    const fold = it.closest(".folded, .cut");
+    return it.closest("[title], summary") || fold?.parentElement.querySelector(".unfold:not([hidden])");
   };
   const widthOf = (it, words) => {
     const pen = (window.layoutPen ||= document.createElement("canvas").getContext("2d")),
