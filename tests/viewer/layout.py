@@ -168,7 +168,7 @@ class GalleryPage(NamedTuple):
     address: str
     """After the ``#``."""
     ready: str
-    """Selector of what is there when the page is drawn."""
+    """Selector of an element that the drawn page has."""
     prepare: Callable[[Any], None] = lambda page: None
     """Brings the page into its state."""
 
