@@ -143,7 +143,7 @@ class ModelRequests:
             known=known or call.history.known_ids(reused),
             model=call.client.name,
             read_picture=self.read_picture,
-            # Nobody reads the short reply of a leaf while it arrives, and a stream costs CPU time.
+            # The short reply of a leaf is not shown while it arrives, and a stream costs CPU time.
             whole=call.kind == "leaf" and not self.lengths.reasoning_tokens(call.client),
         )
         turn = TurnRequest(self, call, request, reused, last_word)
