@@ -38,7 +38,8 @@ def compared(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
 def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
     """Rows of the calls of all runs, each parent before its children.
 
-    ``calls`` has [id, answer, cost, seconds, whether it failed, outlier] of each run, or None.
+    ``calls`` has [id, answer, cost, seconds, whether it failed, outlier, turn, cell] of each run,
+    or None; ``turn`` and ``cell`` are the place in the parent that made the call, -1 without one.
     ``same`` says whether all runs have the call, with the same answer.
     """
     below = [_children(calls) for calls in runs]
@@ -154,4 +155,5 @@ def _row(row: Row, depth: int) -> dict[str, Any]:
 def _cell(node: CallNode) -> list[Any]:
     seconds = None if node.ended_s is None else round(node.ended_s - node.started_s, 3)
     text = node.answer or node.error or node.reason or (node.stop or "")
-    return [node.id, text, node.cost, seconds, node.has_failed, node.outlier]
+    place = (-1, -1) if node.parent is None else (node.parent.turn, node.parent.cell)
+    return [node.id, text, node.cost, seconds, node.has_failed, node.outlier, *place]

@@ -233,7 +233,7 @@ class ViewServer:
             await feed.fresh()
             runs.append(await feed.inspect(compared))
         rows = await asyncio.to_thread(rows_of, [calls for _, calls in runs])
-        return data({"heads": [head for head, _ in runs], "rows": rows})
+        return compressed({"heads": [head for head, _ in runs], "rows": rows})
 
     async def _provenance(self, request: web.Request) -> web.Response:
         id = _word(request, "id")

@@ -252,12 +252,15 @@ def test_compare_page_shows_first_difference(
         page = shown.open(f"{server.url}#/run/{world.tree}")
         page.get_by_role("link", name="compare", exact=True).click()
         page.locator("#parting").wait_for()
-        assert text(page, "#parting") == "Here they part, at turn 2: the model says something else."
-        assert page.locator(".turn-row.same").count() == 1
-        page.get_by_role("button", name="only calls that differ").click()
+        assert text(page, "#parting") == "Call 0, turn 2: the model says something else."
         assert text(page, ".pair-row.active .came:nth-child(3)").startswith("web-5")
         photograph(page, f"compare-{size[0]}", tmp_path)
+        page.locator("#parting a").click()
+        page.locator(".words .parting").wait_for()
+        assert page.locator(".turn-row.same").count() == 1
         page.get_by_label("right run").select_option(world.tree)
+        page.locator(".answers-apart", has_text="Both are the same run").wait_for()
+        page.locator(".words > summary").click()
         page.locator(".note", has_text="They never part").wait_for()
         page.get_by_label("which call").select_option(label="call 0.24")
         page.locator(".answer", has_text="2026-03-01T12:00:05").first.wait_for()
@@ -275,6 +278,7 @@ def test_three_runs_of_direct_calls_are_compared_word_by_word(browser: Any, tmp_
         page.get_by_role("button", name="compare these 3").click()
         page.locator(".pair-row.active").wait_for()
         assert page.locator(".pair-row.active .came").all_inner_texts()[1].startswith("30 days")
+        page.locator(".words > summary").click()
         page.locator("section.answer").nth(1).wait_for()
         assert page.locator("section.answer").all_inner_texts() == [
             "answer\n31 days",
@@ -286,6 +290,7 @@ def test_three_runs_of_direct_calls_are_compared_word_by_word(browser: Any, tmp_
         ]
         page.get_by_label("right run").select_option(index=2)
         page.locator(".side-head .run-letter", has_text="C").wait_for()
+        page.locator(".pair .message[open] del").first.wait_for()
         assert page.locator(".pair .message[open] del, .pair .message[open] ins").all_inner_texts()
         page.get_by_label("remove run B").click()
         page.locator("h1", has_text="Compare 2 runs").wait_for()

@@ -1,11 +1,13 @@
-// Two or more runs side by side: their figures, their calls matched by question, and one call of
-// two of them as a difference word by word: prompts, code, output and answers.
+// Two or more runs as a difference: the cell and the number at which two of them part, then the calls
+// that differ, then the rest, folded: all calls, all figures, and a call word by word.
 //
-//   #/compare/RUN/RUN[/RUN…][/call/ID]
+//   #/compare/RUN/RUN[/RUN…][/call/ID]      with a call, that call is open word by word
+//
+// The cause of a difference is looked for downwards: if the same code gives something else, then in
+// the first of its sub-calls that differs, and so on.
 
 import { get } from "./api.js";
-import { codeBlock, textBlock } from "./code.js";
-import { diffTexts, markDifferences, sizeOfDifference } from "./diff.js";
+import { apart, firstDifference, numbersApart, parting, reasonOf } from "./difference.js";
 import { fill, h, toast } from "./dom.js";
 import {
   count,
@@ -20,14 +22,26 @@ import {
   stopWords,
 } from "./format.js";
 import { VirtualList } from "./list.js";
+import {
+  aligned,
+  answerRow,
+  callText,
+  cellRows,
+  diffRow,
+  promptRow,
+  turnRows,
+} from "./pair_rows.js";
 import { listPlaces } from "./run_list.js";
 import { scoresOf } from "./story.js";
 import { table } from "./table.js";
-import { pieces, textOf } from "./turn.js";
+import { textOf } from "./turn.js";
 
 const MAX_RUNS = 8; // as in viewer/comparison.py
 const MAX_CHOICES = 200; // runs in a menu
 const ROW_PX = 44;
+const FIRST = new Set(["question", "answer", "score", "ended"]); // figures above the difference
+const EVERYWHERE = { what: "answer", turn: Infinity, at: Infinity, texts: ["", ""] };
+const MAX_CAUSES = 5; // calls on the way from the answer down to the cause
 
 export async function comparePage(page, keys, route) {
   const view = new CompareView(page, keys);
@@ -40,7 +54,10 @@ class CompareView {
     this.page = page;
     this.runs = keys; // their addresses
     this.pair = [0, 1]; // which of the runs are compared word by word
-    this.onlyDifferent = false;
+    this.isWhole = false; // whether calls with the same answers are listed, too
+    this.known = [];
+    this.said = []; // sentences of the difference
+    this.transcripts = new Map(); // "RUN CALL" -> its transcript
     this.row = null;
     this.heads = []; // one for each run
     this.rows = []; // calls of the runs that have the same question
@@ -61,13 +78,36 @@ class CompareView {
         ),
       );
     this.runs = this.chosen().slice(0, MAX_RUNS);
+    await this.read(route);
+  }
+
+  // Reads the runs and draws the page; also a second time, for runs in progress.
+  async read(route) {
+    this.close();
+    this.transcripts.clear();
     const { heads, rows } = await get(
       "/api/compare",
       this.runs.map((key) => ["key", key]),
     );
     Object.assign(this, { heads, rows });
+    const answers = heads.map((head) => `${head.has_answer} ${head.answer}`);
+    this.pair = [
+      0,
+      Math.max(
+        1,
+        answers.findIndex((answer) => answer !== answers[0]),
+      ),
+    ];
     this.calls = h("div.compared-calls");
+    this.cause = h("section.cause", { "aria-label": "what differs" });
     this.body = h("div.pair");
+    this.words = h(
+      "details.words",
+      { ontoggle: () => this.words.open && this.draw() },
+      h("summary", null, h("h2", null, "word by word")),
+      h("div.choose", null, this.callChoice()),
+      this.body,
+    );
     const more = this.known.filter((run) => !this.runs.includes(run.key)).slice(0, MAX_CHOICES);
     fill(
       this.page,
@@ -91,33 +131,65 @@ class CompareView {
             : null,
         ),
         heads.flatMap((head) => head.problems.map((text) => h("p.problem", null, text))),
+        this.inProgress(),
         h(
           "div.scroll-x",
           { tabindex: "0", role: "region", "aria-label": "the runs" },
-          this.figures(),
+          this.figures(
+            this.lines().filter(([name]) => FIRST.has(name)),
+            this.heads.map((head, at) => this.columnHead(head, at)),
+          ),
         ),
+        h("div.choose.which", null, h("h2", null, "what differs"), this.choices()),
+        this.cause,
         this.calls,
-        h("h2.pair-title", null, "word by word"),
-        h("div.choose", null, this.choices()),
-        this.body,
+        h(
+          "details.all-figures",
+          null,
+          h("summary", null, h("h2", null, "figures")),
+          h(
+            "div.scroll-x",
+            { tabindex: "0", role: "region", "aria-label": "figures" },
+            this.figures(
+              this.lines().filter(([name]) => !FIRST.has(name)),
+              this.heads.map((_, at) => h("b.run-letter", null, letter(at))),
+            ),
+          ),
+        ),
+        this.words,
       ),
     );
     this.drawCalls();
     await this.show(route);
+    await this.drawCause();
   }
 
   close() {
     if (this.list) this.list.close();
   }
 
+  // A run in progress is compared as far as it has come.
+  inProgress() {
+    const alive = this.heads.map((head, at) => (head.alive ? letter(at) : "")).filter(Boolean);
+    return alive.length
+      ? h(
+          "p.note",
+          { role: "status" },
+          `${alive.join(" and ")} ${alive.length > 1 ? "are" : "is"} in progress: this is the comparison so far. `,
+          h("button.small", { type: "button", onclick: () => this.read({}) }, "read again"),
+        )
+      : null;
+  }
+
   shared() {
     const letters = this.runs.map((_, at) => letter(at)),
       answers = (row) => row.calls.map((call) => (call ? oneLine(call[1], 300) : "no such call"));
-    const differing = this.rows.filter((row) => !row.same);
+    const differing = this.rows.filter(isDifferent);
     return {
       name: "compare",
       title: `Compare ${many(this.runs.length, "run")}`,
       parts: [
+        { text: this.said.join("\n") },
         { text: this.summary() },
         {
           table: {
@@ -160,8 +232,165 @@ class CompareView {
   }
 
   summary() {
-    const differ = this.rows.filter((row) => !row.same).length;
-    return `${many(this.rows.length, "call")} matched by question; ${differ ? `${grouped(differ)} differ` : "all have the same answers"}`;
+    const differ = this.rows.filter(isDifferent).length,
+      lacking = this.rows.filter((row) => row.calls.includes(null)).length;
+    return [
+      `${many(this.rows.length, "call")} matched by question`,
+      differ
+        ? `${grouped(differ)} ${differ === 1 ? "differs" : "differ"}`
+        : "all have the same answers",
+      lacking ? `${grouped(lacking)} not in all runs` : "",
+    ]
+      .filter(Boolean)
+      .join("; ");
+  }
+
+  // --- the difference ----------------------------------------------------------------------------
+
+  // The first of the runs and the next one with another answer are compared, until others are chosen.
+  async drawCause() {
+    const pair = [...this.pair],
+      letters = pair.map(letter);
+    const { ways, words } = await this.causes(pair);
+    if (pair.join() !== this.pair.join()) return; // others were chosen meanwhile
+    this.cause.style.setProperty("--left", `"${letters[0]}"`);
+    this.cause.style.setProperty("--right", `"${letters[1]}"`);
+    const sentences = ways.map((way, index) => this.sentenceOf(way, ways[index - 1]));
+    this.said = [words, ...sentences.map((parts) => parts.join(""))];
+    fill(
+      this.cause,
+      h("p.answers-apart", null, words),
+      ways.map((way, index) => {
+        const [place, reason] = sentences[index];
+        return [
+          h(
+            "p.parting",
+            { id: index ? null : "parting", role: "note" },
+            h("a", { href: this.addressOf(way.row), title: "word by word" }, place),
+            reason,
+          ),
+          numbersOf(way, letters),
+          h("div.pair", null, this.placeOf(way)),
+        ];
+      }),
+    );
+  }
+
+  // { words, ways }: what the answers say, and the calls that differ, the cause first.
+  async causes(pair) {
+    const heads = pair.map((at) => this.heads[at]),
+      letters = pair.map(letter);
+    if (this.runs[pair[0]] === this.runs[pair[1]])
+      return { ways: [], words: "Both are the same run: choose another one." };
+    const ways = [];
+    let at = this.rows.findIndex((row) => pair.some((run) => row.calls[run]));
+    while (at >= 0 && ways.length < MAX_CAUSES) {
+      const row = this.rows[at],
+        calls = await this.callsOf(row, pair);
+      const found = this.differenceOf(calls);
+      if (!found && !ways.length && !row.depth) {
+        at = this.causeBelow(at, pair, EVERYWHERE);
+        continue;
+      }
+      if (!found) break;
+      ways.unshift({ row, calls, pair, found });
+      at = ["output", "answer"].includes(found.what) ? this.causeBelow(at, pair, found) : -1;
+    }
+    return { ways, words: answersApart(heads, letters, ways) };
+  }
+
+  differenceOf(calls) {
+    if (calls.includes(null)) return { what: "missing", turn: 0, at: -1, texts: ["", ""] };
+    const texts = calls.map((call) => textOf(call.answer)),
+      turn = Math.max(0, calls[0].turns.length - 1);
+    return (
+      firstDifference(calls) ??
+      (texts[0] === texts[1] ? null : { what: "answer", turn, at: -1, texts })
+    );
+  }
+
+  // Index of the row of the sub-call that made the code give something else: one whose answers are in
+  // the texts that differ, else the first that differs. -1 without any.
+  causeBelow(at, pair, { what, turn, at: cell, texts }) {
+    const below = [];
+    for (let next = at + 1; this.rows[next]?.depth > this.rows[at].depth; next++) {
+      const calls = pair.map((run) => this.rows[next].calls[run]),
+        isBelow = this.rows[next].depth === this.rows[at].depth + 1;
+      if (!isBelow || !calls[0] || !calls[1] || calls[0][1] === calls[1][1]) continue;
+      const [, , , , , , ownTurn, ownCell] = calls[0];
+      if (what === "answer" || ownTurn < turn || (ownTurn === turn && ownCell <= cell))
+        below.push([next, calls]);
+    }
+    const telling = below.find(([, calls]) =>
+      calls.every((call, side) => call[1] && texts[side].includes(call[1])),
+    );
+    return (telling ?? below[0])?.[0] ?? -1;
+  }
+
+  // [place, reason] of a difference; `below` is the call that causes it.
+  /** @returns {[string, string]} */
+  sentenceOf({ calls, found, pair }, below) {
+    const { what, turn, at } = found,
+      letters = pair.map(letter),
+      lacks = calls.indexOf(null);
+    if (lacks >= 0) {
+      const head = this.heads[pair[lacks]],
+        id = `Call ${calls[1 - lacks].id}`;
+      return head.num_calls
+        ? [id, ` is only in ${letters[1 - lacks]}.`]
+        : [
+            id,
+            ` is only in ${letters[1 - lacks]}: ${letters[lacks]} has no call, ${endingOf(head)}`,
+          ];
+    }
+    const id = `Call ${calls[0].id}${calls[0].id === calls[1].id ? "" : ` (${calls[1].id} in ${letters[1]})`}`,
+      since = below ? `, since call ${below.calls[0].id} does` : "";
+    if (what === "answer") return [id, `: every turn is the same; the answers differ${since}.`];
+    const short = calls.findIndex((call) => !call.turns.length);
+    if (short >= 0) {
+      const why = textOf(calls[short].error) || stopWords(calls[short].stop)[0];
+      return [id, `: ${letters[short]} ended before its first turn: ${oneLine(why, 200)}`];
+    }
+    const cell = what === "output" && calls[0].turns[turn].cells.length > 1;
+    return [
+      `${id}, turn ${turn + 1}${cell ? `, cell ${at + 1}` : ""}`,
+      `: ${reasonOf(found)}${since}.`,
+    ];
+  }
+
+  // The texts at which two calls part, side by side.
+  placeOf({ calls, found }) {
+    const { what, turn, at } = found;
+    if (what === "missing" || what === "ends") return null;
+    if (what === "answer") return answerRow(calls);
+    const turns = calls.map((call) => call.turns[turn]);
+    if (what === "told")
+      return promptRow(
+        turns.map((each) => each.prompt[at]),
+        false,
+      );
+    const cells = turns.map((each) => each.cells[Math.max(0, at)]);
+    return cells[0] || cells[1]
+      ? cellRows(cells)
+      : diffRow(
+          "reply",
+          turns.map((each) => textOf(each.reply.content)),
+          "reply",
+        );
+  }
+
+  // The transcripts of a row's calls in two runs; null where a run has no such call.
+  callsOf(row, pair) {
+    return Promise.all(
+      pair.map((run) => {
+        const id = row.calls[run]?.[0];
+        if (id === undefined) return null;
+        const name = `${this.runs[run]} ${id}`;
+        if (!this.transcripts.has(name))
+          this.transcripts.set(name, get("/api/call", { key: this.runs[run], id }));
+        return this.transcripts.get(name);
+      }),
+    );
   }
 
   menu(label, runs, chosen, pick, first = "") {
@@ -189,7 +418,10 @@ class CompareView {
     /** @type {[string, (head: any) => string][]} */
     const all = [
       ["question", (head) => oneLine(head.question, 300)],
-      ["answer", (head) => (head.has_answer ? oneLine(head.answer, 300) : "none")],
+      [
+        "answer",
+        (head) => (head.has_answer ? oneLine(head.answer, 300) : head.alive ? "none yet" : "none"),
+      ],
       ["score", reward],
       ["ended", (head) => head.ending || stopWords(head.stop, head.alive)[0]],
       ["task", (head) => head.task],
@@ -202,17 +434,17 @@ class CompareView {
   }
 
   // The figures of each run as a column; a figure that differs from the first run's is marked.
-  figures() {
+  figures(lines, names) {
     /** @type {import("./table.js").Column[]} */
     const columns = [
       { name: null, isHead: true, cell: ([name]) => name },
       ...this.heads.map((head, at) => ({
-        name: this.columnHead(head, at),
+        name: names[at],
         cell: ([, words]) => words(head) || "–",
         tone: ([, words]) => (at && words(head) !== words(this.heads[0]) ? "differs" : ""),
       })),
     ];
-    return table("table.figures.compared-runs", columns, this.lines());
+    return table("table.figures.compared-runs", columns, lines);
   }
 
   columnHead(head, at) {
@@ -233,19 +465,21 @@ class CompareView {
   // --- the calls ---------------------------------------------------------------------------------
 
   drawCalls() {
-    const toggle = h(
-      "button.small",
-      {
-        type: "button",
-        "aria-pressed": "false",
-        onclick: () => {
-          this.onlyDifferent = !this.onlyDifferent;
-          toggle.setAttribute("aria-pressed", String(this.onlyDifferent));
-          this.arrange();
+    const num = this.rows.length - this.rows.filter(isDifferent).length,
+      toggle = h(
+        "button.small",
+        {
+          type: "button",
+          "aria-pressed": "false",
+          hidden: !num,
+          onclick: () => {
+            this.isWhole = !this.isWhole;
+            toggle.setAttribute("aria-pressed", String(this.isWhole));
+            this.arrange();
+          },
         },
-      },
-      "only calls that differ",
-    );
+        `all calls: ${grouped(num)} more`,
+      );
     const columns = `minmax(170px, 1.5fr) repeat(${this.runs.length}, minmax(120px, 1fr))`;
     this.list = new VirtualList({
       rowHeight: ROW_PX,
@@ -260,7 +494,7 @@ class CompareView {
       pick: (index) => this.go(this.shown[index]),
       label: "calls of the runs",
     });
-    this.list.onmove = (index) => this.go(this.shown[index]);
+    this.list.onmove = (index) => this.stepTo(this.shown[index]);
     const table = h(
       "div.pair-rows",
       { style: { "min-width": `${170 + 132 * this.runs.length}px` } },
@@ -272,16 +506,19 @@ class CompareView {
       ),
       this.list.box,
     );
+    this.tally = h("span.quiet");
     fill(
       this.calls,
-      h("div.choose", null, h("h2", null, "calls"), toggle),
+      h("div.choose", null, h("h2", null, "calls that differ"), this.tally, toggle),
       h("div.scroll-x", null, table),
     );
     this.arrange();
   }
 
   arrange() {
-    this.shown = this.onlyDifferent ? this.rows.filter((row) => !row.same) : this.rows;
+    this.shown = this.isWhole ? this.rows : this.rows.filter(isDifferent);
+    fill(this.tally, this.shown.length ? "" : "none");
+    this.list.box.parentElement.hidden = !this.shown.length;
     this.list.box.style.height = `${Math.min(this.shown.length, 8) * ROW_PX + 2}px`;
     this.list.set(this.shown.length);
     this.list.setActive(this.shown.indexOf(this.row));
@@ -313,20 +550,29 @@ class CompareView {
     element.title = row.question;
   }
 
+  addressOf(row) {
+    return `#/compare/${this.runs.map(encodeURIComponent).join("/")}/call/${encodeURIComponent(row.calls.find(Boolean)[0])}`;
+  }
+
   go(row) {
-    location.hash = `#/compare/${this.runs.map(encodeURIComponent).join("/")}/call/${encodeURIComponent(row.calls.find(Boolean)[0])}`;
+    location.hash = this.addressOf(row);
+  }
+
+  // As go(), without an entry in the history: `j` and `k`.
+  stepTo(row) {
+    location.replace(this.addressOf(row));
   }
 
   keyboardRow(step) {
     const at = this.shown.indexOf(this.row),
       next = this.shown[Math.min(this.shown.length - 1, Math.max(0, at + step))];
-    if (next && next !== this.row) this.go(next);
+    if (next && next !== this.row) this.stepTo(next);
   }
 
   nextDifferent() {
     const at = this.rows.indexOf(this.row),
-      next = [...this.rows.slice(at + 1), ...this.rows.slice(0, at + 1)].find((row) => !row.same);
-    if (next) this.go(next);
+      next = [...this.rows.slice(at + 1), ...this.rows.slice(0, at + 1)].find(isDifferent);
+    if (next) this.stepTo(next);
     else toast("no call differs");
   }
 
@@ -340,7 +586,7 @@ class CompareView {
 
   // --- two of the runs, word by word -------------------------------------------------------------
 
-  // Menus for the two runs and for the call.
+  // Menus for the two runs.
   choices() {
     const inAll = this.runs.map((key, at) => ({
       key,
@@ -357,7 +603,12 @@ class CompareView {
           return this.open(this.runs.map((each, index) => (index === this.pair[at] ? key : each)));
         this.pair[at] = this.runs.indexOf(key);
         this.draw();
+        this.drawCause();
       });
+    return [side(0, "left run"), side(1, "right run")];
+  }
+
+  callChoice() {
     const rows = this.rows.slice(0, 1000);
     this.which = h(
       "select",
@@ -370,7 +621,7 @@ class CompareView {
         ),
       ),
     );
-    return [side(0, "left run"), side(1, "right run"), this.rows.length > 1 ? this.which : null];
+    return this.rows.length > 1 ? this.which : null;
   }
 
   // The address names a call: the first run that has it decides.
@@ -382,10 +633,13 @@ class CompareView {
         .find(Boolean);
     this.row = named || this.rows[0] || null;
     if (!this.row) return fill(this.body, h("p.note", null, "These runs have no call yet."));
+    const isMoved = named && !this.words.open;
+    if (named) this.words.open = true;
     this.list.setActive(this.shown.indexOf(this.row));
     this.which.value = String(this.rows.indexOf(this.row));
     if (this.runs.length > 2) this.pair = this.pairOf(this.row);
     await this.draw();
+    if (isMoved) this.words.scrollIntoView({ block: "nearest" });
   }
 
   // The chosen runs if both have the call, else the first two that have it.
@@ -397,14 +651,10 @@ class CompareView {
   }
 
   async draw() {
+    if (!this.words.open || !this.row) return;
     const row = this.row,
-      pair = [...this.pair],
-      ids = pair.map((at) => row.calls[at]?.[0]);
-    const calls = await Promise.all(
-      pair.map((at, side) =>
-        ids[side] === undefined ? null : get("/api/call", { key: this.runs[at], id: ids[side] }),
-      ),
-    );
+      pair = [...this.pair];
+    const calls = await this.callsOf(row, pair);
     // another call was chosen meanwhile
     if (row !== this.row || pair.join() !== this.pair.join()) return;
     for (const [side, at] of pair.entries())
@@ -464,13 +714,7 @@ class CompareView {
     for (let turn = 0; turn < most; turn++) {
       const turns = calls.map((call) => call.turns[turn]);
       if (turn === parted) {
-        rows.push(
-          h(
-            "p.parting",
-            { id: "parting", role: "note" },
-            `Here they part, at turn ${turn + 1}: ${why}.`,
-          ),
-        );
+        rows.push(h("p.parting", { role: "note" }, `Here they part, at turn ${turn + 1}: ${why}.`));
       }
       rows.push(
         ...turnRows(
@@ -539,209 +783,60 @@ function letter(at) {
   return String.fromCharCode(65 + at);
 }
 
-function aligned(sides, same = false) {
-  return h(
-    "div.aligned",
-    { class: same ? "same" : "" },
-    sides.map((side) => h("div", null, side)),
-  );
+// A call that at least two of the runs have, with different answers. Others follow from such a call.
+function isDifferent(row) {
+  return !row.same && row.calls.filter(Boolean).length > 1;
 }
 
-function callText(label, text) {
-  return textOf(text)
+function endingOf(head) {
+  return oneLine(head.ending || stopWords(head.stop, head.alive)[0], 200);
+}
+
+// What two runs answer, in one sentence.
+function answersApart(heads, letters, ways) {
+  const lacking = heads.findIndex((head) => !head.has_answer);
+  if (heads.every((head) => !head.has_answer && !head.alive)) return "Neither has an answer.";
+  if (lacking >= 0) {
+    const words = heads.map(
+      (head, side) =>
+        `${letters[side]} ${head.has_answer ? `answers ${oneLine(head.answer, 120)}` : head.alive ? "has no answer yet" : "has no answer"}`,
+    );
+    return `${words.join("; ")}.`;
+  }
+  const [left, right] = heads.map((head) => head.answer);
+  const question =
+    heads[0].question === heads[1].question ? "" : "They were asked different questions. ";
+  const how = !ways.length
+    ? ", and every turn is the same"
+    : ways.at(-1).row.depth
+      ? ", though a sub-call answers something else"
+      : ", in different ways";
+  if (left === right)
+    return `${question}Both answer ${oneLine(left, 120) || "with an empty text"}${how}.`;
+  const numbers = numbersApart(left, right);
+  return `${question}${letters[0]} answers ${oneLine(left, 120)} and ${letters[1]} ${oneLine(right, 120)}${numbers.length === 1 ? `: ${apart(numbers[0])}` : ""}.`;
+}
+
+// The numbers that differ at the place where two calls part.
+function numbersOf({ found }, letters) {
+  const numbers = found.what === "told" ? [] : numbersApart(...found.texts);
+  return numbers.length
     ? h(
-        "div.out",
+        "p.numbers-apart",
         null,
-        h("span.label", null, label),
-        textBlock(text, { kind: "output", lines: 8 }),
+        numbers.map((pair) =>
+          h(
+            "span",
+            null,
+            pair.map((each, side) => [
+              h("b.run-letter", null, letters[side]),
+              " ",
+              h("b", null, each),
+              " ",
+            ]),
+            h("span.quiet", null, apart(pair)),
+          ),
+        ),
       )
     : null;
-}
-
-// Two texts under a label. Equal ones are folded; of others the words that differ are marked.
-function diffRow(label, texts, kind = "output", lines = 3) {
-  if (!texts[0] && !texts[1]) return null;
-  const same = texts[0] === texts[1],
-    sides = same
-      ? texts.map((text) => textBlock(text, { kind, lines }))
-      : diffTexts(texts[0], texts[1], kind);
-  return aligned(
-    sides.map((side) =>
-      h(
-        "div.out",
-        { class: same ? "" : "differs" },
-        h("span.label", null, same ? `${label}, the same` : label),
-        side,
-      ),
-    ),
-    same,
-  );
-}
-
-function turnRows(turns, index, calls, keys, same) {
-  const heads = turns.map((turn, side) =>
-    turn
-      ? h(
-          "header.turn-head",
-          null,
-          h(
-            "a.turn-no",
-            {
-              href: `${runAddress(keys[side])}/call/${encodeURIComponent(calls[side].id)}/turn/${index + 1}`,
-            },
-            calls[side].kind === "rlm" ? `turn ${index + 1}` : "request",
-          ),
-          h(
-            "span.turn-facts",
-            null,
-            `${count(turn.usage.input_tokens)} in, ${count(turn.usage.output_tokens)} out`,
-          ),
-        )
-      : h("div.none", null, "—"),
-  );
-  const rows = [
-    h(
-      "div.aligned.turn-row",
-      { class: same ? "same" : "" },
-      heads.map((head) => h("div", null, head)),
-    ),
-  ];
-  const [left, right] = turns.map(
-    (turn) =>
-      turn || {
-        prompt: [],
-        reply: { content: "", reasoning: "", tool_calls: [] },
-        cells: [],
-        tools: [],
-      },
-  );
-  for (let at = 0; at < Math.max(left.prompt.length, right.prompt.length); at++)
-    rows.push(
-      promptRow(
-        [left, right].map((turn) => turn.prompt[at]),
-        index > 0,
-      ),
-    );
-  rows.push(
-    diffRow(
-      "reasoning",
-      [left, right].map((turn) => textOf(turn.reply.reasoning)),
-    ),
-    diffRow("reply", [left, right].map(proseOf), "reply"),
-  );
-  rows.push(
-    diffRow(
-      "tool calls",
-      [left, right].map((turn) =>
-        turn.reply.tool_calls.map((tool) => `${tool.name}(${textOf(tool.arguments)})`).join("\n"),
-      ),
-    ),
-  );
-  for (let at = 0; at < Math.max(left.cells.length, right.cells.length); at++)
-    rows.push(...cellRows([left, right].map((turn) => turn.cells[at])));
-  return rows;
-}
-
-// One message of a prompt. After the first turn it mostly repeats the output above it, so it is
-// closed.
-function promptRow(messages, isLater) {
-  const texts = messages.map((message) => (message ? textOf(message.content) : ""));
-  if (texts[0] === texts[1] && messages[0]?.role === messages[1]?.role)
-    return aligned(
-      messages.map((message) => messageBlock(message, textBlock(texts[0]), "the same", false)),
-      true,
-    );
-  const sides = diffTexts(texts[0], texts[1]),
-    words = sizeOfDifference(texts[0], texts[1]);
-  return aligned(
-    messages.map((message, side) => messageBlock(message, sides[side], words, !isLater)),
-  );
-}
-
-function messageBlock(message, body, words, open) {
-  return message
-    ? h(
-        "details.message",
-        { class: `r-${message.role}`, open },
-        h("summary", null, h("b", null, message.role), h("span.quiet", null, ` ${words}`)),
-        body,
-      )
-    : h("div.none", null, "no such message");
-}
-
-// The reply without the code that is shown as cells.
-function proseOf(turn) {
-  const codes = new Set(turn.cells.map((cell) => textOf(cell.code).trim())),
-    content = textOf(turn.reply.content);
-  if (codes.has(content.trim())) return "";
-  return pieces(content)
-    .filter((piece) => piece.code === undefined || !codes.has(piece.code.trim()))
-    .map((piece) => piece.text ?? piece.code)
-    .join("\n\n");
-}
-
-function cellRows(cells) {
-  const [left, right] = cells.map((cell) => (cell ? textOf(cell.code).replace(/\n+$/, "") : ""));
-  const blocks = cells.map((cell) =>
-    cell
-      ? h(
-          "div.cell",
-          { class: textOf(cell.error) ? "broken" : "" },
-          codeBlock(textOf(cell.code), { error: textOf(cell.error), died: cell.died }),
-        )
-      : h("div.none", null, "no such cell"),
-  );
-  if (left !== right && cells[0] && cells[1])
-    markDifferences(...blocks.map((block) => block.querySelector(".code code")), [left, right]);
-  const text = (name) => cells.map((cell) => (cell ? textOf(cell[name]) : ""));
-  return [
-    aligned(blocks, left === right),
-    diffRow("output", text("stdout")),
-    diffRow("value", text("value")),
-    diffRow("error", text("error"), "error"),
-  ];
-}
-
-function answerRow(calls) {
-  const texts = calls.map((call) => textOf(call.answer)),
-    same = texts[0] === texts[1];
-  const sides = same
-    ? texts.map((text) => textBlock(text, { kind: "answer-text" }))
-    : diffTexts(texts[0], texts[1], "answer-text");
-  return aligned(
-    calls.map((call, side) =>
-      call.has_answer
-        ? h("section.answer", null, h("h3", null, "answer"), sides[side])
-        : h("p.note", null, textOf(call.error) || stopWords(call.stop)[0]),
-    ),
-  );
-}
-
-// [index, why] of the first turn at which two calls differ, or null.
-/** @returns {[number, string] | null} */
-export function parting([left, right]) {
-  const most = Math.max(left.turns.length, right.turns.length);
-  for (let turn = 0; turn < most; turn++) {
-    const why = difference(left.turns[turn], right.turns[turn]);
-    if (why) return [turn, why];
-  }
-  return null;
-}
-
-// Why two turns differ, or empty. Prompts are compared before replies.
-function difference(left, right) {
-  if (!left || !right) return "only one of them goes on";
-  const prompts = [left, right].map((turn) =>
-    JSON.stringify(turn.prompt.map((message) => [message.role, message.content])),
-  );
-  if (prompts[0] !== prompts[1]) return "they were told something else";
-  if (
-    textOf(left.reply.content) !== textOf(right.reply.content) ||
-    JSON.stringify(left.reply.tool_calls) !== JSON.stringify(right.reply.tool_calls)
-  )
-    return "the model says something else";
-  const out = [left, right].map((turn) =>
-    JSON.stringify(turn.cells.map((cell) => [cell.code, cell.stdout, cell.value, cell.error])),
-  );
-  return out[0] === out[1] ? "" : "the same code gives something else";
 }

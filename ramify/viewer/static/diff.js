@@ -23,7 +23,10 @@ class TokenDiff extends Diff {
   }
 }
 
-const WORDS = new TokenDiff(/[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu),
+// A number is one word, also with a comma or a point in it.
+const WORDS = new TokenDiff(
+    /\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\p{L}\p{N}_])|\d+\.\d+(?![\p{L}\p{N}_])|[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu,
+  ),
   LINES = new TokenDiff(/[^\n]*\n|[^\n]+$/g);
 
 // [{ value, added, removed }, …]; texts that differ too much are one removed and one added part.

@@ -217,7 +217,7 @@ export class AnswerCard {
     const { shown, call, parting: place } = this;
     if (!sibling || !call) return;
     const [{ parting }, other] = await Promise.all([
-      import("./compare.js"),
+      import("./difference.js"),
       get("/api/call", { key: sibling.run, id: "0" }),
     ]);
     if (this.shown !== shown && this.shown.run !== shown.run) return;
