@@ -18,11 +18,15 @@ from __future__ import annotations
 
 ENTRY_POINTS: dict[str, dict[str, str]] = {
     "ramify.tasks": {
+        "code_qa": "ramify.extras.suites.code_qa:code_qa",
         "evidence": "ramify.extras.studies.evidence:evidence",
+        "mrcr": "ramify.extras.suites.mrcr:mrcr",
+        "multihop": "ramify.extras.suites.multihop:multihop",
         "needle": "ramify.extras.suites.niah:needle",
         "niah": "ramify.extras.suites.niah:niah",
         "oolong": "ramify.extras.suites.oolong:oolong",
         "oolong_pairs": "ramify.extras.suites.oolong_pairs:oolong_pairs",
+        "planted": "ramify.extras.suites.planted:planted",
         "programs": "ramify.extras.studies.programs.task:programs",
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },

@@ -3,9 +3,13 @@
     suite.py              options, splits and public files, as all suites have them
     planting.py           facts among filler
     wording.py            invented names and sentences
+    code_qa.py            values, callers and order in a package, with four choices
+    mrcr.py               the nth of several equal requests in a conversation
+    multihop.py           questions over a graph of entities, written as documents
     niah.py               RULER's needles, variables and word counts, and the task ``needle``
     oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
     oolong_pairs.py       all pairs of users that satisfy a condition, over such texts
+    planted.py            summaries whose planted facts are counted
     offline_*.py          what the model for offline use knows of a suite (docs/offline-model.md)
 
 Each suite is a row of ``ENTRY_POINTS`` in ``ramify/extras/__init__.py``. docs/suites.md has the

@@ -39,13 +39,22 @@ from ramify.extras.suites.suite import (
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import ADJECTIVES, SYLLABLES, name, names, sentence
+from ramify.extras.suites.wording import (
+    ADJECTIVES,
+    NUM_WORDS,
+    name,
+    names,
+    pool_size,
+    sentence,
+    sentences,
+    word,
+)
 from ramify.tasks.base import Item, SimpleTask, generated
 from ramify.tasks.scoring import normalised
 from ramify.tasks.scoring.answer_text import as_text
 
 _POOL = 2000
-"""Number of different filler sentences in one haystack; they repeat."""
+"""Number of different filler sentences in a haystack of the task ``needle``; they repeat."""
 MIN_CHARS = 1000
 _NOISE = (
     "The grass is green.",
@@ -64,8 +73,6 @@ _FULL_COUNTS = 4_096
 """Tokens from which a list has RULER's full counts of common and of uncommon words."""
 _FREQUENT = 3
 _DOTS = "..."
-_PAIRS = [one + other for one in SYLLABLES for other in SYLLABLES]
-_NUM_WORDS = len(_PAIRS) ** 2
 
 
 class NeedleScore(msgspec.Struct, frozen=True):
@@ -104,9 +111,9 @@ def _form_of(golds: Sequence[str]) -> str | None:
 def _listed_words(text: str, context: str) -> Iterator[str]:
     """Yield the words of ``text`` that occur in the second half of the context, which has no
     instructions."""
-    for word in set(re.findall(r"\w+", text)):
-        if context.find(f" {word} ", len(context) // 2) >= 0:
-            yield word
+    for each in set(re.findall(r"\w+", text)):
+        if context.find(f" {each} ", len(context) // 2) >= 0:
+            yield each
 
 
 def niah(
@@ -168,22 +175,21 @@ def _uuids(rng: random.Random, num: int) -> list[str]:
 
 
 Value = Callable[[random.Random], str]
-Passages = Callable[[random.Random, str, Sequence[str]], Callable[[int], list[str]]]
-"""(generator, what the values are, keys of the needles) -> makes passages of filler"""
+Passages = Callable[[int], list[str]]
+"""Number of passages of filler -> the passages."""
 
 
-def _noise(rng: random.Random, what: str, keys: Sequence[str]) -> Callable[[int], list[str]]:
-    return lambda num: [_NOISE[number % len(_NOISE)] for number in range(num)]
+def _noise(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
+    noise = itertools.cycle(_NOISE)
+    return lambda num: list(itertools.islice(noise, num))
 
 
-def _sentences(rng: random.Random, what: str, keys: Sequence[str]) -> Callable[[int], list[str]]:
-    pool = [sentence(rng) for _ in range(_POOL)]
+def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
+    pool = sentences(rng, chars)
     return lambda num: rng.choices(pool, k=num)
 
 
-def _other_needles(
-    rng: random.Random, what: str, keys: Sequence[str]
-) -> Callable[[int], list[str]]:
+def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
     """Needles of other keys are the whole filler."""
     if what == "uuids":
         return lambda num: [
@@ -191,7 +197,7 @@ def _other_needles(
         ]
     nouns = [
         noun.lower()
-        for noun in names(rng, _POOL)
+        for noun in names(rng, pool_size(chars))
         if not any(key.endswith(f"-{noun.lower()}") for key in keys)
     ]
 
@@ -207,7 +213,7 @@ def _other_needles(
 
 
 def _needles(
-    passages: Passages,
+    filler: Callable[..., Passages],
     rng: random.Random,
     chars: int,
     *,
@@ -229,7 +235,7 @@ def _needles(
     ]
     golds = [each for key in keys[:asked] for each in values[key]]
     wrong = value(rng)
-    text = plant(facts, passages(filler_of(rng), what, keys), chars, " ")
+    text = plant(facts, filler(filler_of(rng), chars, what, keys), chars, " ")
     if len(golds) == 1:
         ask = f"What is the special magic {what.removesuffix('s')} for {keys[0]}"
     else:
@@ -254,7 +260,7 @@ def _variables(rng: random.Random, chars: int) -> Asked:
         (place, f"VAR {variable} = {source}.")
         for place, variable, source in zip(places, chain, sources, strict=True)
     ]
-    text = plant(facts, _noise(filler_of(rng), "", ()), chars, " ")
+    text = plant(facts, _noise(filler_of(rng), chars, "", ()), chars, " ")
     question = f"Find all variables that are assigned the value {value} in the text above."
     return question, text, chain, ", ".join(chain[:-1])
 
@@ -266,17 +272,17 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
     often, seldom = (30, 3) if is_full else (6, 1)
     filler = filler_of(rng)
     others = max(_COMMON, (_list_length(chars) - _COMMON * often) // seldom)
-    start, step = filler.randrange(_NUM_WORDS), 7_654_321
+    start, step = filler.randrange(NUM_WORDS), 7_654_321
     # The step has no divisor in common with the number of words, so each word occurs once.
-    clashes = {(code - start) * pow(step, -1, _NUM_WORDS) % _NUM_WORDS for code in common}
+    clashes = {(code - start) * pow(step, -1, NUM_WORDS) % NUM_WORDS for code in common}
     spare = (number for number in itertools.count(others) if number not in clashes)
     instead = {number: next(spare) for number in sorted(clashes) if number < others}
 
-    def word(entry: int) -> str:
+    def shown(entry: int) -> str:
         if entry < _COMMON:
-            return _word(common[entry])
+            return word(common[entry])
         number = instead.get(entry - _COMMON, entry - _COMMON)
-        return _word((start + number * step) % _NUM_WORDS)
+        return word((start + number * step) % NUM_WORDS)
 
     # The first ten numbers are the common words. Four bytes are enough for each entry.
     entries = array("I", [*range(_COMMON)] * often)
@@ -285,14 +291,14 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
     _shuffle(entries, filler)
     parts = [
         " ".join(
-            f"{number}. {word(entry)}"
+            f"{number}. {shown(entry)}"
             for number, entry in enumerate(entries[begin : begin + BLOCK], begin + 1)
         )
         for begin in range(0, len(entries), BLOCK)
     ]
     question = f"What are the {_COMMON} most common words in the above list?"
-    wrong = ", ".join(word(_COMMON + number) for number in range(_COMMON))
-    return question, " ".join(parts), [_word(code) for code in common], wrong
+    wrong = ", ".join(shown(_COMMON + number) for number in range(_COMMON))
+    return question, " ".join(parts), [word(code) for code in common], wrong
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
@@ -308,10 +314,10 @@ def _frequent_words(rng: random.Random, chars: int) -> Asked:
     vocabulary = [_DOTS, *top]
     known = set(vocabulary)
     while len(vocabulary) < ranks:
-        word = "".join(filler.choices("abcdefghijklmnopqrstuvwxyz", k=6))
-        if word not in known:
-            known.add(word)
-            vocabulary.append(word)
+        coded = "".join(filler.choices("abcdefghijklmnopqrstuvwxyz", k=6))
+        if coded not in known:
+            known.add(coded)
+            vocabulary.append(coded)
     entries = array("H")
     for rank in range(1, ranks + 1):
         entries.extend([rank - 1] * round(num * shares / rank**2))
@@ -330,13 +336,8 @@ def _frequent_words(rng: random.Random, chars: int) -> Asked:
 def _codes(rng: random.Random, num: int) -> list[int]:
     codes: dict[int, None] = {}
     while len(codes) < num:
-        codes[rng.randrange(_NUM_WORDS)] = None
+        codes[rng.randrange(NUM_WORDS)] = None
     return list(codes)
-
-
-def _word(code: int) -> str:
-    """Word number ``code``: all words have four syllables, so none is part of another one."""
-    return _PAIRS[code // len(_PAIRS)] + _PAIRS[code % len(_PAIRS)]
 
 
 def _list_length(chars: int) -> int:
@@ -389,8 +390,8 @@ def needle(
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
     """An item of the task ``needle``: its kind is the tenth of the text that has the needle."""
-    question, sentences, codes = _access_codes(rng, distractors)
-    text, at = _haystack(rng, chars, sentences, depth)
+    question, needles, codes = _access_codes(rng, distractors)
+    text, at = _haystack(rng, chars, needles, depth)
     tenth = min(9, 10 * at // len(text))
     return Item(
         question, text, codes[0], f"depth {10 * tenth}-{10 * tenth + 10} %", wrong=codes[-1] + "0"
@@ -399,9 +400,9 @@ def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float 
 
 def _access_code(rng: random.Random, chars: int) -> Asked:
     """The family ``needle``: the facts and places of an item are the same at all lengths."""
-    question, sentences, codes = _access_codes(rng, 6)
-    facts = [(rng.random(), text) for text in sentences]
-    text = plant(facts, _sentences(filler_of(rng), "", ()), chars, " ")
+    question, needles, codes = _access_codes(rng, 6)
+    facts = [(rng.random(), text) for text in needles]
+    text = plant(facts, _sentences(filler_of(rng), chars, "", ()), chars, " ")
     return question, text, codes[:1], codes[1]
 
 
@@ -409,31 +410,31 @@ def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str],
     """Return the question, the needle with its distractors, and their codes."""
     person = name(rng, 4)
     codes = [str(code) for code in rng.sample(range(100_000, 1_000_000), distractors + 1)]
-    sentences = [f"The access code of {person} is {codes[0]}."]
+    needles = [f"The access code of {person} is {codes[0]}."]
     for number, code in enumerate(codes[1:]):
         other = person[:4] + name(rng, 2).lower()
         if number % 2 or other == person:
-            sentences.append(f"Until last year the access code of {person} was {code}.")
+            needles.append(f"Until last year the access code of {person} was {code}.")
         else:
-            sentences.append(f"The access code of {other} is {code}.")
-    return f"What is the access code of {person}?", sentences, codes
+            needles.append(f"The access code of {other} is {code}.")
+    return f"What is the access code of {person}?", needles, codes
 
 
 def _haystack(
-    rng: random.Random, chars: int, sentences: list[str], depth: float | None
+    rng: random.Random, chars: int, needles: Sequence[str], depth: float | None
 ) -> tuple[str, int]:
-    """Return the text and the offset at which the first of ``sentences`` begins in it."""
+    """Return the text and the offset at which the first of ``needles`` begins in it."""
     pool = [sentence(rng) for _ in range(_POOL)]
-    room = chars - sum(map(len, sentences)) - len(sentences)
+    room = chars - sum(map(len, needles)) - len(needles)
     mean = sum(map(len, pool)) / _POOL + 1
     hay = rng.choices(pool, k=max(1, round(room / mean)))
-    places = sorted((rng.random(), text) for text in sentences[1:])
-    places.append((rng.random() if depth is None else depth, sentences[0]))
+    places = sorted((rng.random(), text) for text in needles[1:])
+    places.append((rng.random() if depth is None else depth, needles[0]))
     # Insert from the end, so that earlier positions stay valid.
     for share, fact in sorted(places, reverse=True):
         hay.insert(round(share * len(hay)), fact)
     text = " ".join(hay)
-    return text, text.index(sentences[0])
+    return text, text.index(needles[0])
 
 
 _UUID_VALUES: Mapping[str, Any] = {"what": "uuids", "value": _uuid}

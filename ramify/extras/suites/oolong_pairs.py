@@ -36,14 +36,12 @@ from ramify.extras.suites.suite import (
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import name
+from ramify.extras.suites.wording import name, pool_size
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
 MIN_USERS, MAX_USERS = 6, 100
 _DAYS = 730
-_POOL = 1_000
-"""Number of different instances of each label in the filler; they repeat."""
 _CHARS_PER_USER = 300
 """Length of the planted lines of one user, at most three, as an upper bound."""
 _PAIR = re.compile(
@@ -148,7 +146,8 @@ def _text(
     planted = _planted(rng, ids, condition, with_labels)
     labels = tuple(LABELS)
     filler = filler_of(rng)
-    pool = {label: [_instance(filler, label) for _ in range(_POOL)] for label in labels}
+    size = pool_size(chars)
+    pool = {label: [_instance(filler, label) for _ in range(size // 4)] for label in labels}
     open_labels = {
         user: tuple(label for label in labels if label not in condition.closed.get(user, ()))
         for user in ids
@@ -159,10 +158,11 @@ def _text(
         label = filler.choice(known)
         return line(day, user, filler.choice(pool[label]), label if with_labels else "")
 
-    sample = [written(condition.first_day, user) for user in filler.choices(ids, k=_POOL)]
-    mean = sum(map(len, sample)) / _POOL + 1
-    size = len(header(0, labels)) + sum(len(text) + 1 for day in planted.values() for text in day)
-    num = max(0, round((chars - size) / mean))
+    sample = [written(condition.first_day, user) for user in filler.choices(ids, k=size)]
+    mean = sum(map(len, sample)) / size + 1
+    room = chars - len(header(0, labels))
+    room -= sum(len(text) + 1 for day in planted.values() for text in day)
+    num = max(0, round(room / mean))
     num_of_day = [0] * _DAYS
     for _ in range(num):
         num_of_day[int(filler.random() * _DAYS)] += 1

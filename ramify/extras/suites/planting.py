@@ -16,7 +16,9 @@ import random
 from collections.abc import Callable, Sequence
 
 BLOCK = 2_000
-"""Passages of filler that are made at once."""
+"""Passages of filler that are made at once in a long text."""
+_FIRST_BLOCK = 16
+"""Passages that are made first, since a short text needs few. Blocks double in size."""
 Fact = tuple[float, str]
 """(share of the text before it, from 0 to 1; passage)"""
 
@@ -43,17 +45,19 @@ def plant(
     waiting = sorted(facts, key=lambda fact: fact[0])
     waiting.reverse()  # so that the next fact can be popped
     parts: list[str] = []
-    done = 0
+    done, num = 0, _FIRST_BLOCK
     while done < room:
-        block = _cut(passages(BLOCK), room - done, len(separator))
+        block = _cut(passages(num), room - done, len(separator))
+        num = min(BLOCK, 2 * num)
         size = sum(map(len, block)) + len(separator) * len(block)
         end = done + size
         due = []
         while waiting and waiting[-1][0] * room < end:
             due.append(waiting.pop())
         # Insert from the end, so that earlier positions stay valid.
+        places = len(block)
         for share, text in reversed(due):
-            block.insert(round((share * room - done) / size * len(block)), text)
+            block.insert(round((share * room - done) / size * places), text)
         parts.append(separator.join(block))
         done = end
     parts += [text for _, text in reversed(waiting)]

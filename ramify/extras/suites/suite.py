@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.tasks.base import SPLITS, AnswerReward, Item, SimpleTask, generated
+from ramify.errors import ConfigError, SourceError, nearest
+from ramify.tasks.base import SPLITS, AnswerReward, Item, LazySequence, SimpleTask, generated
 from ramify.tasks.data import dataset
 
 MIN_TOKENS, MAX_TOKENS = 1_000, 10_000_000
@@ -44,6 +45,27 @@ class PublicFile(msgspec.Struct, frozen=True):
                 f"{', '.join(map(str, row))}"
             )
         return self.item(row)
+
+
+class JsonArrayRows(LazySequence[Row]):
+    """Objects of a file that is one JSON array. They are decoded on access."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises SourceError if the file cannot be read or is not an array."""
+        self._path = Path(path).expanduser()
+        try:
+            self._rows = msgspec.json.decode(self._path.read_bytes(), type=list[msgspec.Raw])
+        except OSError as error:
+            raise SourceError(f"file {path} cannot be read: {error.strerror}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise SourceError(f"{path} is not a JSON array: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def at(self, index: int) -> Row:
+        row: Row = msgspec.json.decode(self._rows[index])
+        return row
 
 
 def chosen_families(
@@ -104,7 +126,8 @@ def suite_task(
     splits = dict(generated(name, make, seed=seed))
     for split, source in zip(SPLITS, sources, strict=False):
         if source is not None and file is not None:
-            loaded = dataset({split: source}, item=file.read, reward=reward, name=name)
+            rows = JsonArrayRows(source) if str(source).endswith(".json") else source
+            loaded = dataset({split: rows}, item=file.read, reward=reward, name=name)
             splits[split] = loaded.splits[split]
             splits[split][0]
     return SimpleTask(name, splits, reward, families=families)

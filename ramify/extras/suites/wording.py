@@ -26,6 +26,16 @@ VERBS = (
 PEOPLE = ("baker", "clerk", "pilot", "weaver", "doctor", "miller", "singer", "guard")
 SYLLABLES = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
 
+_PAIRS = [one + other for one in SYLLABLES for other in SYLLABLES]
+NUM_WORDS = len(_PAIRS) ** 2
+"""Number of different words of four syllables."""
+
+
+def word(number: int) -> str:
+    """Return word ``number`` of four syllables. All have eight letters, so none is part of another
+    one."""
+    return _PAIRS[number // len(_PAIRS)] + _PAIRS[number % len(_PAIRS)]
+
 
 def sentence(rng: random.Random) -> str:
     """Return a sentence that answers no question."""
@@ -34,6 +44,17 @@ def sentence(rng: random.Random) -> str:
         f"The {rng.choice(PEOPLE)}{where} {rng.choice(VERBS)} "
         f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}."
     )
+
+
+def sentences(rng: random.Random, chars: int) -> list[str]:
+    """Return different sentences for a text of ``chars`` characters, in which they repeat. A short
+    text needs fewer, and an item of it is made in a few milliseconds."""
+    return [sentence(rng) for _ in range(pool_size(chars))]
+
+
+def pool_size(chars: int) -> int:
+    """Return how many different passages the filler of a text has: from 100 to 2,000."""
+    return min(2_000, max(100, chars // 100))
 
 
 def name(rng: random.Random, num_syllables: int) -> str:

@@ -6,11 +6,16 @@ answer; and if it finds the same facts in two texts, they differ only in filler.
 
 from __future__ import annotations
 
+import ast
 import datetime
 import itertools
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ramify.extras.suites.oolong import COMPARISONS, LABELS
@@ -154,10 +159,147 @@ def read_oolong_pairs(question: str, text: str) -> Found:
     return Found(pairs, (users, pairs))
 
 
+# --- multihop -------------------------------------------------------------------------------------
+
+
+PERSON = re.compile(
+    r"# (?P<name>\w+ \w+)\n.+? is a (?P<profession>\w+), born in (?P<year>\d+) in (?P<town>\w+), and "
+    r"won the (?P<prize>\w+) Prize\. \w+ studied under (?P<teacher>\w+ \w+), is married to "
+    r"(?P<spouse>\w+ \w+), and rents a house from (?P<landlord>\w+ \w+)\. The first book by \w+ is "
+    r"'(?P<book>[^']+)'"
+)
+TOWN = re.compile(
+    r"# (?P<name>\w+)\n\w+ is a town\. Its only bridge is the (?P<bridge>[\w ]+)\. It was founded by "
+    r"(?P<founder>\w+ \w+), and its mayor is (?P<mayor>\w+ \w+)\."
+)
+STEPS = {
+    "teacher": r"the teacher of (.+)",
+    "spouse": r"the person who is married to (.+)",
+    "landlord": r"the person from whom (.+) rents a house",
+    "town": r"the town in which (.+) was born",
+    "mayor": r"the mayor of (.+)",
+    "founder": r"the founder of (.+)",
+    "book": r"What is the title of the first book by (.+)\?",
+    "bridge": r"What is the name of the only bridge of (.+)\?",
+}
+
+
+def read_multihop(question: str, text: str) -> Found:
+    entities = [
+        found.groupdict()
+        for document in text.split("\n\n")
+        if (found := PERSON.match(document) or TOWN.match(document))
+    ]
+    path: list[dict[str, str]] = []
+
+    def resolved(asked: str) -> str:
+        for relation, step in STEPS.items():
+            if found := re.fullmatch(step, asked):
+                wanted = resolved(found[1])
+                (entity,) = (each for each in entities if each["name"] == wanted)
+                path.append(entity)
+                return entity[relation]
+        found = re.fullmatch(r"the (\w+) who was born in (\d+) and won the (\w+) Prize", asked)
+        assert found is not None, asked
+        (first,) = (
+            each
+            for each in entities
+            if (each.get("profession"), each.get("year"), each.get("prize")) == found.groups()
+        )
+        return first["name"]
+
+    answer = resolved(question.removesuffix(" Answer with the name alone."))
+    return Found(answer, path)
+
+
+# --- code_qa --------------------------------------------------------------------------------------
+
+
+def read_code_qa(question: str, text: str) -> Found:
+    modules = {
+        path.removesuffix(".py").replace("/", "."): ast.parse(code)
+        for path, code in re.findall(r"# file: (\S+)\n(.*?)(?=\n# file: |\Z)", text, re.DOTALL)
+    }
+    choices = {option: letter for letter, option in re.findall(r"^([A-D])\) (.+)$", question, re.M)}
+    functions = {
+        f"{module}.{node.name}": node
+        for module, tree in modules.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+    def calls(function: str) -> list[str]:
+        return [
+            f"depot.{node.func.value.id}.{node.func.attr}"
+            for node in ast.walk(functions[function])
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ]
+
+    target = re.findall(r"`(depot\.\w+\.\w+)", question)[0]
+    if "What does" in question:
+        with TemporaryDirectory() as folder:
+            for module, tree in modules.items():
+                path = Path(folder, *module.split(".")).with_suffix(".py")
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(ast.unparse(tree))
+            module = target.rpartition(".")[0]
+            code = f"import {module}; print({target}())"
+            command = [sys.executable, "-S", "-c", code]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        return Found(choices[done.stdout.strip()], calls(target))
+    if "Which of these functions calls" in question:
+        (caller,) = (function for function in choices if target in calls(function))
+        return Found(choices[caller], caller)
+    order: list[str] = []
+
+    def run(function: str) -> None:
+        order.append(function)
+        for inner in calls(function):
+            run(inner)
+
+    run(target)
+    nth = {"second": 2, "third": 3, "fourth": 4}[re.findall(r"begins as the (\w+) of", question)[0]]
+    return Found(choices[order[nth]], order)
+
+
+# --- mrcr and planted -----------------------------------------------------------------------------
+
+
+def read_mrcr(question: str, text: str) -> Found:
+    asked = re.match(r"Prepend (\w+) to the (\d)\w\w \(1 indexed\) (.+) about (.+?)\. Do", question)
+    assert asked is not None
+    mark, nth, form, topic = asked.groups()
+    turns = text.split("\n\n")
+    replies = [
+        reply.removeprefix("Assistant: ")
+        for request, reply in itertools.pairwise(turns)
+        if request == f"User: Write a {form} about {topic}."
+    ]
+    return Found(mark + replies[int(nth) - 1], replies)
+
+
+def read_planted(question: str, text: str) -> Found:
+    if asked := re.search(r"Summarise what (\w+ \w+) bought", question):
+        form = rf"{asked[1]} bought the \w+ of (?P<place>\w+) for (?P<amount>\d+) crowns"
+    elif "latest yearly grant" in question:
+        form = r"The yearly grant of (?P<place>\w+) is now (?P<amount>\d+) crowns"
+    else:
+        form = r"The council granted (?P<amount>\d+) crowns to the \w+ of (?P<place>\w+)\."
+    facts = [(found["place"], found["amount"]) for found in re.finditer(form, text)]
+    summary = "\n".join(f"{place} has {amount} crowns." for place, amount in dict(facts).items())
+    return Found(summary, facts)
+
+
 READERS: dict[str, Callable[[str, str], Found]] = {
+    "code_qa": read_code_qa,
+    "mrcr": read_mrcr,
+    "multihop": read_multihop,
     "niah": read_niah,
     "oolong": read_oolong,
     "oolong_pairs": read_oolong_pairs,
+    "planted": read_planted,
 }
 
 

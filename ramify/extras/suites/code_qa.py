@@ -1,0 +1,337 @@
+"""Questions with four choices about a package of Python modules, as in LongBench-v2's code domain.
+
+    code_qa(tokens=65_536)
+    code_qa(families=("order",))
+    code_qa(test="data.parquet", domains="Code Repository Understanding")     LongBench-v2's file
+
+    # file: depot/bodafi.py
+    from depot import kelumo
+
+    RESERVE = 17
+
+    def quota():
+        return kelumo.base_rate() * 3 + RESERVE
+
+    What does depot.bodafi.quota() return?  A) 41  B) 58  C) 75  D) 24
+
+Families: ``value`` (constants and arithmetic over three modules), ``caller`` (which function calls
+another one) and ``order`` (which function runs as the nth). The package can be imported. Functions
+and constants of the filler have the same names in other modules, and other values.
+
+Decides the package, the questions and their choices. The score is ``choice`` of ``ramify.tasks``.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ramify.errors import ConfigError, nearest
+from ramify.extras.suites.planting import Fact, filler_of, plant
+from ramify.extras.suites.suite import (
+    CHARS_PER_TOKEN,
+    MIN_TOKENS,
+    PublicFile,
+    Row,
+    chosen_families,
+    suite_task,
+)
+from ramify.extras.suites.wording import NUM_WORDS, names, word
+from ramify.tasks.base import SPLITS, Item, SimpleTask
+from ramify.tasks.data import DatasetItems
+from ramify.tasks.scoring import choice
+
+PACKAGE = "depot"
+_LETTERS = "ABCD"
+_CONSTANTS = ("RESERVE", "MARGIN", "LIMIT", "OFFSET", "WEIGHT", "FLOOR")
+_FUNCTIONS = ("quota", "base_rate", "surcharge", "capacity", "turnover", "backlog", "discount")
+_FILLER = (
+    "def {0}(value=1):\n    total = value * {2} + {1}\n    return total - {3}",
+    "def {0}(value=1):\n    if value > {1}:\n        return value - {2}\n    return value + {3}",
+    "def {0}(value=1):\n    steps = [value + step for step in range({3})]\n"
+    "    return sum(steps) + {1} * {2}",
+    "def {0}(value=1):\n    return max({1}, value * {2}) + {3}",
+)
+"""Functions of the filler: name, constant, and two numbers."""
+_NTH = {2: "second", 3: "third", 4: "fourth"}
+
+
+def code_qa(
+    *,
+    tokens: int = 8_192,
+    families: str | Sequence[str] | None = None,
+    domains: str | Sequence[str] | None = None,
+    train: Any = None,
+    validation: Any = None,
+    test: Any = None,
+    seed: int = 0,
+) -> SimpleTask:
+    """Questions with four choices about a package, generated or from LongBench-v2.
+
+    Args:
+        tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
+        families: Which of ``value``, ``caller`` and ``order`` are asked; None for all.
+        domains: Domains of LongBench-v2 whose rows are kept; None for all.
+        train: A ``.jsonl`` or ``.parquet`` file in LongBench-v2's form, or its rows, which replaces
+            the generated split. The same for ``validation`` and ``test``.
+        seed: Seed of the generated items.
+
+    Raises ConfigError for an unknown family or domain, a length outside these bounds, and a file in
+    another form."""
+    chosen = chosen_families("code_qa", families, FAMILIES, tokens)
+    sources = (train, validation, test)
+    make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
+    task = suite_task("code_qa", make, choice, seed=seed, sources=sources, file=LONGBENCH_V2)
+    if domains is None:
+        return task
+    wanted = [domains] if isinstance(domains, str) else list(domains)
+    if not any(source is not None for source in sources):
+        raise ConfigError(f"code_qa: domains={wanted} needs a file of LongBench-v2: give test=PATH")
+    splits = dict(task.splits)
+    for split, source in zip(SPLITS, sources, strict=True):
+        if source is not None:
+            splits[split] = _of_domains(split, splits[split], wanted)
+    return SimpleTask("code_qa", splits, choice)
+
+
+def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
+    family = rng.choice(families)
+    used = [each.lower() for each in names(rng, 8, 4)]
+    question, modules, right, others = _QUESTIONS[family](rng, used)
+    choices = rng.sample([right, *others], len(_LETTERS))
+    facts: list[Fact] = [(rng.random(), text) for text in modules]
+    text = plant(facts, _modules(filler_of(rng), used), chars, "\n\n")
+    gold = _LETTERS[choices.index(right)]
+    wrong = _LETTERS[(choices.index(right) + 1) % len(_LETTERS)]
+    return Item(
+        _asked(question, choices), text, gold, family, wrong=wrong, metadata={"choices": choices}
+    )
+
+
+def _asked(question: str, choices: Sequence[str]) -> str:
+    listed = "\n".join(f"{letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=True))
+    return f"{question}\n{listed}\nAnswer with one letter."
+
+
+Asked = tuple[str, list[str], str, list[str]]
+"""(question, planted modules, right choice, three other choices)"""
+
+
+# --- planted modules ------------------------------------------------------------------------------
+
+
+def _module(module: str, *parts: str, imports: Sequence[str] = ()) -> str:
+    head = f"# file: {PACKAGE}/{module}.py\n"
+    head += "".join(f"from {PACKAGE} import {other}\n" for other in sorted(imports))
+    return head + ("\n" if imports else "") + "\n\n".join(parts)
+
+
+def _function(function: str, *lines: str) -> str:
+    return f"def {function}():\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _value(rng: random.Random, used: Sequence[str]) -> Asked:
+    """A function whose value depends on constants of three modules."""
+    top, middle, low, other = used[:4]
+    asked, inner, deep = rng.sample(_FUNCTIONS, 3)
+    first, second, third = rng.sample(_CONSTANTS, 3)
+    one, two, three = (rng.randint(11, 99) for _ in range(3))
+    factor, more = rng.randint(2, 5), rng.randint(6, 9)
+    decoy = two + rng.randint(1, 9)
+    value = (three * more + two) * factor + one
+    modules = [
+        _module(
+            top,
+            f"{first} = {one}",
+            _function(asked, f"return {middle}.{inner}() * {factor} + {first}"),
+            imports=[middle],
+        ),
+        _module(
+            middle,
+            f"{second} = {two}",
+            _function(inner, f"return {low}.{deep}() + {second}"),
+            imports=[low],
+        ),
+        _module(low, f"{third} = {three}", _function(deep, f"return {third} * {more}")),
+        # The same names with other values, which are not imported.
+        _module(
+            other,
+            f"{second} = {decoy}\n{third} = {three + 1}",
+            _function(inner, f"return {second} + {third}"),
+        ),
+    ]
+    wrong = {
+        (three * more + decoy) * factor + one,
+        ((three + 1) * more + two) * factor + one,
+        (three * more + two) * factor,
+        (three * more + two + one) * factor,
+    } - {value}
+    while len(wrong) < len(_LETTERS) - 1:  # two mistakes gave the same number
+        wrong |= {value + rng.randint(1, 99)}
+    others = [str(each) for each in sorted(wrong)]
+    question = f"What does `{PACKAGE}.{top}.{asked}()` return?"
+    return question, modules, str(value), rng.sample(others, 3)
+
+
+def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
+    """A function that one of four modules calls. The others import its module, or name it."""
+    target, callers = used[0], used[1:5]
+    asked, sibling = rng.sample(_FUNCTIONS, 2)
+    own = [rng.choice(_FUNCTIONS) for _ in callers]
+    modules = [
+        _module(
+            target,
+            _function(asked, f"return {rng.randint(11, 99)}"),
+            _function(sibling, f"return {rng.randint(11, 99)}"),
+        )
+    ]
+    bodies = (
+        [f"return {target}.{asked}() + {rng.randint(2, 9)}"],
+        [f"return {target}.{sibling}() + {rng.randint(2, 9)}"],
+        [
+            f'"""Return a number without {target}.{asked}()."""',
+            f"return {target}.{sibling}() * {rng.randint(2, 9)}",
+        ],
+        [f"# see {target}.{asked}", f"return {rng.randint(11, 99)} - {target}.{sibling}()"],
+    )
+    modules += [
+        _module(module, _function(function, *body), imports=[target])
+        for module, function, body in zip(callers, own, bodies, strict=True)
+    ]
+    right, *others = (
+        f"{PACKAGE}.{module}.{function}" for module, function in zip(callers, own, strict=True)
+    )
+    question = f"Which of these functions calls `{PACKAGE}.{target}.{asked}`?"
+    return question, modules, right, others
+
+
+def _order(rng: random.Random, used: Sequence[str]) -> Asked:
+    """Functions that call each other. A call comes before what follows it in the caller."""
+    start, *rest = used[:5]
+    run, *called = rng.sample(_FUNCTIONS, 5)
+    places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]
+    numbers = [rng.randint(11, 99) for _ in places]
+    # Which functions each one calls, in the order of the calls: 0 is the first that runs.
+    calls = rng.choice(({0: [1], 2: [3]}, {0: [1, 2]}, {1: [2, 3]}, {0: [1], 1: [2]}, {2: [3]}))
+    inner = {place for own in calls.values() for place in own}
+    modules = [
+        _module(
+            start,
+            _function(
+                run,
+                "total = 0",
+                *(f"total += {places[n]}()" for n in range(4) if n not in inner),
+                "return total",
+            ),
+            imports=[rest[n] for n in range(4) if n not in inner],
+        )
+    ]
+    for number, (module, function) in enumerate(zip(rest, called, strict=True)):
+        own = calls.get(number, [])
+        body = [f"total = {numbers[number]}", *(f"total += {places[n]}()" for n in own)]
+        modules.append(
+            _module(
+                module, _function(function, *body, "return total"), imports=[rest[n] for n in own]
+            )
+        )
+    nth = rng.choice(list(_NTH))
+    names_of = [f"{PACKAGE}.{place}" for place in places]
+    right = names_of.pop(nth - 1)
+    question = (
+        f"`{PACKAGE}.{start}.{run}()` is called. Which of these functions begins as the "
+        f"{_NTH[nth]} of the four?"
+    )
+    return question, modules, right, names_of
+
+
+_QUESTIONS: Mapping[str, Callable[[random.Random, Sequence[str]], Asked]] = {
+    "value": _value,
+    "caller": _caller,
+    "order": _order,
+}
+FAMILIES = dict.fromkeys(_QUESTIONS, MIN_TOKENS)
+"""Family -> fewest tokens of its text."""
+
+
+# --- filler ---------------------------------------------------------------------------------------
+
+
+def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[str]]:
+    """Return a function that makes modules with a constant and two or three functions. Every second
+    one imports the module before it."""
+    at, step = rng.randrange(NUM_WORDS), 7_654_321
+
+    def one(imported: str) -> tuple[str, str]:
+        """Return the name of a module and its text."""
+        nonlocal at
+        at = (at + step) % NUM_WORDS
+        while word(at) in used:
+            at = (at + step) % NUM_WORDS
+        constant = rng.choice(_CONSTANTS)
+        functions = [
+            rng.choice(_FILLER).format(
+                function, constant, int(rng.random() * 90) + 2, int(rng.random() * 90) + 2
+            )
+            for function in dict.fromkeys(rng.choices(_FUNCTIONS, k=3))
+        ]
+        head = f"{constant} = {int(rng.random() * 90) + 10}"
+        if imported:
+            functions.append(f"def total(value=1):\n    return {imported}(value) + {constant}")
+        imports = [imported.partition(".")[0]] if imported else []
+        return word(at), _module(word(at), head, *functions, imports=imports)
+
+    def made(num: int) -> list[str]:
+        found = []
+        for _ in range(num // 2):
+            module, text = one("")
+            # The first function of the module before.
+            called = text.partition("\ndef ")[2].partition("(")[0]
+            found += [text, one(f"{module}.{called}")[1]]
+        return found
+
+    return made
+
+
+# --- LongBench-v2 ---------------------------------------------------------------------------------
+
+
+def _longbench_item(row: Row) -> Item:
+    choices = [str(row[f"choice_{letter}"]) for letter in _LETTERS]
+    gold = str(row["answer"]).strip()
+    if gold not in _LETTERS or len(gold) != 1:
+        raise ValueError(f"its answer is {gold!r:.20}, not one of A, B, C and D")
+    wrong = _LETTERS[(_LETTERS.index(gold) + 1) % len(_LETTERS)]
+    kept = ("_id", "sub_domain", "difficulty", "length")
+    return Item(
+        _asked(str(row["question"]), choices),
+        row["context"],
+        gold,
+        str(row["domain"]),
+        wrong=wrong,
+        metadata={"choices": choices, **{column: row[column] for column in kept}},
+    )
+
+
+def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Sequence[Item]:
+    """Return the items whose domain is one of ``domains``. Raises ConfigError for one that no item
+    has."""
+    known = [item.kind for item in items]
+    for domain in domains:
+        if domain not in known:
+            raise ConfigError(f"code_qa: unknown domain '{domain}': {nearest(domain, set(known))}")
+    places = [place for place, domain in enumerate(known) if domain in domains]
+    assert isinstance(items, DatasetItems)
+    return items.some(f"code_qa/{split}", places)
+
+
+LONGBENCH_V2 = PublicFile(
+    "LongBench-v2",
+    (
+        *("_id", "domain", "sub_domain", "difficulty", "length", "question"),
+        *(f"choice_{letter}" for letter in _LETTERS),
+        *("answer", "context"),
+    ),
+    _longbench_item,
+)
