@@ -63,6 +63,7 @@ def test_every_block_is_run_or_states_a_reason():
         "map.md",
         "models.md",
         "objectives.md",
+        "offline-model.md",
         "own-algorithm.md",
         "placement.md",
         "plans.md",
