@@ -159,7 +159,9 @@ def _person(rng: random.Random, names_of: _Names) -> Person:
         rng.choice(PEOPLE),
         rng.choice(_YEARS),
         rng.choice(_PRIZES),
-        *(names_of.person() for _ in range(3)),
+        names_of.person(),
+        names_of.person(),
+        names_of.person(),
         names_of.word(4),
         _title(rng, names_of.word(3)),
     )
@@ -191,12 +193,14 @@ def _similar(rng: random.Random, names_of: _Names, chain: Sequence[Person | Town
     one."""
     first = chain[0]
     assert isinstance(first, Person)
-    found = []
-    for attribute, known in (("profession", PEOPLE), ("year", _YEARS), ("prize", _PRIZES)):
-        own = getattr(first, attribute)
-        shared = {"profession": first.profession, "year": first.year, "prize": first.prize}
-        shared[attribute] = rng.choice([value for value in known if value != own])
-        found.append(_person(rng, names_of)._replace(**shared))
+    profession = rng.choice([each for each in PEOPLE if each != first.profession])
+    year = rng.choice([each for each in _YEARS if each != first.year])
+    prize = rng.choice([each for each in _PRIZES if each != first.prize])
+    found = [
+        _person(rng, names_of)._replace(profession=profession, year=first.year, prize=first.prize),
+        _person(rng, names_of)._replace(profession=first.profession, year=year, prize=first.prize),
+        _person(rng, names_of)._replace(profession=first.profession, year=first.year, prize=prize),
+    ]
     for entity in chain[1:]:
         if isinstance(entity, Person):
             namesake = f"{names_of.word(3)} {entity.name.split()[1]}"

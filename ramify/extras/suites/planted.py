@@ -157,7 +157,8 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
     """Amounts that changed. The last sentence about a place counts."""
     own = {place: amounts[3 * number : 3 * number + 3] for number, place in enumerate(places[:6])}
     order = _mixed(rng, [place for place in own for _ in range(rng.randint(1, 3))])
-    written, facts = [], {}
+    written: list[str] = []
+    facts: dict[str, str] = {}
     for place in order:
         facts[place] = own[place][order[: len(written)].count(place)]
         written.append(f"The yearly grant of {place} is now {facts[place]} crowns.")

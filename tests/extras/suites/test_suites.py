@@ -154,7 +154,7 @@ def stated_constants() -> dict[str, str]:
 HASHES = {
     "code_qa": "1528c07108b25964",
     "mrcr": "38023d583f3d19d7",
-    "multihop": "9ea11f7f0776c888",
+    "multihop": "d4dec4e557c61a25",
     "niah": "67df2501c407d721",
     "oolong": "7d8992bd23cc3860",
     "oolong_pairs": "c033ad74d0006b85",
