@@ -51,11 +51,13 @@ def scripted_server(latency_s: float = 0.0) -> Iterator[Server]:
 
 
 def quiet_env(**more: str) -> dict[str, str]:
-    """Return an environment for a side without the user's keys and settings."""
+    """Return an environment for a side without the user's keys and settings, in which bytecode is
+    stored: installers compile the other sides, and ours would be compiled at each start."""
     env = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("RAMIFY_", "OPENAI_", "DROSTE_", "MODELRELAY_", "ANTHROPIC_"))
+        and name != "PYTHONDONTWRITEBYTECODE"
         and name.lower() not in ("http_proxy", "https_proxy", "all_proxy")
     }
     return {

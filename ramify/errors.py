@@ -38,7 +38,6 @@ import errno
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -347,6 +346,8 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: ``"did you mean 'a'? known: a, b"``. Case does not
     matter."""
+    from difflib import get_close_matches
+
     names: Sequence[str] = sorted(known)
     if not names:
         return "there are none"

@@ -21,7 +21,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from logging import DEBUG, ERROR, INFO, WARNING, LogRecord
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,8 @@ ROOMS = [
 def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
     """``"engine=debug,info"`` -> levels by room (``""`` is all rooms), and one line for each part
     that is wrong."""
+    from difflib import get_close_matches
+
     levels: dict[str, int] = {}
     problems = []
     for part in filter(None, (part.strip() for part in setting.split(","))):

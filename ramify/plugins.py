@@ -32,7 +32,6 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -430,6 +429,8 @@ def load_object(location: str, what: str) -> Any:
 def _lacks(owner: ModuleType | type, name: str) -> str:
     """Return a sentence which says that a module or class lacks an attribute, with the nearest name
     that it has."""
+    from difflib import get_close_matches
+
     file = getattr(owner, "__file__", None) or ""
     is_file = owner.__name__ == _module_name(Path(file))
     short = os.path.relpath(file) if is_file else f"'{owner.__name__}'"

@@ -17,28 +17,29 @@ Not here: what is printed (see ``cli/terminal_text.py``).
 from __future__ import annotations
 
 import io
-import re
 from typing import TextIO
+
+from ramify.types.lazy_pattern import lazy_pattern
 
 _STRINGS = "\x90\x98\x9d\x9e\x9f"
 """One-character openings of strings such as titles, links and the clipboard."""
-_ESCAPES = re.compile(
+_ESCAPES = lazy_pattern(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
     # A string ends before the next opening: otherwise many openings would take quadratic time. It
     # also ends with its line, so that one stray character does not remove the rest of a text.
     rf"|(?:\x1b[\]PX^_]|[{_STRINGS}])[^\n\x07\x1b\x9c{_STRINGS}]*(?:\x07|\x1b\\|\x9c|\Z)"
     r"|\x1b[ -/]*[0-~]?"
 )
-_CONTROLS = re.compile(
+_CONTROLS = lazy_pattern(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters except newline and tab, marks that change the text direction, and lone
 surrogates, which cannot be printed."""
-_ENCODED_CONTROLS = re.compile(
+_ENCODED_CONTROLS = lazy_pattern(
     rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
 )
 """The same in UTF-8, except those that JSON never holds unescaped."""
-_RETURN = re.compile(r"\r\n?")
+_RETURN = lazy_pattern(r"\r\n?")
 
 
 def one_line(text: str) -> str:

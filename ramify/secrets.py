@@ -25,18 +25,20 @@ from urllib.parse import quote, quote_plus
 
 import msgspec
 
+from ramify.types.lazy_pattern import lazy_pattern
+
 ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 MIN_CHARS = 12
 _MIN_REMEMBERED_CHARS = 8
 """A shorter key is a word such as ``EMPTY`` or ``ollama``, which ordinary text contains."""
 MARK = "«redacted»"
 KINDS = "(?:key|token|secret|password|passwd|authorization|credentials?)"
-LOGIN = re.compile(r"//[^/@\s]+@")
-QUERY = re.compile(
+LOGIN = lazy_pattern(r"//[^/@\s]+@")
+QUERY = lazy_pattern(
     rf"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:{KINDS}|sig|signature)=)[^&#\s\"']+", re.IGNORECASE
 )
-_NAME = re.compile(rf"(^|[._-])(api_?)?{KINDS}$", re.IGNORECASE)
-_NAMED = re.compile(
+_NAME = lazy_pattern(rf"(^|[._-])(api_?)?{KINDS}$", re.IGNORECASE)
+_NAMED = lazy_pattern(
     r"((?:\b(?:x-)?api[-_ ]?key(?: provided)?|\b(?:access|auth|refresh|session)[-_ ]?token"
     r"|\bauthorization|\b(?:client[-_ ])?secret|\bpassword|\bpasswd"
     r"|\b\w+_(?:key|token|secret|password))"
@@ -45,7 +47,7 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 """``api_key='…'``, ``x-api-key: …``, ``Authorization: Bearer …``; not short numbers."""
-_KEY_SHAPED = re.compile(
+_KEY_SHAPED = lazy_pattern(
     r"\b((?:sk|gsk|xai|pplx|nvapi|tvly|glpat|xox[abp])-|(?:hf|ghp|r8|sk_live|sk_test)_"
     r"|github_pat_|AIza|AKIA|Bearer\s+)[\w*.+/=-]{8,}"
 )

@@ -23,7 +23,6 @@ from __future__ import annotations
 import base64
 import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +30,7 @@ import msgspec
 
 from ramify.clients.vision import picture_tokens
 from ramify.errors import NamedFields, ServerFailed
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, Usage
 from ramify.types.picture import Picture
 
@@ -390,7 +390,7 @@ def _is_consistent(usage: Usage) -> bool:
     return parts <= usage.input_tokens and usage.reasoning_tokens <= usage.output_tokens
 
 
-_REASONING = re.compile(
+_REASONING = lazy_pattern(
     r"(^|[/:._-])(o[134](?=$|[-@])|gpt-5(?!.*chat)|gpt-oss|deepseek-r|r1(?=$|[-@])|qwq|magistral"
     r"|qwen-?3(?!.*(instruct|coder))|glm-(4\.[5-9]|[5-9])|grok-(3-mini|4)|gemini-(2\.5|[3-9])"
     r"|minimax-m|[\w.-]*(reason|think))"

@@ -17,7 +17,6 @@ Not here: sockets (see ``pool.py``).
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
@@ -33,6 +32,7 @@ from ramify.clients.base import Request, counted, dollars, finish_of, picture_ba
 from ramify.clients.providers import Endpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.secrets import forms_of
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture
 
@@ -516,22 +516,22 @@ def _fields(reported: Any) -> dict[str, Any]:
     return reported if isinstance(reported, dict) else {}
 
 
-_LOOKS_LIKE_A_KEY = re.compile(r"\b((?:sk|pk|rk|gsk|xai|key)[-_]|AIza|Bearer\s+)[\w*.+/=-]{8,}")
-_TOO_LONG = re.compile(
+_LOOKS_LIKE_A_KEY = lazy_pattern(r"\b((?:sk|pk|rk|gsk|xai|key)[-_]|AIza|Bearer\s+)[\w*.+/=-]{8,}")
+_TOO_LONG = lazy_pattern(
     r"context.{0,12}(length|window)|maximum context|too many (input )?tokens|prompt is too long"
     r"|input is too long|max_model_len|longer than the (model|maximum)"
     r"|exceeds? the (maximum|model|limit)[^.]{0,40}tokens",
     re.IGNORECASE,
 )
-_NO_MONEY = re.compile(
+_NO_MONEY = lazy_pattern(
     r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE
 )
-_TITLE = re.compile(r"<title[^<>]{0,200}>([^<]{1,1000})</title>", re.IGNORECASE)
+_TITLE = lazy_pattern(r"<title[^<>]{0,200}>([^<]{1,1000})</title>", re.IGNORECASE)
 _MOST_ERROR_BYTES = 1 << 16
 """Maximum bytes that are read of an error's body. Error messages are short."""
 _NOT_THERE = (404, 405, 501)
 """Path not found, or not available for POST: typical answers of a server that is not an API."""
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_DURATION = lazy_pattern(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d+(?:\.\d+)?)s"')
 
@@ -620,6 +620,8 @@ def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
 
 def _web_page(text: str) -> str:
     """``'a web page "502 Bad Gateway"'``; without the title if it has none."""
+    import html
+
     title = _TITLE.search(text)
     name = " ".join(html.unescape(title[1]).split())[:100] if title else ""
     return f'a web page "{name}"' if name else "a web page"

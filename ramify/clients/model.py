@@ -36,8 +36,9 @@ from ramify.clients.providers import (
 from ramify.errors import ConfigError, check_keywords
 from ramify.http_client.addresses import is_http_url
 from ramify.secrets import remember
+from ramify.types.lazy_pattern import lazy_pattern
 
-_GAP = re.compile(r"\s*(?:[,;+]|and\b)?\s*")
+_GAP = lazy_pattern(r"\s*(?:[,;+]|and\b)?\s*")
 _KEYWORDS = (
     "alias",
     "api_key",
@@ -51,15 +52,15 @@ _KEYWORDS = (
 )
 _ANTHROPIC = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL")
 _WITHOUT_KEY = ("scripted", "offline", IN_PROCESS)
-_ALIAS = re.compile(r"[^\s:'\"`]{1,64}")
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_ALIAS = lazy_pattern(r"[^\s:'\"`]{1,64}")
+_HEADER = lazy_pattern(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PRICE_FORM = "'$0.25 in, $2 out per million tokens', or ramify.Price(input=0.25, output=2)"
-_AMOUNT = re.compile(
+_AMOUNT = lazy_pattern(
     r"\$\s*(?P<dollars>\d+(?:\.\d+)?)\s*(?:(?:/|per\s)\s*1?\s*(?P<unit>M|million|K|thousand)\b"
     r"(?:\s*tokens)?)?\s*(?P<kind>input|in|output|out|cached|cache[ _-]write)\b",
     re.IGNORECASE,
 )
-_UNIT = re.compile(
+_UNIT = lazy_pattern(
     r"[\s,;]*(?:(?:/|per\s)\s*1?\s*(?P<unit>M|million|K|thousand)\b(?:\s*tokens)?)?\s*",
     re.IGNORECASE,
 )

@@ -23,9 +23,7 @@ import asyncio
 import contextlib
 import importlib
 import os
-import re
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -38,9 +36,10 @@ from ramify.http_client.addresses import is_http_url
 from ramify.plugins import Registry, is_reference
 from ramify.policy_card import packaged_policies
 from ramify.secrets import remember
+from ramify.types.lazy_pattern import lazy_pattern
 
-_AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
-_LIKE_AN_ADDRESS = re.compile(
+_AT_URL = lazy_pattern(r"^(?P<model>.*)@(?P<url>https?://.+)$")
+_LIKE_AN_ADDRESS = lazy_pattern(
     r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d+){3}.*|.+/.*|https?.*"
 )
 RESPONSES_PATH = "/responses"
@@ -263,6 +262,8 @@ def split_name(name: str) -> tuple[str, str]:
     """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"my_clients.py:connect:m"`` ->
     ``("my_clients.py:connect", "m")``; the name of a packaged policy -> ``("local", name)``. Raises
     ConfigError."""
+    from difflib import get_close_matches
+
     if name in packaged_policies():
         return IN_PROCESS, name
     provider, colon, model = name.partition(":")
@@ -436,7 +437,7 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-_DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
+_DATE = lazy_pattern(r"[-@]20\d\d-?\d\d-?\d\d$")
 
 
 class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -16,18 +16,19 @@ from __future__ import annotations
 import math
 import re
 
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.picture import Picture
 
 _LEAST = 6500
 
-_SEEING = re.compile(
+_SEEING = lazy_pattern(
     r"(^|[/:._-])(gpt-4o|gpt-4\.[15]|gpt-4-turbo|gpt-5|chatgpt-4o|o1(?!-mini|-preview)(?=$|[-@])"
     r"|o3(?!-mini)(?=$|[-@])|o4-mini|claude-(3|opus|sonnet|haiku|fable|mythos)|gemini-"
     r"|grok-4|pixtral|llava|llama-?4|llama-?3\.2-(11|90)b-vision|llama3\.2-vision"
     r"|gemma-?3(?![-:](1b|270m))(?=$|[-:])|minicpm-v|internvl|moondream|phi-4-multimodal"
     r"|glm-4\.[1-9]v|[\w.-]*(-vl|vl-|-vision|\dvl)(?=$|[-:@/]))"
 )
-_BLIND = re.compile(
+_BLIND = lazy_pattern(
     r"(^|[/:._-])(gpt-3\.5|gpt-4(?=$|-0|-32k)|gpt-oss|o1-mini|o1-preview|o3-mini|claude-2"
     r"|deepseek-(chat|reasoner|coder|r1|v[23])|codestral|mixtral|llama-?3\.[13](?=$|[-:])"
     r"|qwen-?(2\.5|3)(?!\.5)(?!.*(vl|omni))|qwq|kimi-k2(?!\.5)|glm-4\.[5-7](?!v)|gemma-?3[-:](1b|270m))"

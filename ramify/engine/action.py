@@ -24,6 +24,7 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine.lexical import StringScanner, call_end
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Message, ToolCall
 
 CODE_TOOL = "repl"
@@ -42,8 +43,8 @@ NATIVE_TOOLS = (
 )
 
 _LANGUAGES = {"repl", "python", "py", "python3", "ipython"}
-_FINAL = re.compile(r"^[ \t>*]*+(?P<name>FINAL_VAR|FINAL)\s*+\(", re.MULTILINE)
-_MARK = re.compile(
+_FINAL = lazy_pattern(r"^[ \t>*]*+(?P<name>FINAL_VAR|FINAL)\s*+\(", re.MULTILINE)
+_MARK = lazy_pattern(
     r"^(?:"
     r"(?P<indent>[ \t]*+(?:(?:[-*+]|\d{1,9}+[.)])[ \t]++)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+"
     r"(?P<language>[\w.+-]*+)[^\n`]*+$"
@@ -55,8 +56,8 @@ _MARK = re.compile(
 )
 """What ends a stretch of prose: a fence, a tag of thinking; or an answer, whose strings may contain
 any of these."""
-_MAY_BE_MARK = re.compile(r"\n(?=[ \t]*+[`~<*+\d-])")
-_PAREN = re.compile(r"[()]")
+_MAY_BE_MARK = lazy_pattern(r"\n(?=[ \t]*+[`~<*+\d-])")
+_PAREN = lazy_pattern(r"[()]")
 _MAX_TRIES = 16
 """How many calls of ``FINAL(`` that Python cannot read are tried; later ones are read by counting
 parentheses. Each try may read to the end of the text."""
@@ -70,7 +71,7 @@ _CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("Infinity", "inf"), float("inf")),
 }
 """Names that JSON and ``repr`` write for values."""
-_JSON_WORD = re.compile(r"\b(?:true|false|null|NaN|Infinity)\b")
+_JSON_WORD = lazy_pattern(r"\b(?:true|false|null|NaN|Infinity)\b")
 _CUT = (
     "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
 )
@@ -78,7 +79,7 @@ _CUT_FINAL = (
     "your message was cut at its limit of tokens, so its FINAL(…) was not taken: give it again, "
     "in a shorter message"
 )
-_VARIABLE = re.compile(r"FINAL_VAR\s*+\([^()\n]*+\)")
+_VARIABLE = lazy_pattern(r"FINAL_VAR\s*+\([^()\n]*+\)")
 
 
 class FinalAnswer(msgspec.Struct, frozen=True):

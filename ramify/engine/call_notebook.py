@@ -25,7 +25,6 @@ import functools
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 import msgspec
@@ -254,6 +253,8 @@ class Notebook:
 
 @functools.cache
 def _prelude(max_output_chars: int) -> str:
+    from importlib import resources
+
     source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
     return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"
 

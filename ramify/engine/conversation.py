@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -93,6 +92,8 @@ class Conversation:
                 state.recorder.ignore(options.on_event)
 
     async def __aenter__(self) -> Conversation:
+        import secrets
+
         store = self._store
         self._shared.pin()
         journal = None if store is None else store.create(store.new_id("conversation"))

@@ -30,6 +30,7 @@ from ramify.engine.action import (
     read_action,
     without_thinking,
 )
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Message
 
 _WRITE = "write Python in a ```repl fence"
@@ -55,35 +56,35 @@ _DOES_SOMETHING = (
     ast.For,
     ast.While,
 )
-_MARKS = re.compile(
+_MARKS = lazy_pattern(
     r"```|~~~|<\|?tool_call|<function|<invoke|<\||\[TOOL_CALLS\]|^[ \t]*+(>>>|!\w|%)|\w\("
     r"|^[ \t]*+\{",
     re.M,
 )
-_BARE_CALL = re.compile(r"^[ \t]*+(?=\{\s*+\"(?:name|arguments|parameters)\"\s*+:)", re.M)
+_BARE_CALL = lazy_pattern(r"^[ \t]*+(?=\{\s*+\"(?:name|arguments|parameters)\"\s*+:)", re.M)
 _MOST_BARE_CALLS = 16
 _MAX_CODE_CHARS = 1_000_000
 """A longer text is not tried as code."""
-_SESSION_CALL = re.compile(r"\s*(print|llm_query|rlm_query|llm_query_batched|SHOW_VARS)\(")
+_SESSION_CALL = lazy_pattern(r"\s*(print|llm_query|rlm_query|llm_query_batched|SHOW_VARS)\(")
 _PYTHON_TAG = "<|python_tag|>"
-_HARMONY = re.compile(
+_HARMONY = lazy_pattern(
     r"<\|channel\|>(?P<channel>\w++)(?P<head>[^<]*+)(?:<\|constrain\|>[^<]*+)?<\|message\|>"
     r"(?P<body>.*?)(?P<end><\|(?:end|call|return|start|channel)\|>|\Z)",
     re.DOTALL,
 )
-_TOOL_CALL = re.compile(
+_TOOL_CALL = lazy_pattern(
     r"(?:<\|?tool_calls?\|?>|\[TOOL_CALLS\])\s*(?P<body>[\[{<].*?)"
     r"(?P<end></tool_calls?>|<\|/?tool_calls?\|?>|\Z)",
     re.DOTALL,
 )
-_INVOKED = re.compile(
+_INVOKED = lazy_pattern(
     r"<(?:function=|invoke name=[\"']?)(?P<name>[\w.-]++)[\"']?>\s*+(?P<body>.*?)"
     r"(?P<end></function>|</invoke>|\Z)",
     re.DOTALL,
 )
-_PARAMETER = re.compile(r"<parameter(?:=| name=[\"']?)(?P<name>\w++)[\"']?>\n?")
-_RUNS_CODE = re.compile(r"repl|python|code|interpreter|exec|run")
-_COMMAND = re.compile(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls|load)\b)", re.M)
+_PARAMETER = lazy_pattern(r"<parameter(?:=| name=[\"']?)(?P<name>\w++)[\"']?>\n?")
+_RUNS_CODE = lazy_pattern(r"repl|python|code|interpreter|exec|run")
+_COMMAND = lazy_pattern(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls|load)\b)", re.M)
 
 
 def read_any(message: Message, is_cut: bool = False) -> ParsedAction:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -311,6 +310,8 @@ class CellHost:
         call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
     ) -> Any:
         """Return the result of a call, taken from the record if the run is being repeated."""
+        import hashlib
+
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
         with _arguments_of(name):
             arguments = repr((name, args, sorted(kwargs.items()))).encode()

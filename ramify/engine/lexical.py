@@ -18,6 +18,8 @@ from __future__ import annotations
 import keyword
 import re
 
+from ramify.types.lazy_pattern import lazy_pattern
+
 _PREFIX = r"(?:[rR][bBfFtT]?|[bBfFtT][rR]?|[uU])"
 _WORDS = "|".join(keyword.kwlist)
 _RUN = rf"""(?:
@@ -28,11 +30,11 @@ _RUN = rf"""(?:
     | \\.                                               # a character behind a backslash
     | \#[^\n]*+
 """
-_PLAIN = re.compile(rf"{_RUN})++", re.DOTALL | re.VERBOSE)
+_PLAIN = lazy_pattern(rf"{_RUN})++", re.DOTALL | re.VERBOSE)
 """Matches text without strings and brackets."""
-_UNQUOTED = re.compile(rf"{_RUN} | [()\[\]{{}}]++)++", re.DOTALL | re.VERBOSE)
+_UNQUOTED = lazy_pattern(rf"{_RUN} | [()\[\]{{}}]++)++", re.DOTALL | re.VERBOSE)
 """Matches text without strings."""
-_STRING = re.compile(
+_STRING = lazy_pattern(
     rf"""{_PREFIX}?(?:
       \"\"\"(?:[^"\\]++|\\.|"(?!""))*+\"\"\"
     | '''(?:[^'\\]++|\\.|'(?!''))*+'''
@@ -41,7 +43,7 @@ _STRING = re.compile(
     )""",
     re.DOTALL | re.VERBOSE,
 )
-_TRIPLE = re.compile(rf"{_PREFIX}?(?:\"\"\"|''')")
+_TRIPLE = lazy_pattern(rf"{_PREFIX}?(?:\"\"\"|''')")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _MAX_DEPTH = 200
 """Maximum nesting of brackets, as in Python itself."""

@@ -11,7 +11,6 @@ have been. Not here: limits and their ledger (see ``limits.py``).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -544,6 +543,8 @@ def _free(reply: Reply) -> Reply:
 def prompt_hash(model: str, request: Request) -> str:
     """Hash of model, prompt, sampling, schema and tools. Requests with the same hash are the
     same."""
+    import hashlib
+
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 

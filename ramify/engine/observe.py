@@ -17,6 +17,7 @@ import msgspec
 
 from ramify.sandbox.base import NumberArray, Table
 from ramify.sandbox.guest.mapped_text import MappedText
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Message
 from ramify.types.picture import digest_in, shown
 from ramify.types.trajectory import Cell, Stop
@@ -234,7 +235,7 @@ def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, in
     return lines
 
 
-_LIMITS = re.compile(
+_LIMITS = lazy_pattern(
     r"^\[limit\] \S+ of \S+ \w+ left(; answer before they are gone|: finish soon|: answer now with "
     r"FINAL\(…\))?\n"
     r"|(?<=\[turn )\d+ of \d+(?=\]$)|(?<=You have )\d+(?= turns; each)"

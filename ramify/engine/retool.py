@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ramify.clients.base import Tool
 from ramify.engine.action import FinalAnswer, ParsedAction, read_action, without_thinking
 from ramify.types.boxed import last_boxed
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
 
@@ -42,10 +43,10 @@ CORRECTION = (
 SILENT = "(it ran and printed nothing: print what you want to see)"
 _HALF = "the message was cut at its limit of tokens, and code in it that was not closed was not run"
 _NAMES = (TOOL_NAME, "python", "repl")
-_CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCE = re.compile(r"\s*+(`{3,}+)[ \t]*+(?:python|py)?[ \t]*+\n")
-_XML = re.compile(
+_CODE = lazy_pattern(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
+_CALL = lazy_pattern(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FENCE = lazy_pattern(r"\s*+(`{3,}+)[ \t]*+(?:python|py)?[ \t]*+\n")
+_XML = lazy_pattern(
     r"\s*+<function=(\w++)>\s*+(?:<parameter=code>\n?(.*?)\n?</parameter>\s*+)?"
     r"(?:</function>)?+\s*+",
     re.DOTALL,

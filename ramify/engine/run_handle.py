@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import html
 import json
 import threading
 import time
@@ -112,6 +111,8 @@ class Result(msgspec.Struct, frozen=True):
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
+        import html
+
         shown = self.response if self.answer is not None else self.partial
         why = why_unanswered(self) if self.answer is None else self.error or self.reason
         lines = [f"<pre style='white-space: pre-wrap'>{html.escape(shown)}</pre>"] * bool(shown)

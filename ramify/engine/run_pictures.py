@@ -12,7 +12,6 @@ Not here: which bytes are a picture (see ``types/picture.py``), and what a reque
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +142,8 @@ class RunPictures:
                 self._sources[digest] = None
 
     def _read(self, digest: str) -> bytes:
+        import hashlib
+
         source = self._sources.get(digest)
         if isinstance(source, bytes):
             return source

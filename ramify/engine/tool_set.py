@@ -17,7 +17,6 @@ Tools that come with a context may have further attributes (``sources/text_searc
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -215,6 +214,8 @@ class ToolSet:
 
 
 def _hash_of(tool: Any) -> str:
+    import hashlib
+
     try:
         source = inspect.getsource(tool)
     except (OSError, TypeError):  # a callable object, or a function that was typed in

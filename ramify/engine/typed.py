@@ -16,7 +16,6 @@ quote occurs in them. White space may differ between quote and text, but nothing
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import re
 import sys
@@ -278,6 +277,8 @@ def cited_type(
 ) -> AnswerType:
     """Return the check for ``kind`` with citations into ``context``. ``places`` are those of the
     documents in it, by key."""
+    import copy
+
     inner = None if kind is None else answer_type(kind)
     outer = answer_type(CitedAnswer[Any])
     schema = copy.deepcopy(outer.schema)

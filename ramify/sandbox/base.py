@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import inspect
 import itertools
 import mmap
@@ -122,6 +121,8 @@ class SharedContext:
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the encoded form; computed on first use."""
+        import hashlib
+
         if self._digest is None:
             self._digest = hashlib.sha256(self.buffer()).hexdigest()
         return self._digest

@@ -13,7 +13,6 @@ error. Not here: what such a text can do (see ``guest/mapped_text.py``), and who
 from __future__ import annotations
 
 import codecs
-import hashlib
 import os
 import stat
 from array import array
@@ -108,6 +107,7 @@ def count_text(
 ) -> tuple[FileReference, TextCounts]:
     """Read the file behind ``fd`` once, to hash it and to count characters and line ends before
     each block. ``on_bytes`` is called with the number of bytes read so far."""
+    import hashlib
     from concurrent.futures import ThreadPoolExecutor
 
     before = os.fstat(fd)
@@ -202,6 +202,8 @@ def _changed(reference: FileReference, now: os.stat_result) -> SourceError:
 
 
 def _digest(fd: int, reference: FileReference) -> str:
+    import hashlib
+
     digest = hashlib.sha256()
     for at in range(0, reference.num_bytes, _PIECE_BYTES):
         digest.update(_read(fd, at, min(_PIECE_BYTES, reference.num_bytes - at)))

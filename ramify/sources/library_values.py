@@ -14,7 +14,6 @@ default one becomes columns. Not here: how a table reaches a session (``sandbox/
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import decimal
 import enum
@@ -137,6 +136,8 @@ def _plain(value: Any) -> Any:
 
 def _of_fields(value: Any) -> Any:
     """Convert an object with named fields, or a rarer plain value."""
+    import dataclasses
+
     fields: Mapping[str, Any] | None = None
     if isinstance(value, type):
         return value

@@ -17,7 +17,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -259,6 +258,8 @@ def id_of(name: str, ids: Sequence[str], place: object) -> str:
 
 
 def _not_found(name: str, ids: Sequence[str], matches: list[str], place: object) -> str:
+    from difflib import get_close_matches
+
     if matches:
         return (
             f"{len(matches)} runs begin with {name!r}, such as {matches[-1]}: give more of the id"

@@ -15,6 +15,7 @@ Anything else that cannot be read, or was changed, is an error that names the fi
 from __future__ import annotations
 
 import fcntl
+import functools
 import math
 import os
 import socket
@@ -390,7 +391,14 @@ _BLOCK_BYTES = 1 << 20
 _MANY_BYTES = 1 << 18
 _RETRIES = 3
 """How often in a row a follower retries an unreadable line while the writer lives."""
-_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+@functools.cache
+def _decoder() -> msgspec.json.Decoder[AnyEvent]:
+    """Made when first used, which takes two milliseconds."""
+    return msgspec.json.Decoder(AnyEvent)
+
+
 CANNOT_DECODE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -523,7 +531,7 @@ def decode_line(
     if line.startswith(b'{"type":"RunStarted"'):
         check_version(line, run)
     try:
-        event = _decoder.decode(line)
+        event = _decoder().decode(line)
     except CANNOT_DECODE as error:
         raise damaged(run, number, error) from error
     if chain is not None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 import re
@@ -344,6 +343,8 @@ class BlobStore:
     def put(self, data: Bytes, digest: str | None = None) -> str:
         """Store ``data`` and return its digest. Pass ``digest`` to skip the hashing if it is
         known."""
+        import hashlib
+
         data = memoryview(data).cast("B")
         digest = digest or hashlib.sha256(data).hexdigest()
         path = self.path(digest)
@@ -364,6 +365,8 @@ class BlobStore:
 
     def get(self, digest: str) -> bytes:
         """The bytes, verified against their digest."""
+        import hashlib
+
         with self.map(digest) as view:
             data = bytes(view)
         if hashlib.sha256(data).hexdigest() != digest:

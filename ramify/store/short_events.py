@@ -13,6 +13,7 @@ Not here: full events (see ``journal.py``), and what is made of the short ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -122,7 +123,14 @@ AnyShortEvent = (
     | RunResumed
     | ScoreAdded
 )
-_decoder: msgspec.json.Decoder[AnyShortEvent] = msgspec.json.Decoder(AnyShortEvent)
+
+
+@functools.cache
+def _decoder() -> msgspec.json.Decoder[AnyShortEvent]:
+    """Made when first used, which takes a millisecond."""
+    return msgspec.json.Decoder(AnyShortEvent)
+
+
 _FIRST = b'{"type":"RunStarted"'
 
 
@@ -131,7 +139,7 @@ def short_event(line: bytes, run: StoredRun) -> AnyShortEvent:
     ``CANNOT_DECODE`` lists for a damaged line."""
     if line.startswith(_FIRST):
         check_version(line, run)
-    return _decoder.decode(line)
+    return _decoder().decode(line)
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
@@ -162,7 +170,7 @@ def _decoded(
 ) -> Iterable[AnyShortEvent | DamagedLine]:
     if _FIRST not in block:
         with suppress(*CANNOT_DECODE):  # decoding all lines at once is several times faster
-            events = _decoder.decode_lines(block)
+            events = _decoder().decode_lines(block)
             # ``decode_lines`` skips empty lines, which count as damage.
             if len(events) == len(lines):
                 return events

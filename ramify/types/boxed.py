@@ -7,12 +7,12 @@ Braces are matched, so a box may contain others. A box that is not closed is ign
 
 from __future__ import annotations
 
-import re
+from ramify.types.lazy_pattern import lazy_pattern
 
 TAIL_CHARS = 300
 """Length of the end of a reply in which the answer must begin. Earlier boxes hold intermediate
 results."""
-_BRACE = re.compile(
+_BRACE = lazy_pattern(
     r"\\[{}\\]"  # an escaped character, not a brace
     r"|(?P<open>(?P<box>(?:\\|(?<=\\))(?:boxed|fbox)\s*+)?\{)|(?P<close>\})"
 )

@@ -6,17 +6,17 @@ from their siblings (``outliers.py``).
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 
+from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.sibling_questions import SiblingQuestions
 from ramify.types.trajectory import Annotation, Fork, Parent, Stop, as_text, cut
 
 MAX_NUMBER_CHARS = 40
 """A longer text is not read as a number."""
-_NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
+_NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
 
 
 def number_in(text: str) -> float | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
 
 from ramify.types.call_node import CallNode, number_in
 from ramify.types.sibling_questions import SiblingQuestions
@@ -152,6 +151,8 @@ def _far(values: Sequence[float]) -> list[tuple[int, float]]:
 
     If more than half of the values are the same, only a single different one is far.
     """
+    from statistics import median
+
     middle = median(values)
     spread = _SCALE * median(abs(value - middle) for value in values)
     if spread == 0:

@@ -11,7 +11,6 @@ many tokens a picture costs (see ``clients/vision.py``).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -112,6 +111,8 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def picture_of(data: bytes, name: str = "") -> Picture:
     """Return the reference to the picture in ``data``. Raises NotAPicture."""
+    import hashlib
+
     size = size_of(data)
     if size.width > MAX_SIDE or size.height > MAX_SIDE:
         raise PictureTooLarge(

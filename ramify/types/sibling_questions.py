@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 
+from ramify.types.lazy_pattern import lazy_pattern
+
 _MAX_CHARS = 2_000
 """Characters of a question that are compared."""
 _MAX_PART = 120
@@ -21,10 +23,10 @@ _MIN_ELIDED = 12
 _MAX_NAME = 40
 _MAX_BARE_WORDS = 4
 """A longer name is put in quotes."""
-_START_OF_WORD = re.compile(r"\S*$")
-_REST_OF_WORD = re.compile(r"\S*")
-_LAST_WORD = re.compile(r"[^\W\d_]+[ \t]+$")
-_CLAUSE_END = re.compile(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
+_START_OF_WORD = lazy_pattern(r"\S*$")
+_REST_OF_WORD = lazy_pattern(r"\S*")
+_LAST_WORD = lazy_pattern(r"[^\W\d_]+[ \t]+$")
+_CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
 class SiblingQuestions:
