@@ -221,7 +221,7 @@ def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
         body = call["body"].strip()
         if is_cut and not call["end"]:
             continue
-        if call.re is _INVOKED:
+        if "name" in call.re.groupindex:  # <function=NAME> or <invoke name="NAME">
             yield call["name"], dict(_parameters(body))
         elif not body.startswith("<"):
             parsed = _arguments(body)
