@@ -4,8 +4,8 @@
     _DATE.search(text)
 
 A hundred patterns take 15 ms to compile, which every start of a program would pay, and a question
-uses few of them. Use ``re.compile`` where a pattern is an argument of a function of ``re``, or where
-its type or identity matters: a match has the compiled pattern.
+uses few of them. Use ``re.compile`` where a pattern is an argument of a function of ``re``, or
+where its type or identity matters: a match has the compiled pattern.
 """
 
 from __future__ import annotations
