@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 from typing import TextIO
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 
 _STRINGS = "\x90\x98\x9d\x9e\x9f"
 """One-character openings of strings such as titles, links and the clipboard."""

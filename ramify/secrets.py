@@ -25,7 +25,7 @@ from urllib.parse import quote, quote_plus
 
 import msgspec
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 
 ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 MIN_CHARS = 12

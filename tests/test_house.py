@@ -27,7 +27,7 @@ check_house = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check_house)
 FLOORS = [
     {"types", "errors", "plugins", "policy_card", "progress", "secrets", "logging", "log_outputs"}
-    | {"printable", "quantities"},
+    | {"printable", "quantities", "lazy_pattern"},
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
@@ -54,6 +54,7 @@ ALSO = {
     ("log_outputs", "printable"),
     ("log_outputs", "secrets"),
     ("progress", "logging"),
+    *((room, "lazy_pattern") for room in ("printable", "secrets", "types")),
     *((room, "actors") for room in FLOORS[2]),
 }
 """Every room starts its processes through ``actors``."""

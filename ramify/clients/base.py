@@ -30,7 +30,7 @@ import msgspec
 
 from ramify.clients.vision import picture_tokens
 from ramify.errors import NamedFields, ServerFailed
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, Usage
 from ramify.types.picture import Picture
 

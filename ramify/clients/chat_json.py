@@ -31,8 +31,8 @@ import msgspec
 from ramify.clients.base import Request, counted, dollars, finish_of, picture_base64
 from ramify.clients.providers import Endpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.lazy_pattern import lazy_pattern
 from ramify.secrets import forms_of
-from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture
 

@@ -35,8 +35,8 @@ from ramify.clients.providers import (
 )
 from ramify.errors import ConfigError, check_keywords
 from ramify.http_client.addresses import is_http_url
+from ramify.lazy_pattern import lazy_pattern
 from ramify.secrets import remember
-from ramify.types.lazy_pattern import lazy_pattern
 
 _GAP = lazy_pattern(r"\s*(?:[,;+]|and\b)?\s*")
 _KEYWORDS = (

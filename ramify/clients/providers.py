@@ -33,10 +33,10 @@ import msgspec
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
 from ramify.http_client.addresses import is_http_url
+from ramify.lazy_pattern import lazy_pattern
 from ramify.plugins import Registry, is_reference
 from ramify.policy_card import packaged_policies
 from ramify.secrets import remember
-from ramify.types.lazy_pattern import lazy_pattern
 
 _AT_URL = lazy_pattern(r"^(?P<model>.*)@(?P<url>https?://.+)$")
 _LIKE_AN_ADDRESS = lazy_pattern(

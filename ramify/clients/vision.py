@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 from ramify.types.picture import Picture
 
 _LEAST = 6500

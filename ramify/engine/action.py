@@ -24,7 +24,7 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine.lexical import StringScanner, call_end
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Message, ToolCall
 
 CODE_TOOL = "repl"

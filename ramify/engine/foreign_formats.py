@@ -30,7 +30,7 @@ from ramify.engine.action import (
     read_action,
     without_thinking,
 )
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Message
 
 _WRITE = "write Python in a ```repl fence"

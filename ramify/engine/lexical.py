@@ -18,7 +18,7 @@ from __future__ import annotations
 import keyword
 import re
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 
 _PREFIX = r"(?:[rR][bBfFtT]?|[bBfFtT][rR]?|[uU])"
 _WORDS = "|".join(keyword.kwlist)

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from ramify.lazy_pattern import lazy_pattern
 from ramify.sandbox.base import NumberArray, Table
 from ramify.sandbox.guest.mapped_text import MappedText
-from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Message
 from ramify.types.picture import digest_in, shown
 from ramify.types.trajectory import Cell, Stop

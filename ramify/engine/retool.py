@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ramify.clients.base import Tool
 from ramify.engine.action import FinalAnswer, ParsedAction, read_action, without_thinking
+from ramify.lazy_pattern import lazy_pattern
 from ramify.types.boxed import last_boxed
-from ramify.types.lazy_pattern import lazy_pattern
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
 

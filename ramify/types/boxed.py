@@ -7,7 +7,7 @@ Braces are matched, so a box may contain others. A box that is not closed is ign
 
 from __future__ import annotations
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 
 TAIL_CHARS = 300
 """Length of the end of a reply in which the answer must begin. Earlier boxes hold intermediate

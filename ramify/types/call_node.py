@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 from ramify.types.sibling_questions import SiblingQuestions
 from ramify.types.trajectory import Annotation, Fork, Parent, Stop, as_text, cut
 

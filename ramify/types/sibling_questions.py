@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 
 _MAX_CHARS = 2_000
 """Characters of a question that are compared."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ramify.types.lazy_pattern import lazy_pattern
+from ramify.lazy_pattern import lazy_pattern
 
 
 def test_pattern_is_compiled_at_its_first_use() -> None:
