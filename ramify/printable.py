@@ -35,7 +35,7 @@ _CONTROLS = lazy_pattern(
 )
 """Control characters except newline and tab, marks that change the text direction, and lone
 surrogates, which cannot be printed."""
-_ENCODED_CONTROLS = lazy_pattern(
+_ENCODED_CONTROLS = re.compile(
     rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
 )
 """The same in UTF-8, except those that JSON never holds unescaped."""
