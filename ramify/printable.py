@@ -17,6 +17,7 @@ Not here: what is printed (see ``cli/terminal_text.py``).
 from __future__ import annotations
 
 import io
+import re
 from typing import TextIO
 
 from ramify.lazy_pattern import lazy_pattern
