@@ -90,6 +90,19 @@ _log = RoomLogger("serve")
 OF_A_SERVER = (
     *listen_options(PORT),
     OptionSpec(
+        "meter",
+        str,
+        "serve plain replies of this model, and count what each caller spends: --max-calls, "
+        "--max-tokens and --max-cost then limit each caller",
+        "MODEL",
+    ),
+    OptionSpec(
+        "meter_record",
+        str,
+        "file for the requests of --meter (default: in the store, if there is one)",
+        "FILE",
+    ),
+    OptionSpec(
         "keys", str, "TOML file with keys for several clients, each with its own limits", "FILE"
     ),
     OptionSpec("name", str, "model name in responses (default: that of --model)"),
@@ -107,9 +120,22 @@ OF_A_SERVER = (
 
 def serve(words: list[str], **given: Any) -> int:
     server_options = {option.name: given.pop(option.name) for option in OF_A_SERVER}
-    settings, notes = begin(given, "serve")
+    is_meter = server_options["meter"] is not None
+    if is_meter and given["model"] is not None:
+        raise UsageError("--meter names the model: remove --model")
+    if not is_meter and server_options["meter_record"] is not None:
+        raise UsageError("--meter-record is about --meter: add it")
+    settings, notes = begin(
+        {**given, "model": server_options["meter"]} if is_meter else given, "serve"
+    )
     if settings is None:
         return ExitCode.USAGE
+    if is_meter:
+        from ramify.cli.serve_meter import serve_meter
+
+        return serve_meter(
+            settings, server_options, open_folder(settings, "ramify serve"), PORT, notes
+        )
     server_options["max_body"] = parse_size(server_options["max_body"] or "64MB", "--max-body")
     for name, least in (("max_runs", 1), ("grace", 0), ("max_body", 1)):
         value = server_options[name]
@@ -282,7 +308,9 @@ COMMANDS = (
         name="serve",
         about="""\
 Serve recursive runs over an OpenAI-compatible API: chat completions and responses, with streaming.
-Point any OpenAI client at this server's base URL. The options of ask limit each request.""",
+Point any OpenAI client at this server's base URL. The options of ask limit each request.
+
+With --meter, serve one model instead, and let no caller spend more than its budget.""",
         run=serve,
         options=(*OF_A_SERVER, *LIMITS),
     ),

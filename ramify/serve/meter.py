@@ -96,7 +96,8 @@ class Meter:
         self._pool = ClientPool(max_in_flight=max_in_flight)
         self._client: Client | None = None
         self._stored: dict[str, StoredResponses] = {}
-        self._record_path = record
+        self.record_path = record
+        """File in which each request is recorded; None if none is."""
         self._record: MeterRecord | None = None
         self._keys = _SeatKeys()
         remember("key of the meter", self.key)
@@ -126,8 +127,8 @@ class Meter:
         else:
             self._client = self._pool.adopt(self._model)
         self._check_price(self._budget)
-        if self._record_path is not None:
-            self._record = MeterRecord(self._record_path)
+        if self.record_path is not None:
+            self._record = MeterRecord(self.record_path)
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         ModelRoutes(self._admitted).add_to(app)

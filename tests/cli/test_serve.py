@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,4 +141,51 @@ def test_out_of_range_options_are_refused(
 ) -> None:
     monkeypatch.setenv("RAMIFY_MODEL", "openai:x")
     with pytest.raises(UsageError, match=says):
+        command("serve").call(words)
+
+
+def test_meter_serves_one_model_and_prints_what_was_spent(shell: Shell) -> None:
+    script = shell.folder / "replies.json"
+    script.write_text(json.dumps([{"match": "", "reply": "four words of reply"}]))
+    options = ("serve", "--meter", f"scripted:{script}", "--port", "0", "--max-calls", "2")
+    process = shell.start(*options)
+    assert process.stderr is not None
+    try:
+        url = process.stderr.readline().decode().split(" at ")[1].split()[0]
+        key = process.stderr.readline().decode().split()[1]
+        record = Path(process.stderr.readline().decode().split()[-1])
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/chat/completions", body, headers)
+        for _ in range(2):
+            with urllib.request.urlopen(request) as response:
+                assert json.load(response)["usage"]["completion_tokens"] == 5
+        with pytest.raises(urllib.error.HTTPError, match="402"):
+            urllib.request.urlopen(request)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(100) == 0
+        assert process.stderr.read().decode() == "default: 2 requests, 2 + 10 tokens, 1 refused\n"
+        assert record.stat().st_mode & 0o777 == 0o600
+        assert record.read_text().count('"type":"request"') == 3
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--meter", "openai:m", "--model", "openai:m"], "--meter names the model: remove --model"),
+        (["--meter-record", "a.jsonl"], "--meter-record is about --meter"),
+        (["--meter", "openai:m", "--open-to-this-machine"], "each caller of a meter needs a key"),
+        (["--meter", "openai:m", "--sub-model", "openai:n"], "--meter is about one model"),
+        (["--meter", "openai:unpriced", "--max-cost", "1"], "has no known price"),
+    ],
+)
+def test_wrong_options_of_a_meter(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         command("serve").call(words)

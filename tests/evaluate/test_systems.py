@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError
+from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.systems.attempt import attempt_by, system_of
 from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
+from ramify.evaluate.systems.money import money_curves
 from ramify.tasks.base import Item, SimpleTask
 from ramify.types.trajectory import Stop
 
@@ -133,3 +135,29 @@ def test_an_attempt_is_scored_and_a_failure_scores_as_no_answer(tmp_path: Path) 
     outcome = asyncio.run(attempt_by(wrong, task, item, 1, seat=seat()))
     assert (outcome.reward, outcome.answer, outcome.stop) == (0.0, None, Stop.ERROR)
     assert outcome.error == "it ended with status 1"
+
+
+def outcome(
+    item: str, cost: float | None, reward: float | None, attempt: int = 0
+) -> AttemptOutcome:
+    return AttemptOutcome(item=item, attempt=attempt, cost=cost, reward=reward)
+
+
+def test_scores_against_money_count_an_attempt_beyond_the_budget_as_unanswered() -> None:
+    cheap = [outcome("a", 0.01, 1.0), outcome("b", 0.02, 0.0), outcome("c", 0.02, 1.0)]
+    dear = [
+        outcome("a", 0.05, 1.0),
+        outcome("a", 0.2, 1.0, 1),
+        outcome("b", 0.1, 1.0),
+        outcome("c", 0.1, None),
+    ]
+    curves = money_curves({"cheap": cheap, "dear": dear, "free": [outcome("a", None, 1.0)]})
+    assert curves["free"] == ()
+    budgets = [point.dollars for point in curves["cheap"]]
+    assert budgets == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2])
+    assert budgets == [point.dollars for point in curves["dear"]]
+    assert [point.score.value for point in curves["cheap"]] == pytest.approx([1 / 3] + [2 / 3] * 4)
+    assert [point.score.value for point in curves["dear"]] == [0, 0, 0.25, 0.75, 1.0]
+    assert [point.within for point in curves["dear"]] == [0, 0, 1, 2, 3]
+    last = curves["dear"][-1].score
+    assert (last.value, last.low < 1.0) == (1.0, True)
