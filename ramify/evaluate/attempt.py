@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ramify.clients.base import Sampling
+from ramify.clients.model import Model
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import Limits
 from ramify.engine.question import DirectChoice
@@ -77,6 +78,7 @@ async def attempt(
     limits: Limits | None = None,
     is_scored: bool = True,
     refuse: Callable[[TaskStart], str] | None = None,
+    model: Model | None = None,
 ) -> Trajectory:
     """Run one attempt and return its trajectory, with ``rewards`` if it could be scored and
     ``errors`` if not. With ``is_scored=False`` the caller scores it (``score_attempts``).
@@ -91,6 +93,7 @@ async def attempt(
     them. ``search``: where the attempt forks; each of its lines is then scored as an attempt of its
     own (``call_rewards`` of the line's last call), and ``rewards`` are their mean. ``refuse``
     returns why an item is not asked, or an empty text; an item that is not asked scores 0.
+    ``model`` replaces that of ``rlm``, such as a seat at a meter.
     """
     if max_cost is not None:
         limits = msgspec.structs.replace(limits or rlm.limits, max_cost=max_cost)
@@ -104,7 +107,7 @@ async def attempt(
         return _scored_0(name, item, why)
     shown = f"{name} item {item.id}".strip()
     about = {**(metadata or {}), "task": item.id, **_gold(item)}
-    options: dict[str, Any] = {"sampling": sampling, "limits": limits}
+    options: dict[str, Any] = {"sampling": sampling, "limits": limits, "model": model}
     begin = functools.partial(
         rlm.start,
         start,

@@ -31,7 +31,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -99,7 +99,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     """Why a scored attempt has no answer, in a few words, if ``stop`` does not say it: ``not
     fitting``."""
     error: str = ""
-    """Why the reward is None."""
+    """Why the reward is None, or why another system gave no answer."""
     turns: int = 0
     """Turns of the root."""
     calls: int = 0
@@ -213,20 +213,36 @@ async def evaluate_all(
     return tuple(each.evaluation() for each in work)
 
 
+class AttemptMaker(Protocol):
+    """Makes the attempts of evaluations: by runs in this process, or by another system."""
+
+    async def make(
+        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+    ) -> tuple[AttemptOutcome, Trajectory | None]:
+        """Make one attempt that may spend ``max_cost`` dollars, if that is given. The trajectory is
+        None if no run of this process made it."""
+        ...
+
+    async def __aenter__(self) -> object:
+        """Open what all attempts need, before the first of them."""
+        ...
+
+    async def __aexit__(self, *exc: Any) -> None: ...
+
+
 class EvaluationJob(NamedTuple):
     """One plan, and what carries it out."""
 
     plan: EvaluationPlan
     task: Task
     record: EvaluationRecord | None
-    makes: RunAttempts
+    makes: AttemptMaker
     on_outcome: Watcher | None = None
     budget: CostBudget | None = None
 
 
 class RunAttempts:
-    """Makes attempts by runs of an ``RLM`` in this process. ``async with`` opens it before
-    the first of them."""
+    """Makes attempts by runs of an ``RLM`` in this process. Implements ``AttemptMaker``."""
 
     def __init__(
         self, rlm: RLM, sampling: Sampling | None = None, mode: AttemptFunction = attempt
@@ -238,10 +254,16 @@ class RunAttempts:
     async def make(
         self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
-        """Make one attempt that may spend ``max_cost`` dollars, if that is given."""
+        trajectory = await self.run(job, item, number, max_cost)
+        return self.outcome(job, item, number, trajectory), trajectory
+
+    async def run(
+        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None, **more: Any
+    ) -> Trajectory:
+        """Run one attempt. ``more`` are further options of the mode."""
         record, plan = job.record, job.plan
         begun = functools.partial(record.start, item.id, number) if record is not None else None
-        trajectory = await self._mode(
+        return await self._mode(
             self._rlm,
             job.task,
             item,
@@ -250,9 +272,15 @@ class RunAttempts:
             on_start=begun,
             sampling=_sampling(self._sampling, plan.seed, item, number),
             max_cost=max_cost,
+            **more,
         )
+
+    def outcome(
+        self, job: EvaluationJob, item: Item, number: int, trajectory: Trajectory
+    ) -> AttemptOutcome:
+        """The outcome of an attempt that ``run`` has made."""
         is_stored = self._rlm.store is not None and bool(trajectory.calls)
-        return outcome_of(job.task, item, number, trajectory, is_stored=is_stored), trajectory
+        return outcome_of(job.task, item, number, trajectory, is_stored=is_stored)
 
     async def __aenter__(self) -> RLM:
         return await self._rlm.__aenter__()

@@ -19,6 +19,7 @@ Not here: which systems have seats (``evaluate/systems/``), and the formats of t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -151,9 +152,11 @@ class Meter:
 
     @asynccontextmanager
     async def seat(self, name: str, budget: SeatBudget | None = None) -> AsyncIterator[MeterSeat]:
-        """Open a seat until the block ends. Raises ConfigError for a name that is in use, and for a
-        limit in dollars if the model has no price."""
-        seat = self._open(name, budget or self._budget)
+        """Open a seat until the block ends. A name that is in use gets a number. Raises ConfigError
+        for a limit in dollars if the model has no price."""
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        free = next(each for each in names if each not in self.seats)
+        seat = self._open(free, budget or self._budget)
         try:
             yield seat
         finally:

@@ -231,9 +231,8 @@ def test_an_ended_seat_cuts_off_its_requests_and_books_them() -> None:
                 await ask(other)
         assert counts(seat.usage) == (0, 0, 0)
         assert "second" not in meter.seats
-        with pytest.raises(ConfigError, match="has a seat 'item' already"):
-            async with meter.seat("item"):
-                pass
+        async with meter.seat("item") as another:
+            assert another.name == "item (2)"
 
     metered(model, work)
 
@@ -287,8 +286,12 @@ def test_seats_are_opened_over_http() -> None:
             assert by_name["a/b 1"]["requests"] == 1
             ended: Any = await owner.delete("/seats/a%2Fb%201", cast_to=object)
             assert ended["output_tokens"] == 1
-            for wrong in ({"name": "y", "max_token": 1}, {"name": "y", "max_tokens": 0}):
-                with pytest.raises(openai.BadRequestError, match="max_token"):
+            for wrong, message in (
+                ({"name": "y", "max_token": 1}, "max_token"),
+                ({"name": "y", "max_tokens": 0}, "max_tokens=0 allows nothing"),
+                ({"name": "item"}, "has a seat 'item' already"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=message):
                     await owner.post("/seats", body=wrong, cast_to=object)
 
     metered(ScriptedClient(lambda messages: "ok"), work, NO_LIMIT, budget=SeatBudget(max_calls=3))

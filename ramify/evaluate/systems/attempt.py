@@ -1,23 +1,30 @@
-"""One item answered by another system, and scored by the task like an attempt of ours.
+"""One item answered at a seat of a meter, by another system or by a run of ours, and scored by the
+task.
 
     item ──prepare──> question, context ──system──> SystemAnswer ──score──> AttemptOutcome
+    item ────────────────attempt (a run whose model is the seat)──────────> AttemptOutcome
 
-The usage and the cost are those of the meter. A system that gave no answer, because it failed, was
-late or passed its budget, gets the score of no answer, and the outcome says why. Only a failure of
-the model that a retry could repair leaves the attempt without a reward, so that it is made again.
+The usage and the cost are those of the meter. What a system itself has counted, or the journal of a
+run of ours, is in the metrics ``own_requests``, ``own_input_tokens`` and ``own_output_tokens``.
+
+A system that gave no answer, because it failed, was late or passed its budget, gets the score of no
+answer, and the outcome says why. Only a failure of the model that a retry could repair leaves the
+attempt without a reward, so that it is made again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 
 from ramify.engine.threads import in_thread
 from ramify.errors import ConfigError, RamifyError, nearest
-from ramify.evaluate.attempt import GRACE_S
-from ramify.evaluate.run import AttemptOutcome, outcome_of
-from ramify.evaluate.systems.base import MeterSeat, System, SystemAnswer
+from ramify.evaluate.attempt import GRACE_S, UNANSWERED
+from ramify.evaluate.run import AttemptOutcome, EvaluationJob, RunAttempts, outcome_of
+from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
 from ramify.evaluate.systems.command import TIMEOUT_S, CommandSystem
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, Task, TaskStart
@@ -25,9 +32,11 @@ from ramify.tasks.run_score import scored_in_time
 from ramify.types.trajectory import Stop, Trajectory
 
 BUDGET = "budget"
-"""First word of the reason of an attempt that passed its budget."""
-_OWN = "own_"
+"""Reason of an attempt that was refused a request beyond its budget."""
+OWN = "own_"
 """Beginning of the metrics that are a system's own counts."""
+OpenSeat = Callable[[str, SeatBudget], AbstractAsyncContextManager[MeterSeat]]
+"""Opens a seat at a meter: (its name, its budget) -> the seat, until the block ends."""
 
 
 def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
@@ -44,11 +53,66 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     return CommandSystem(words, timeout_s=timeout_s)
 
 
+class SystemAttempts:
+    """Makes attempts by another system, each at its own seat. Implements ``AttemptMaker``."""
+
+    def __init__(self, system: System, open_seat: OpenSeat, budget: SeatBudget) -> None:
+        self._system = system
+        self._open_seat = open_seat
+        self._budget = budget
+
+    async def make(
+        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+    ) -> tuple[AttemptOutcome, None]:
+        name = _seat_name(job, item, number, self._system.name)
+        async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
+            return await attempt_by(self._system, job.task, item, number, seat=seat), None
+
+    async def __aenter__(self) -> SystemAttempts:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+class MeteredRuns:
+    """Makes attempts by runs of ours whose requests go through a meter. Implements
+    ``AttemptMaker``."""
+
+    def __init__(self, runs: RunAttempts, open_seat: OpenSeat, budget: SeatBudget) -> None:
+        self._runs = runs
+        self._open_seat = open_seat
+        self._budget = budget
+
+    async def make(
+        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+    ) -> tuple[AttemptOutcome, Trajectory]:
+        name = _seat_name(job, item, number, "ramify")
+        async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
+            model = seat.as_model()
+            trajectory = await self._runs.run(job, item, number, max_cost, model=model)
+            await seat.end()
+            journal = trajectory.usage
+            own = {
+                "requests": journal.calls,
+                "input_tokens": journal.input_tokens,
+                "output_tokens": journal.output_tokens,
+            }
+            trajectory.metrics = {**trajectory.metrics, **_metrics(own)}
+            outcome = self._runs.outcome(job, item, number, trajectory)
+            return msgspec.structs.replace(outcome, usage=seat.usage, cost=seat.cost), trajectory
+
+    async def __aenter__(self) -> RunAttempts:
+        await self._runs.__aenter__()
+        return self._runs
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runs.__aexit__(*exc)
+
+
 async def attempt_by(
     system: System, task: Task, item: Item, number: int, *, seat: MeterSeat
 ) -> AttemptOutcome:
-    """Attempt ``number`` of ``system`` at ``item``, through ``seat``. Its own counts are the
-    metrics ``own_requests``, ``own_input_tokens`` and ``own_output_tokens``.
+    """Attempt ``number`` of ``system`` at ``item``, through ``seat``.
 
     Raises ConfigError for a task that only our engine can begin, such as one with tools."""
     start = await task.prepare(item)
@@ -56,7 +120,6 @@ async def attempt_by(
     given = await system.answer(item.question, _as_text(start.context), seat=seat)
     await seat.end()
     trajectory = _trajectory(item, given, seat)
-    failure = _failure(given, seat)
     if given.answer is not None or not seat.outage:
         try:
             await in_thread(scored_in_time, task, item, trajectory, GRACE_S)
@@ -65,7 +128,19 @@ async def attempt_by(
     else:
         trajectory.errors.append(f"the model failed: {seat.outage}")
     outcome = outcome_of(task, item, number, trajectory, is_stored=False)
-    return msgspec.structs.replace(outcome, error=failure or outcome.error)
+    return msgspec.structs.replace(outcome, error=outcome.error or _failure(given, seat))
+
+
+def _seat_name(job: EvaluationJob, item: Item, number: int, system: str) -> str:
+    """Name of a seat, which the record of the meter and the error of a budget say."""
+    where = "" if job.record is None else f" in {job.record.id}"
+    return f"{item.id}/{number} of {system}{where}"
+
+
+def _lowered(budget: SeatBudget, max_cost: float | None) -> SeatBudget:
+    if max_cost is None:
+        return budget
+    return msgspec.structs.replace(budget, max_cost=min(max_cost, budget.max_cost or max_cost))
 
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
@@ -85,11 +160,7 @@ def _as_text(context: Any) -> str:
 
 
 def _trajectory(item: Item, given: SystemAnswer, seat: MeterSeat) -> Trajectory:
-    own = {
-        _OWN + name: float(count)
-        for name in ("requests", "input_tokens", "output_tokens")
-        if (count := getattr(given, name)) is not None
-    }
+    own = {name: getattr(given, name) for name in ("requests", "input_tokens", "output_tokens")}
     return Trajectory(
         "",
         item.question,
@@ -99,8 +170,13 @@ def _trajectory(item: Item, given: SystemAnswer, seat: MeterSeat) -> Trajectory:
         usage=seat.usage,
         cost=seat.cost,
         seconds=given.seconds,
-        metrics=own,
+        metrics=_metrics(own),
+        metadata={UNANSWERED: _reason(given, seat)},
     )
+
+
+def _metrics(own: Mapping[str, int | None]) -> dict[str, float]:
+    return {OWN + name: float(count) for name, count in own.items() if count is not None}
 
 
 def _stop(given: SystemAnswer, seat: MeterSeat) -> Stop:
@@ -111,10 +187,17 @@ def _stop(given: SystemAnswer, seat: MeterSeat) -> Stop:
     return Stop.DEADLINE if given.is_late else Stop.ERROR
 
 
-def _failure(given: SystemAnswer, seat: MeterSeat) -> str:
-    """Why an answer is missing; empty if there is one."""
+def _reason(given: SystemAnswer, seat: MeterSeat) -> str:
+    """Why an answer is missing, in a few words; empty if there is one."""
     if given.answer is not None:
         return ""
     if seat.exhausted is not None:
-        return f"{BUDGET}: {seat.refusal}"
-    return given.failure
+        return BUDGET
+    return "too late" if given.is_late else "system failed"
+
+
+def _failure(given: SystemAnswer, seat: MeterSeat) -> str:
+    """Why an answer is missing, as a sentence; empty if there is one."""
+    if given.answer is not None:
+        return ""
+    return f"{BUDGET}: {seat.refusal}" if seat.exhausted is not None else given.failure
