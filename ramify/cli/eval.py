@@ -101,6 +101,13 @@ OF_A_MATRIX = (
         "ways to answer: direct (one plain call), free (a session; the default), or both",
         "MODES",
     ),
+    OptionSpec(
+        "with",
+        list,
+        "another system that answers the same items at a meter: rlms, droste, dspy, or a command "
+        "'… {question} {context_file}'; repeat for more",
+        "SYSTEM",
+    ),
     OptionSpec("html", str, "also write the matrix to one file that opens offline", "FILE"),
     OptionSpec(
         "dry_run",
@@ -139,13 +146,14 @@ def evaluate(
     **given: Any,
 ) -> int:
     axes = {"lengths": lengths, "models": models, "modes": modes}
+    systems: list[str] | None = given.pop("with")
     plan_options = {
         option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given
     }
     concurrency = plan_options.pop("concurrency")
     concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
-        _refuse_settings(words, {**plan_options, **axes, **given})
+        _refuse_settings(words, {**plan_options, **axes, "with": systems, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
     notes = open_notes(settings, KINDS)
     if resume is None and not words:
@@ -160,7 +168,7 @@ def evaluate(
     stored = _stored_matrix(settings, resume) if resume is not None else None
     is_matrix = (
         stored is not None
-        or any(value is not None for value in axes.values())
+        or any(value is not None for value in (*axes.values(), systems))
         or len(_names(settings.get("scaffold"))) > 1
         or (resume is None and "," in words[0])
     )
@@ -176,7 +184,7 @@ def evaluate(
         options = MatrixOptions(k, concurrency, html, bool(dry_run), bool(yes))
         if stored is not None:
             return MatrixCommand(settings, screen, options).resume(stored)
-        return _matrix(words, axes, settings, screen, options, plan_options)
+        return _matrix(words, axes, systems or [], settings, screen, options, plan_options)
 
 
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
@@ -211,6 +219,7 @@ def _refuse_others(
 def _matrix(
     words: list[str],
     axes: dict[str, str | None],
+    systems: list[str],
     settings: dict[str, Any],
     screen: ProgressScreen,
     options: MatrixOptions,
@@ -231,6 +240,7 @@ def _matrix(
         lengths=tuple(map(parse_length, _names(axes["lengths"]))),
         models=tuple(models),
         modes=tuple(_names(axes["modes"])) or ("free",),
+        systems=tuple(systems),
         scaffolds=tuple(scaffolds) if len(scaffolds) > 1 else (),
         split=plan_options["split"],
         base=_plan_of("", rest, first, plan_options),

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder, sandbox_spec
+from ramify.cli.eval_systems import MatrixMeters, check_comparable, open_meters
 from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_screen import ProgressScreen
@@ -31,7 +32,13 @@ if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.evaluate.matrix import MatrixAxes, MatrixEstimate, MatrixPlan
     from ramify.evaluate.matrix_report import MatrixReport
-    from ramify.evaluate.run import Evaluation, EvaluationJob, EvaluationRecord, RunAttempts
+    from ramify.evaluate.run import (
+        AttemptMaker,
+        AttemptOutcome,
+        Evaluation,
+        EvaluationJob,
+        EvaluationRecord,
+    )
 
 
 class MatrixOptions(NamedTuple):
@@ -106,6 +113,8 @@ class MatrixCommand:
         for cell in plan.cells:
             settings = {**cell.plan.settings, "model": cell.plan.model}
             check_prices(settings, settings.get("max_cost"))
+            if plan.has_systems:
+                check_comparable(settings)
         records = None if self._store is None else MatrixRecords(self._store.root)
         with contextlib.ExitStack() as stack:
             opened: dict[str, EvaluationRecord] = {}
@@ -136,8 +145,10 @@ class MatrixCommand:
                     self._progress(plan, opened) as shown,
                 ):
                     progress.append(shown)
-                    jobs = list(self._jobs(plan, tasks, tools, opened, shown))
-                    return await evaluate_all(jobs, concurrency=self._options.concurrency)
+                    root = None if self._store is None else self._store.root
+                    async with open_meters(plan, root) as meters:
+                        jobs = list(self._jobs(plan, tasks, tools, opened, shown, meters))
+                        return await evaluate_all(jobs, concurrency=self._options.concurrency)
 
             command = "" if records is None else f"ramify eval --resume {plan.id}"
             try:
@@ -160,7 +171,8 @@ class MatrixCommand:
         settings = {**plan.settings, "model": plan.model}
         # A plain call has no tools.
         key = msgspec.json.encode(
-            ({**settings, "mode": ""}, is_direct and bool(tools)), order="deterministic"
+            ({**settings, "mode": "", "with": ""}, is_direct and bool(tools)),
+            order="deterministic",
         )
         if key not in self._rlms:
             own = None if is_direct else tools
@@ -218,12 +230,13 @@ class MatrixCommand:
         tools: Any,
         opened: dict[str, EvaluationRecord],
         progress: EvaluationProgress,
+        meters: MatrixMeters,
     ) -> Iterator[EvaluationJob]:
         from ramify.clients.base import Sampling
         from ramify.evaluate.modes import mode_of
-        from ramify.evaluate.run import EvaluationJob, RunAttempts
+        from ramify.evaluate.run import EvaluationJob, RunAttempts, attempt
 
-        makes: dict[tuple[int, str], RunAttempts] = {}
+        makes: dict[tuple[int, str], AttemptMaker] = {}
         for cell in plan.cells:
             rlm, sampling = (
                 self._rlm(cell.plan, tools),
@@ -231,7 +244,8 @@ class MatrixCommand:
             )
             key = id(rlm), cell.mode
             if key not in makes:
-                makes[key] = RunAttempts(rlm, sampling, mode_of(cell.mode))
+                mode = attempt if cell.system else mode_of(cell.mode)
+                makes[key] = meters.maker(cell, rlm, RunAttempts(rlm, sampling, mode))
             yield EvaluationJob(
                 cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
             )
@@ -254,6 +268,8 @@ class MatrixCommand:
                 print(json_line(row))
         else:
             print(matrix_table(found))
+        if plan.has_systems:
+            self._show_money(plan, outcomes)
         if is_stored:
             self._notes.say(f"matrix {plan.id}")
         everything = [outcome for done in evaluations for outcome in done.outcomes]
@@ -279,6 +295,20 @@ class MatrixCommand:
             self._notes.warning(f"the page {path} cannot be written: {error.strerror}")
         else:
             self._notes.say(f"page {path}")
+
+    def _show_money(
+        self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
+    ) -> None:
+        """Print scores against money."""
+        from ramify.evaluate.money_curves import matrix_money, money_table
+
+        rows = matrix_money(plan, outcomes)
+        if self._json:
+            for row in (each for each in rows if each.points):
+                points = msgspec.to_builtins(row.points)
+                print(json_line({"matrix": plan.id, **row.place, "money": points}))
+        elif lines := money_table(rows):
+            print("\n" + "\n".join(lines))
 
 
 def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:

@@ -50,6 +50,7 @@ OTHER_VARIABLES = frozenset(
         "RAMIFY_RUN_KEY",
         "RAMIFY_RUN_KEY_FILE",
         "RAMIFY_SERVE_KEY",
+        "RAMIFY_SYSTEMS",
         "RAMIFY_VIEW_TOKEN",
         *(name for keys in TABLES.values() for name in keys.values()),
     }

@@ -29,6 +29,7 @@ import msgspec
 from ramify.errors import ConfigError, StoreError, UnknownRun
 from ramify.evaluate.modes import CHARS_PER_TOKEN, ModelRoom, mode_of
 from ramify.evaluate.run import EvaluationPlan, EvaluationRecord, EvaluationRecords, split_of
+from ramify.evaluate.systems.attempt import system_of
 from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
 from ramify.tasks.base import TASKS, Task, task_of
 
@@ -70,6 +71,8 @@ class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a context, of four characters each; empty: the length that each suite chooses."""
     models: tuple[str, ...]
     modes: tuple[str, ...] = ("free",)
+    systems: tuple[str, ...] = ()
+    """Other systems that answer the same items: peers, or commands (see systems/)."""
     scaffolds: tuple[str, ...] = ()
     """Names or files; empty: one scaffold, which the settings name."""
     split: str | None = None
@@ -96,12 +99,22 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def mode(self) -> str:
         return self.place["mode"]
 
+    @property
+    def system(self) -> str:
+        """The words that name the system that answers; empty if this one does."""
+        return str(self.plan.settings.get("with") or "")
+
 
 class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is evaluated in a matrix."""
 
     id: str
     cells: tuple[MatrixCell, ...]
+
+    @property
+    def has_systems(self) -> bool:
+        """Whether other systems answer, so that all requests go through a meter."""
+        return any(cell.system for cell in self.cells)
 
     @property
     def first(self) -> EvaluationPlan:
@@ -111,13 +124,19 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
     """Combine ``axes``; ``tasks`` makes and keeps the tasks. Raises ConfigError for a suite, a
-    family, a length or a mode that does not exist."""
+    family, a length, a mode or a system that does not exist."""
     for name in axes.modes:
         mode_of(name)
-    for axis in ("suites", "lengths", "models", "modes", "scaffolds"):
+    systems = {system_of(words).name: words for words in axes.systems}
+    for axis in ("suites", "lengths", "models", "modes", "systems", "scaffolds"):
         values = getattr(axes, axis)
         if len({*values}) < len(values):
             raise ConfigError(f"{axis} {', '.join(map(str, values))}: name each one once")
+    if len(systems) < len(axes.systems) or not systems.keys().isdisjoint(axes.modes):
+        raise ConfigError(
+            f"two of {', '.join([*axes.modes, *axes.systems])} would have the same name: give each "
+            "command a program with its own name"
+        )
     id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     places = [
         ({"suite": suite, **family, **length}, options)
@@ -128,9 +147,11 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
     plans: list[tuple[dict[str, str], EvaluationPlan]] = []
     for place, options in places:
         for model in axes.models:
-            for mode in axes.modes:
-                for scaffold in axes.scaffolds or ("",):
+            for mode in (*axes.modes, *systems):
+                for scaffold in (axes.scaffolds or ("",)) if mode not in systems else ("",):
                     named = {"scaffold": scaffold} if scaffold else {}
+                    if mode in systems:
+                        named["with"] = systems[mode]
                     settings = {**axes.base.settings, "mode": mode, "direct": False, **named}
                     plan = msgspec.structs.replace(
                         axes.base,
@@ -143,7 +164,8 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
                     split = split_of(task, axes.split)
                     num = min(plan.items, len(task.splits[split]))
                     plan = msgspec.structs.replace(plan, items=num, split=split)
-                    plans.append(({**place, "model": model, "mode": mode, **named}, plan))
+                    coordinates = {**place, "model": model, "mode": mode, "scaffold": scaffold}
+                    plans.append(({k: v for k, v in coordinates.items() if v}, plan))
     width = len(str(len(plans) - 1))
     return MatrixPlan(
         id,

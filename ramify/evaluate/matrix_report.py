@@ -29,10 +29,22 @@ from ramify.evaluate.statistics import (
     quantile,
     score_with_interval,
 )
+from ramify.evaluate.systems.attempt import OWN
 from ramify.types.trajectory import Stop
 
 _OF_ITEMS = ("suite", "family", "length")
 """Axes that decide which items are asked."""
+
+
+class OwnCounts(msgspec.Struct, frozen=True):
+    """Sums of the counts that a system has made itself."""
+
+    attempts: int
+    """Attempts for which it has counted. A system that fails may leave no count."""
+    calls: int
+    """Requests to the model."""
+    tokens: int
+    """Input and output tokens."""
 
 
 class MatrixRow(msgspec.Struct, frozen=True):
@@ -68,6 +80,8 @@ class MatrixRow(msgspec.Struct, frozen=True):
     seconds_p95: float
     reasons: dict[str, int]
     """Why attempts were not right -> their number, most frequent first."""
+    own: OwnCounts | None = None
+    """What the system itself has counted, beside what a meter has; None without a meter."""
 
 
 class MatrixReport(msgspec.Struct, frozen=True):
@@ -234,7 +248,19 @@ def _row(
         quantile(seconds, 0.5) if seconds else 0.0,
         quantile(seconds, 0.95) if seconds else 0.0,
         dict(reasons.most_common()),
+        _own_counts(outcomes),
     )
+
+
+def _own_counts(outcomes: Sequence[AttemptOutcome]) -> OwnCounts | None:
+    counted = [each.metrics for each in outcomes if OWN + "requests" in each.metrics]
+    if not counted:
+        return None
+    tokens = (
+        each.get(OWN + "input_tokens", 0) + each.get(OWN + "output_tokens", 0) for each in counted
+    )
+    calls = sum(each[OWN + "requests"] for each in counted)
+    return OwnCounts(len(counted), int(calls), int(sum(tokens)))
 
 
 def is_right(outcome: AttemptOutcome) -> bool:
@@ -284,6 +310,7 @@ def matrix_table(report: MatrixReport) -> str:
         ("cost", True, lambda row: "-" if row.cost is None else f"${row.cost:.3g}"),
         ("calls", True, lambda row: f"{row.calls:,}"),
         ("tokens", True, lambda row: _short(row.input_tokens + row.output_tokens)),
+        *_own_columns(rows),
         ("p50", True, lambda row: _seconds(row.seconds_p50)),
         ("p95", True, lambda row: _seconds(row.seconds_p95)),
         ("not right", False, _reasons),
@@ -300,6 +327,25 @@ def matrix_table(report: MatrixReport) -> str:
             f"attempts that failed are not counted in scores; the first: {report.first_error}"
         )
     return "\n".join(lines)
+
+
+def _own_columns(
+    rows: Sequence[MatrixRow],
+) -> list[tuple[str, bool, Callable[[MatrixRow], str]]]:
+    """Columns of a system's own counts, if there are any."""
+    if all(row.own is None for row in rows):
+        return []
+
+    def calls(row: MatrixRow) -> str:
+        if row.own is None:
+            return "-"
+        part = f" ({row.own.attempts} of {row.made})" if row.own.attempts < row.made else ""
+        return f"{row.own.calls:,}{part}"
+
+    return [
+        ("own calls", True, calls),
+        ("own tokens", True, lambda row: "-" if row.own is None else _short(row.own.tokens)),
+    ]
 
 
 def _place(axis: str, row: MatrixRow) -> str:

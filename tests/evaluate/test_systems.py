@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import venv
 from pathlib import Path
 
 import pytest
 
 from ramify.errors import ConfigError
+from ramify.evaluate.money_curves import money_curves
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.systems.attempt import attempt_by, system_of
 from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
-from ramify.evaluate.systems.money import money_curves
+from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, SimpleTask
 from ramify.types.trajectory import Stop
 
@@ -161,3 +163,58 @@ def test_scores_against_money_count_an_attempt_beyond_the_budget_as_unanswered()
     assert [point.within for point in curves["dear"]] == [0, 0, 1, 2, 3]
     last = curves["dear"][-1].score
     assert (last.value, last.low < 1.0) == (1.0, True)
+
+
+def test_a_peer_is_run_in_its_own_environment(tmp_path: Path) -> None:
+    """A library of the peer's name takes its place, in a real virtual environment."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "rlm" / "utils").mkdir(parents=True)
+    (site / "rlm" / "utils" / "__init__.py").write_text("")
+    (site / "rlm" / "utils" / "exceptions.py").write_text(
+        "class TimeoutExceededError(Exception): pass\nclass TokenLimitExceededError(Exception):\n"
+        "    partial_answer = 'the best so far'\n"
+    )
+    (site / "rlm" / "__init__.py").write_text(RLM_DOUBLE)
+    system = PeerSystem("rlms", timeout_s=60, environment=tmp_path / "env")
+    given = answered(system, "a text")
+    assert given.answer == f"[{QUESTION}] over 6 characters, at most None tokens"
+    assert (given.requests, given.input_tokens, given.output_tokens) == (3, 40, 2)
+    stopped = answered(system, "limit")
+    assert (stopped.answer, stopped.failure) == ("the best so far", "")
+    failed = answered(system, "crash")
+    assert (failed.answer, failed.failure) == (None, "ValueError: no luck with KEY")
+    died = answered(system, "die")
+    assert (died.answer, died.failure) == (None, "it ended with status 7")
+
+
+RLM_DOUBLE = """
+import os
+from types import SimpleNamespace
+from rlm.utils.exceptions import TokenLimitExceededError
+
+class RLM:
+    def __init__(self, backend, backend_kwargs, environment, max_tokens, max_timeout):
+        assert (backend, environment, max_timeout) == ("openai", "local", 60)
+        assert backend_kwargs["base_url"] == "http://127.0.0.1:9/v1"
+        self.key, self.max_tokens = backend_kwargs["api_key"], max_tokens
+
+    def completion(self, context, root_prompt):
+        print("noise on stdout")
+        if context == "limit":
+            raise TokenLimitExceededError
+        if context == "crash":
+            raise ValueError(f"no luck with {self.key}")
+        if context == "die":
+            os._exit(7)
+        text = f"[{root_prompt}] over {len(context)} characters, at most {self.max_tokens} tokens"
+        count = SimpleNamespace(total_calls=3, total_input_tokens=40, total_output_tokens=2)
+        usage = SimpleNamespace(model_usage_summaries={"m": count})
+        return SimpleNamespace(response=text, usage_summary=usage)
+"""
+
+
+def test_the_peers_of_benchmarks_have_the_same_versions() -> None:
+    text = (Path(__file__).parents[2] / "benchmarks" / "requirements.txt").read_text()
+    for name in ("rlms", "droste"):
+        assert PEERS[name][0] in text.splitlines()

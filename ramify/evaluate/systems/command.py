@@ -12,6 +12,7 @@ its limits (``program.py``).
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 import tempfile
@@ -34,6 +35,8 @@ PLACEHOLDERS = {
 TIMEOUT_S = 1800.0
 """Seconds that a system may take for one item, unless another limit is given."""
 _WHERE = "--with"
+_RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d.]+")
+"""Words of a command that say nothing about the system."""
 
 
 class CommandSystem:
@@ -50,7 +53,7 @@ class CommandSystem:
             )
         self._words = [absolute_word(word) for word in words]
         check_program(self._words[0], _WHERE)
-        self.name = name or Path(self._words[0]).name
+        self.name = name or _name_of(self._words)
         self._timeout_s = timeout_s
 
     async def answer(self, question: str, context: str, *, seat: MeterSeat) -> SystemAnswer:
@@ -77,6 +80,13 @@ class CommandSystem:
             is_late=end.is_late,
             seconds=end.seconds,
         )
+
+
+def _name_of(words: list[str]) -> str:
+    """``["{python}", "-u", "/here/my_rlm.py", "{question}"]`` -> ``my_rlm.py``"""
+    plain = [Path(word).name for word in words if "{" not in word and not word.startswith("-")]
+    named = [name for name in plain if not _RUNS_PROGRAMS.fullmatch(name)]
+    return (named or plain or ["command"])[0]
 
 
 def _encoded(text: str) -> bytes:

@@ -1,0 +1,93 @@
+"""``ramify eval … --with SYSTEM``: the meters of a matrix in which other systems answer, too.
+
+    each model ──> one meter, which records every request
+    each cell  ──> the system's attempts, or runs of ours, each at a seat with the same budget
+
+The budget of an attempt is that of --max-calls, --max-tokens and --max-cost, or the defaults of our
+runs, and its time is --max-seconds. Not here: the attempts (see ramify/evaluate/systems/) and the
+meter (see ramify/serve/meter.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ramify.cli.parser import UsageError
+from ramify.cli.settings import named_models
+
+if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
+    from ramify.evaluate.matrix import MatrixCell, MatrixPlan
+    from ramify.evaluate.run import AttemptMaker, RunAttempts
+    from ramify.evaluate.systems.base import SeatBudget
+    from ramify.serve.meter import Meter
+
+_NOT_METERED = {
+    "sub_model": "systems are compared with one model",
+    "mcp": "only runs of Ramify would have these tools",
+}
+"""Setting that only our runs have -> why it cannot be compared."""
+
+
+def check_comparable(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for a setting that would make the comparison unfair."""
+    for name, why in _NOT_METERED.items():
+        if settings.get(name):
+            raise UsageError(f"--with and --{name.replace('_', '-')}: {why}; remove one of them")
+
+
+class MatrixMeters:
+    """The meters of one matrix, by the model's name; none if only runs of ours answer."""
+
+    def __init__(self, meters: Mapping[str, Meter]) -> None:
+        self._meters = meters
+
+    def maker(self, cell: MatrixCell, rlm: RLM, runs: RunAttempts) -> AttemptMaker:
+        """What makes the attempts of a cell: its system, or ``runs`` of ours."""
+        from ramify.evaluate.systems.attempt import MeteredRuns, SystemAttempts, system_of
+
+        if not self._meters:
+            return runs
+        meter = self._meters[cell.plan.model]
+        budget = _budget_of(rlm, meter)
+        if not cell.system:
+            return MeteredRuns(runs, meter.seat, budget)
+        system = system_of(cell.system, timeout_s=rlm.limits.max_seconds)
+        return SystemAttempts(system, meter.seat, budget)
+
+
+@asynccontextmanager
+async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeters]:
+    """Start a meter for each model if other systems answer. ``root`` is the folder of the store, in
+    which requests are recorded; None records none."""
+    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.serve.meter import Meter
+
+    meters: dict[str, Meter] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for cell in plan.cells if plan.has_systems else ():
+            name = cell.plan.model
+            if name in meters:
+                continue
+            raise_descriptor_limit()
+            record = None
+            if root is not None:
+                record = root / "meter" / f"{plan.id}-{len(meters)}.jsonl"
+            model = named_models().get(name, name)
+            meter = Meter(model, record=record)
+            meters[name] = await stack.enter_async_context(meter)
+        yield MatrixMeters(meters)
+
+
+def _budget_of(rlm: RLM, meter: Meter) -> SeatBudget:
+    """The limits of our runs as the budget of every system."""
+    from ramify.engine.limits import DEFAULT_MAX_COST
+    from ramify.evaluate.systems.base import SeatBudget
+
+    limits, is_priced = rlm.limits, meter.client.price is not None
+    dollars = limits.max_cost or DEFAULT_MAX_COST
+    return SeatBudget(limits.max_calls, limits.max_tokens, dollars if is_priced else None)

@@ -1,0 +1,153 @@
+"""Scores against money: how well each system would have scored with a smaller budget per attempt.
+
+    cost of each attempt   $0.01   $0.03   $0.20            score with $0.02 per attempt:  1/3
+    its reward              1       1       0               score with $0.05 per attempt:  2/3
+
+An attempt that cost more than a budget counts as unanswered, with a score of 0: its system would
+have been ended before it answered. So one evaluation with a large budget gives the whole curve, and
+all systems are compared at the same dollars. It is a lower bound for a system that would answer
+earlier if it knew the smaller budget.
+
+    score with a budget of   $0.0021   $0.0044   $0.012
+    free                       0.350     0.700    0.900
+    rlms                       0.100     0.450    0.850
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from ramify.evaluate.evaluation_report import aligned
+from ramify.evaluate.matrix import MatrixPlan
+from ramify.evaluate.run import AttemptOutcome
+from ramify.evaluate.statistics import MeanEstimate, score_with_interval
+
+NUM_POINTS = 24
+"""Maximum number of budgets of a curve."""
+_NUM_COLUMNS = 6
+_OF_A_SYSTEM = ("mode", "scaffold")
+"""Coordinates of a cell that say which system answers."""
+
+
+class MoneyPoint(msgspec.Struct, frozen=True):
+    """What a system scores with one budget.
+
+    Example:
+        [(point.dollars, point.score.value) for point in curves["rlms"]]
+    """
+
+    dollars: float
+    """Budget of one attempt."""
+    score: MeanEstimate
+    """Mean over attempts, then over items. Attempts beyond the budget count as 0."""
+    within: int
+    """Attempts that cost no more than the budget."""
+
+
+def money_curves(
+    outcomes: Mapping[str, Sequence[AttemptOutcome]], num_points: int = NUM_POINTS
+) -> dict[str, tuple[MoneyPoint, ...]]:
+    """The curve of each system, by its name, over the same budgets. A system without a scored
+    attempt of known cost has no points.
+
+    Example:
+        curves = money_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
+    """
+    known = {
+        name: [each for each in attempts if each.reward is not None and each.cost is not None]
+        for name, attempts in outcomes.items()
+    }
+    every = itertools.chain.from_iterable(known.values())
+    budgets = _budgets((each.cost or 0.0 for each in every), num_points)
+    return {
+        name: tuple(_point(attempts, budget) for budget in budgets) if attempts else ()
+        for name, attempts in known.items()
+    }
+
+
+def _budgets(costs: Iterable[float], num_points: int) -> list[float]:
+    """Budgets at which a curve changes: the different costs, or some of them, spread evenly."""
+    different = sorted({*costs})
+    last = len(different) - 1
+    if last < num_points:
+        return different
+    return [different[round(last * number / (num_points - 1))] for number in range(num_points)]
+
+
+def _point(attempts: Sequence[AttemptOutcome], budget: float) -> MoneyPoint:
+    by_item: dict[str, list[float]] = {}
+    within = 0
+    for each in attempts:
+        is_within = (each.cost or 0.0) <= budget * (1 + 1e-9)
+        within += is_within
+        by_item.setdefault(each.item, []).append((each.reward or 0.0) if is_within else 0.0)
+    means = [math.fsum(rewards) / len(rewards) for rewards in by_item.values()]
+    return MoneyPoint(budget, score_with_interval(means), within)
+
+
+class MoneyRow(msgspec.Struct, frozen=True):
+    """The curve of one system in a matrix."""
+
+    place: dict[str, str]
+    """Suite, length, model, mode and scaffold; all families are together."""
+    points: tuple[MoneyPoint, ...]
+
+
+def matrix_money(
+    plan: MatrixPlan,
+    outcomes: Mapping[str, Sequence[AttemptOutcome]],
+    num_points: int = NUM_POINTS,
+) -> list[MoneyRow]:
+    """The curves of a matrix. ``outcomes`` are those of each cell, by its record. Systems that
+    answered the same items with the same model have the same budgets."""
+    together: dict[tuple[tuple[str, str], ...], dict[str, list[AttemptOutcome]]] = {}
+    places: dict[tuple[tuple[tuple[str, str], ...], str], dict[str, str]] = {}
+    for cell in plan.cells:
+        place = {axis: value for axis, value in cell.place.items() if axis != "family"}
+        items = tuple((a, value) for a, value in place.items() if a not in _OF_A_SYSTEM)
+        system = " ".join(place[axis] for axis in _OF_A_SYSTEM if axis in place)
+        places[items, system] = place
+        # Items of several families may have the same ids.
+        made = (
+            msgspec.structs.replace(each, item=f"{cell.place.get('family', '')} {each.item}")
+            for each in outcomes.get(cell.record, ())
+        )
+        together.setdefault(items, {}).setdefault(system, []).extend(made)
+    return [
+        MoneyRow(places[items, system], points)
+        for items, by_system in together.items()
+        for system, points in money_curves(by_system, num_points).items()
+    ]
+
+
+def money_table(rows: Sequence[MoneyRow]) -> list[str]:
+    """The curves as text: a table for each suite, length and model."""
+    groups: dict[str, list[MoneyRow]] = {}
+    for row in rows:
+        items = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]
+        groups.setdefault(" \N{MIDDLE DOT} ".join(items), []).append(row)
+    lines: list[str] = []
+    for name, group in groups.items():
+        budgets = [point.dollars for row in group if row.points for point in row.points]
+        # Of budgets that look the same, the largest.
+        columns = {f"${dollars:.3g}": dollars for dollars in _budgets(budgets, _NUM_COLUMNS)}
+        if len(columns) < 2:
+            continue
+        lines.append(f"{name}: score with a budget per attempt")
+        cells = [["", *columns]]
+        cells += [[_name(row), *_scores(row, list(columns.values()))] for row in group]
+        lines += aligned(cells, list(range(1, 1 + len(columns))))
+    return lines
+
+
+def _name(row: MoneyRow) -> str:
+    return " ".join(row.place[axis] for axis in _OF_A_SYSTEM if axis in row.place)
+
+
+def _scores(row: MoneyRow, columns: Sequence[float]) -> list[str]:
+    scores = {point.dollars: point.score.value for point in row.points}
+    return [f"{scores[dollars]:.3f}" if dollars in scores else "-" for dollars in columns]
