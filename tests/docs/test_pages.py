@@ -168,6 +168,8 @@ def test_python_blocks_of_page_run(page, reader):
         assert namespace["TEAL"].read("How many words are 'teal' here?", "teal mint teal") == "2"
     elif page == "suites.md":
         assert namespace["item"].id == "niah/test/0"
+    elif page == "systems.md":
+        assert 0 < namespace["usage"].total_tokens <= 500
     elif page == "objectives.md":
         assert namespace["rl"].steps == 200
     elif page == "own-algorithm.md":
