@@ -169,7 +169,7 @@ def test_python_blocks_of_page_run(page, reader):
     elif page == "suites.md":
         assert namespace["item"].id == "niah/test/0"
     elif page == "systems.md":
-        assert 0 < namespace["usage"].total_tokens <= 500
+        assert 0 < namespace["usage"].total_tokens <= 9000
     elif page == "objectives.md":
         assert namespace["rl"].steps == 200
     elif page == "own-algorithm.md":
