@@ -233,8 +233,9 @@ class MatrixCommand:
         meters: MatrixMeters,
     ) -> Iterator[EvaluationJob]:
         from ramify.clients.base import Sampling
+        from ramify.evaluate.attempt import attempt
         from ramify.evaluate.modes import mode_of
-        from ramify.evaluate.run import EvaluationJob, RunAttempts, attempt
+        from ramify.evaluate.run import EvaluationJob, RunAttempts
 
         makes: dict[tuple[int, str], AttemptMaker] = {}
         for cell in plan.cells:
