@@ -42,7 +42,13 @@ from ramify.train.checkpoint import Write
 from ramify.train.data.pack import attach, describe, pack
 from ramify.train.depth_models import own_calls
 from ramify.train.run_record import RunRecord
-from ramify.train.sampling_metrics import UpdateProbe, num_sampled, of_credit, of_tokens
+from ramify.train.sampling_metrics import (
+    UpdateProbe,
+    note_gaps,
+    num_sampled,
+    of_credit,
+    of_tokens,
+)
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Minibatch, StepData, TrainingStage
@@ -207,6 +213,13 @@ class Learner:
         rows = [row for part in work.parts for row in part.rows]
         measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
         return measured if probe is None else measured | probe.mismatch
+
+    def note_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
+        """Store the gaps between trainer and sampler in the rollouts of a step, at the tokens that
+        were scored before it: those of ``old_logprobs``, and of ``probe``. Call it after
+        ``prepare``."""
+        rows = [row for part in work.parts for row in part.rows]
+        note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
 
     def measured_after(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None

@@ -141,6 +141,8 @@ class Learners:
             values |= await self._in_torch(learner.prepare, stage, work)
         if stage.samples:
             values |= learner.measured_before(work, probe)
+            if self._record.saves_rollouts(self._record.state.stage_step + 1):
+                learner.note_gaps(work, probe)
         values |= _over_parts(
             [await self._in_torch(learner.learn, stage, part) for part in work.parts]
         )

@@ -259,13 +259,18 @@ class RunRecord:
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
         """Write the outcomes of a step's groups and, if it is time, the whole rollouts."""
-        step, every = self.state.step, self.schedule.save_rollouts_every
+        step = self.state.step
         GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
-        if groups and every and self.state.stage_step % every == 0:
+        if groups and self.saves_rollouts(self.state.stage_step):
             path = self.out / _ROLLOUTS / f"step-{step:06d}.jsonl"
             path.parent.mkdir(exist_ok=True)
             path.unlink(missing_ok=True)
             write(path, (trajectory for group in groups for trajectory in group.trajectories))
+
+    def saves_rollouts(self, stage_step: int) -> bool:
+        """Whether the rollouts of a step of a stage are saved."""
+        every = self.schedule.save_rollouts_every
+        return bool(every) and stage_step % every == 0
 
     def restart_meter(self) -> None:
         """Measure the CPU time of rollouts from now on."""

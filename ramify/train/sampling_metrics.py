@@ -6,6 +6,7 @@ from.
     rows      ── of_credit ──────> advantages, and the share of tokens without loss
     a sample  ── UpdateProbe ────> the gaps between sampler and trainer, and between the policies
                                    before and after the update
+    scored rows ── note_gaps ────> the gap of each token, in rollouts that are saved
 
 They are in every step, also in one without signal, since that is when they are needed. Losses
 measure only tokens that carry loss (``losses/loss.py``): groups without signal, masked calls and
@@ -33,7 +34,7 @@ from ramify.train.advantages.base import AssignedRollout, TokenCredit
 from ramify.train.advantages.credit import ends_in_cut_reply
 from ramify.train.backends.base import ReferenceModel
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.pack import pack
+from ramify.train.data.pack import attach, pack
 from ramify.types.sequence import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
@@ -185,6 +186,8 @@ def num_sampled(groups: Sequence[Group]) -> int:
 class UpdateProbe(NamedTuple):
     """A sample of a step's calls, and their log-probabilities before the update."""
 
+    rows: Sequence[TokenSequence]
+    """The calls, with the stream ``old_logprobs``: those of the trainer, before the update."""
     batches: Sequence[Batch]
     sampler: Floats
     """[E] log-probabilities of the sampler, over the entries of all batches."""
@@ -198,7 +201,9 @@ class UpdateProbe(NamedTuple):
         if not batches:
             return None
         sampler = np.concatenate([batch.streams["sampler_logprobs"] for batch in batches])
-        return cls(batches, sampler, np.concatenate(backend.logprobs(batches)))
+        before = backend.logprobs(batches)
+        attach(rows, batches, "old_logprobs", before)
+        return cls(rows, batches, sampler, np.concatenate(before))
 
     @property
     def mismatch(self) -> dict[str, float]:
@@ -214,6 +219,29 @@ class UpdateProbe(NamedTuple):
         """Return the KL from the policy before the update to the policy after it, in nats per
         token."""
         return {"post_kl": kl(self.before, np.concatenate(backend.logprobs(self.batches)))}
+
+
+def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
+    """Store how far the trainer's log-probability of each sampled token is above the sampler's in
+    its rollout (``metadata["logprob_gaps"]``), so that saved rollouts show it.
+
+    ``{"0.1/2": [0.01, -0.2]}`` has the tokens of turn 2 of call 0.1. Turns that no row has scored
+    (by the stream ``old_logprobs``, over all their tokens) are missing.
+    """
+    trees = {tree.id: tree for group in groups for tree in group.trajectories}
+    for row in rows:
+        id, _, place = row.name.rpartition("/call=")
+        call, _, number = place.partition("/path=")
+        if "old_logprobs" not in row.streams or id not in trees:
+            continue
+        tree = trees[id]
+        gaps = row.streams["old_logprobs"] - row.sampler_logprobs
+        noted = tree.metadata.setdefault("logprob_gaps", {})
+        for span in tree.paths(tree.call(call))[int(number or 0)].spans:
+            if row.rl[span.start : span.end].all():
+                noted[f"{span.call}/{span.turn}"] = [
+                    round(float(gap), 5) for gap in gaps[span.start : span.end]
+                ]
 
 
 def kl(drawn: Floats, other: Floats) -> float:

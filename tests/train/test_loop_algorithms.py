@@ -195,14 +195,23 @@ def test_lines_of_rollouts_that_fork_are_learnt_from(base: str, tmp_path: Path) 
     assert row.values["loss"] != 0
     (path,) = (tmp_path / "rollouts").glob("*.jsonl")
     saved = [msgspec.json.decode(line, type=Trajectory) for line in path.read_bytes().splitlines()]
+    num_gaps = 0
     for rollout in saved:
         assert [call.fork for call in rollout.calls] == [None, Fork("0", 0)]
         lines = [sum(rollout.call_rewards[call.id].values()) for call in rollout.calls]
         assert sum(rollout.rewards.values()) == pytest.approx(sum(lines) / 2)
         assert len({len(call.turns) for call in rollout.calls}) == 2  # the turn before is shared
         advantages = rollout.metadata.get("advantages", {})
+        gaps = rollout.metadata.get("logprob_gaps", {})
+        for call in rollout.calls:
+            for index, values in ((turn, gaps.get(f"{call.id}/{turn}")) for turn in range(9)):
+                # Trainer and sampler have the same weights, so a gap is rounding.
+                assert values is None or len(values) == len(call.turns[index].reply.token_ids or ())
+                assert values is None or max(map(abs, values)) < 1e-3
+        num_gaps += len(gaps)
         assert advantages.get("0/1", 0) == pytest.approx(lines[0] - lines[1])
         assert advantages.get("0:1/0", 0) == pytest.approx(lines[1] - lines[0])
+    assert num_gaps
 
 
 def test_a_run_that_cannot_fork_or_would_not_use_its_forks_is_refused(

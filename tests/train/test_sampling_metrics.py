@@ -18,6 +18,7 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.sampling_metrics import (
     correlation,
     kl,
+    note_gaps,
     num_sampled,
     of_comparison,
     of_credit,
@@ -132,6 +133,22 @@ def test_sample_is_a_small_share_and_does_not_depend_on_the_order() -> None:
     assert all((row.rl == row.mask).all() for row in rows)
     assert {row.name for row in rows} == {row.name for row in sample_rows(groups[::-1], 1.0, 3)}
     assert {row.name for row in rows} != {row.name for row in sample_rows(groups, 1.0, 4)}
+
+
+def test_gap_of_each_scored_token_is_noted_in_its_rollout() -> None:
+    tree = trees.tree(trees.call("0", 2, 3), reward=1.0)
+    tree.id = "step=1/group=0"
+    groups = [Group("a", [tree])]
+    (row,) = sample_rows(groups, 1.0, 1)
+    note_gaps(groups, [row])
+    assert "logprob_gaps" not in tree.metadata  # not scored
+    row.streams["old_logprobs"] = row.sampler_logprobs + np.where(row.mask, 0.25, 0.0)
+    note_gaps(groups, [row])
+    assert tree.metadata["logprob_gaps"] == {"0/0": [0.25, 0.25], "0/1": [0.25] * 3}
+    row.rl[row.mask.nonzero()[0][0]] = 0.0  # a token without loss has no entry, so no value
+    tree.metadata.clear()
+    note_gaps(groups, [row])
+    assert tree.metadata["logprob_gaps"] == {"0/1": [0.25] * 3}
 
 
 @pytest.mark.parametrize("task", ["zero_variance", "even"])
