@@ -270,7 +270,7 @@ class RunRecord:
     def saves_rollouts(self, stage_step: int) -> bool:
         """Whether the rollouts of a step of a stage are saved."""
         every = self.schedule.save_rollouts_every
-        return bool(every) and stage_step % every == 0
+        return every is not None and stage_step % every == 0
 
     def restart_meter(self) -> None:
         """Measure the CPU time of rollouts from now on."""

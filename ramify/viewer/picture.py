@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "tools": lambda node: node.tools or None,
     "scores": lambda node: (_scores(node) or None) if node.marks else None,
 }
-"""Column -> its value for a call; ``parent`` and ``reward`` are added separately.
+"""Column -> its value for a call; ``parent``, ``reward``, ``advantage`` and ``gap`` are separate.
 
 ``turn`` and ``cell`` are the place in the parent that made the call. ``state`` is ``asking``,
 ``running``, ``open`` or ``done``. ``outlier`` says how a call differs from its siblings, and
@@ -103,6 +104,9 @@ def _columns(
     told = nodes[:num_texts]
     untold = [""] * (len(nodes) - len(told))
     known, scored = run.tree.nodes, run.tree.run.call_rewards
+    recorded = run.tree.run.metadata
+    advantages = means_by_call(recorded.get("advantages"))
+    gaps = means_by_call(recorded.get("logprob_gaps"), abs)
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
     return {
         **{
@@ -119,7 +123,25 @@ def _columns(
             else None
             for node in nodes
         ],
+        "advantage": [advantages.get(node.id) for node in nodes],
+        "gap": [gaps.get(node.id) for node in nodes],
     }
+
+
+def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
+    """Id of each call -> mean of what a training run recorded of its turns: ``{"0.1/2": 0.25}`` for
+    turn 2 of call 0.1, or a list with a number for each token; each turn counts once. ``size`` is
+    applied to each number."""
+    by_call: dict[str, list[float]] = {}
+    for place, values in recorded.items() if isinstance(recorded, dict) else ():
+        numbers = [
+            size(value)
+            for value in (values if isinstance(values, list) else [values])
+            if isinstance(value, int | float)
+        ]
+        if numbers:
+            by_call.setdefault(place.rpartition("/")[0], []).append(fmean(numbers))
+    return {call: fmean(means) for call, means in by_call.items()}
 
 
 def _same(column: list[Any]) -> Any:

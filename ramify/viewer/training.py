@@ -22,7 +22,6 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -43,6 +42,7 @@ from ramify.store.reviews import RunReview, agreements, listed_reviews
 from ramify.train.metrics import FILE, Diagnosis, StepMetrics, layers
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, as_text, cut
+from ramify.viewer.picture import means_by_call
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.training_verdict import alarms, num_compared, verdict
 
@@ -340,14 +340,8 @@ def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) 
 
 def _advantage(tree: Trajectory) -> float | None:
     """Mean advantage over the root's turns, as a training run recorded it; None if it did not."""
-    recorded = tree.metadata.get("advantages")
-    if not isinstance(recorded, dict) or not tree.calls:
-        return None
-    turns = [value for name, value in recorded.items() if name.startswith(f"{tree.root.id}/")]
-    lists = [each if isinstance(each, list) else [each] for each in turns]
-    numbers = [[value for value in each if isinstance(value, int | float)] for each in lists]
-    means = [fmean(each) for each in numbers if each]
-    return fmean(means) if means else None
+    means = means_by_call(tree.metadata.get("advantages"))
+    return means.get(tree.root.id) if tree.calls else None
 
 
 def _sample(tree: Trajectory, key: str) -> dict[str, Any]:

@@ -225,15 +225,18 @@ def _sent(message: Message) -> dict[str, Any]:
 def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -> dict[str, Any]:
     """Return the prompt ids and the sampled ids of one turn, with the data about each token.
 
-    ``advantages`` exists if a training run recorded them (see train/stages.py). ``scores`` maps the
-    name of each signal to its score of each sampled token.
+    ``advantages`` exists if a training run recorded them (see train/stages.py), ``gaps`` if its
+    trainer also scored the tokens (see train/sampling_metrics.py). ``scores`` maps the name of each
+    signal to its score of each sampled token.
     """
     call = run.whole(id).call
     if not 0 <= turn < len(call.turns):
         raise StoreError(f"call {id} has no turn {turn + 1}")
     reply = call.turns[turn].reply
     prompt_ids, sampled = list(reply.prompt_ids or ()), list(reply.token_ids or ())
-    stored = (run.tree.run.metadata.get("advantages") or {}).get(f"{id}/{turn}")
+    recorded = run.tree.run.metadata
+    stored = (recorded.get("advantages") or {}).get(f"{id}/{turn}")
+    gaps = (recorded.get("logprob_gaps") or {}).get(f"{id}/{turn}")
     advantages = (
         stored if isinstance(stored, list) else None if stored is None else [stored] * len(sampled)
     )
@@ -244,6 +247,7 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
         "logprobs": list(reply.logprobs) if reply.logprobs else None,
         "versions": _versions(reply),
         "advantages": advantages,
+        "gaps": gaps if isinstance(gaps, list) and len(gaps) == len(sampled) else None,
         "scores": _scores(run, id, turn, len(sampled)),
         "texts": _decoded(tokenizer, [*prompt_ids, *sampled]),
     }

@@ -295,6 +295,9 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
         "0/0": reward - 0.5,
         "0/1": [0.1, -0.2, *[0.0] * (len(found.root.turns[1].reply.token_ids or ()) - 2)],
     }
+    found.metadata["logprob_gaps"] = {
+        "0/0": [0.6, *[-0.01] * (len(found.root.turns[0].reply.token_ids or ()) - 1)]
+    }
     return found
 
 

@@ -144,9 +144,15 @@ def test_tokens_show_advantages_recorded_by_training(world: World) -> None:
         key = "p0/base/rollouts/step-000020.jsonl:1"
         first = await get("/api/tokens", key=key, id="0", turn=0)
         assert set(first["advantages"]) == {0.5}
+        assert (first["gaps"][:2], len(first["gaps"])) == ([0.6, -0.01], len(first["sampled"]))
         second = await get("/api/tokens", key=key, id="0", turn=1)
         assert second["advantages"][:3] == [0.1, -0.2, 0.0]
+        assert second["gaps"] is None  # the trainer did not score it
         assert set(second["versions"]) == {3}
+        columns = (await get("/api/run", key=key))["columns"]
+        mean = sum(second["advantages"]) / len(second["advantages"])
+        assert columns["advantage"][:2] == [pytest.approx((0.5 + mean) / 2), None]
+        assert columns["gap"][0] == pytest.approx(sum(map(abs, first["gaps"])) / len(first["gaps"]))
 
     with_server([world.trainings], ask)
 

@@ -14,6 +14,7 @@ from ramify.train.data.sft_data import write
 from ramify.train.metrics import Diagnosis, MetricsFile
 from ramify.types.trajectory import Call, Stop, Trajectory
 from tests.viewer.browser import NARROW, photograph, served, tab
+from tests.viewer.conftest import World
 from tests.viewer.page_helpers import text
 
 HOSTILE = "=<img src=x onerror='window.hacked=1'>"
@@ -182,6 +183,44 @@ def test_attempts_at_an_item_are_side_by_side_and_over_steps(
         assert page.evaluate("window.hacked") is None
         page.get_by_role("link", name="compare these attempts").click()
         page.locator("h1", has_text="Compare").wait_for()
+
+
+def test_advantages_and_gaps_are_painted_on_the_tree_and_the_tokens(
+    browser: Any, world: World, tmp_path: Path
+) -> None:
+    colour_at = """() => {
+        const { data } = document.querySelector(".canvas canvas").getContext("2d")
+            .getImageData(0, 0, 4000, 60);
+        return [...new Set(new Uint32Array(data.buffer))].length;
+    }"""
+    with served(world.trainings) as server, tab(browser, (1440, 900)) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.locator(".rollout").first.click()
+        page.locator("canvas[data-drawn='32']").wait_for()
+        modes = page.get_by_label("what colours mean")
+        assert modes.locator("option:not([hidden])").all_inner_texts() == [
+            f"colour: {name}"
+            for name in ("outcome", "reward", "advantage", "gap of log-probability")
+        ]
+        modes.select_option("gap")
+        assert "nats" in text(page, ".legend")
+        page.wait_for_function(f"({colour_at})() > 2")
+        photograph(page, "run-gap-1440", tmp_path)
+        modes.select_option("advantage")
+        assert "not learnt from" in text(page, ".legend")
+        page.get_by_label("filter calls").fill("advantage>0")
+        page.locator(".tally", has_text="1 of 32").wait_for()
+        page.locator(".turn-head .small:not(.request)").first.click()
+        colours = page.get_by_label("what the colour of a token says")
+        colours.select_option("gap")
+        assert page.locator(".tok.t-odd").count() > 4
+        strong = page.locator(".tok.sampled").first
+        assert strong.evaluate("(it) => it.style.getPropertyValue('--strength')") == "1.00"
+        strong.hover()
+        assert "gap to the trainer 0.6" in text(page, ".about")
+        photograph(page, "run-tokens-gap-1440", tmp_path)
+        colours.select_option("advantage")
+        assert page.locator(".tok.t-good").count() > 4
 
 
 def test_exports_hold_what_is_shown(browser: Any, runs: Path, tmp_path: Path) -> None:

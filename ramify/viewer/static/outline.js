@@ -34,6 +34,8 @@ export function callFields(run) {
       depth: (call) => call.depth,
       turns: (call) => call.turns,
       reward: (call) => call.reward,
+      advantage: (call) => call.advantage,
+      gap: (call) => call.gap,
     },
     texts: {
       stop: stopOf,

@@ -102,6 +102,8 @@ function wordsOf(call) {
   const turns = call.scores.length - named.length,
     parts = [
       call.reward === null ? "" : `reward ${number(call.reward)}`,
+      call.advantage === null ? "" : `advantage ${number(call.advantage)}`,
+      call.gap === null ? "" : `gap ${number(call.gap)}`,
       ...named,
       turns ? `${many(turns, "score")} of turns` : "",
       call.tools.length ? many(call.tools.length, "tool call") : "",

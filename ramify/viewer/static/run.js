@@ -115,6 +115,8 @@ function callAt(of, at) {
     tokens_out: of.tokens_out[at],
     cost: of.cost[at],
     reward: of.reward[at],
+    advantage: of.advantage[at],
+    gap: of.gap[at],
     question: of.question[at],
     answer: of.answer[at],
     error: of.error[at],

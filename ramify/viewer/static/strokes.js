@@ -117,6 +117,16 @@ export function worthColour(colours, reward, range) {
       : `color-mix(in oklab, ${colours.good} ${Math.round(100 * share)}%, ${colours.bad})`;
 }
 
+// Nats between trainer and sampler that have the full colour.
+export const LARGE_GAP = 0.5;
+
+// The colour of a tone, paler towards 0; gray without a value.
+export function shareColour(colours, tone, value, most) {
+  if (value === null || !most) return colours["line-2"];
+  const share = Math.min(1, Math.abs(value) / most);
+  return `color-mix(in oklab, ${colours[tone]} ${Math.round(100 * share)}%, ${colours.line})`;
+}
+
 function drawLabel(pen, call, { x, y, w, tall, ink }) {
   pen.save();
   pen.beginPath();

@@ -1,9 +1,10 @@
 // The tokens of one turn as a strip: prompt tokens are plain, sampled tokens are colored by
-// log-probability, advantage or policy version.
+// log-probability, advantage, the gap between trainer and sampler, or policy version.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
 import { grouped, number } from "./format.js";
+import { LARGE_GAP } from "./strokes.js";
 
 const MAX_SHOWN = 4000; // tokens at once; more on request
 
@@ -20,7 +21,7 @@ export async function tokenStrip(holder, key, call, turn) {
 
 function drawStrip(holder, found) {
   const modes = [
-    ...["logprob", "advantage", "version"].filter((name) => found[`${name}s`]),
+    ...["logprob", "advantage", "gap", "version"].filter((name) => found[`${name}s`]),
     ...Object.keys(found.scores),
   ];
   const about = h("p.about", { "aria-live": "polite" }, summary(found));
@@ -83,6 +84,10 @@ function summary(found) {
     const unique = [...new Set(found.advantages)];
     parts.push(unique.length === 1 ? `advantage ${number(unique[0])}` : "advantages differ");
   }
+  if (found.gaps?.length)
+    parts.push(
+      `largest gap ${number(found.gaps.reduce((most, each) => Math.max(most, Math.abs(each)), 0))}`,
+    );
   if (found.versions) parts.push(`version ${[...new Set(found.versions)].join(", ")}`);
   return parts.join(" · ");
 }
@@ -98,6 +103,7 @@ function describe(found, at) {
       `logprob ${number(found.logprobs[index])} (p ${number(Math.exp(found.logprobs[index]))})`,
     );
   if (found.advantages) parts.push(`advantage ${number(found.advantages[index])}`);
+  if (found.gaps) parts.push(`gap to the trainer ${number(found.gaps[index])}`);
   for (const [name, values] of Object.entries(found.scores))
     parts.push(`${name} ${number(values[index])}`);
   if (found.versions) parts.push(`version ${found.versions[index]}`);
@@ -123,10 +129,12 @@ function token(found, id, at, mode) {
   return element;
 }
 
-// [tone, 0…1]: unlikely tokens are strong; advantages are good or bad by size; versions alternate.
+// [tone, 0…1]: unlikely tokens and large gaps are strong; advantages are good or bad by size; versions alternate.
 /** @returns {[string, number]} */
 function colouring(found, index, mode) {
   if (mode === "logprob" && found.logprobs) return ["odd", Math.min(1, -found.logprobs[index] / 4)];
+  if (mode === "gap" && found.gaps)
+    return ["odd", Math.min(1, Math.abs(found.gaps[index]) / LARGE_GAP)];
   const signed = mode === "advantage" ? found.advantages : found.scores[mode];
   if (signed) {
     const most = signed.reduce((most, each) => Math.max(most, Math.abs(each)), 1e-9),

@@ -10,7 +10,17 @@ import { h } from "./dom.js";
 import { seconds, stopWords } from "./format.js";
 import { Lanes, shared } from "./lanes.js";
 import { listen } from "./pointing.js";
-import { AXIS, drawAxis, drawCall, drawSelected, LEFT, RIGHT, worthColour } from "./strokes.js";
+import {
+  AXIS,
+  drawAxis,
+  drawCall,
+  drawSelected,
+  LARGE_GAP,
+  LEFT,
+  RIGHT,
+  shareColour,
+  worthColour,
+} from "./strokes.js";
 
 const GAP = 4;
 const LANES = [22, 9]; // maximum pixels of a lane: sessions, plain calls
@@ -45,6 +55,8 @@ export class Picture {
       [
         ["stop", "outcome"],
         ["reward", "reward"],
+        ["advantage", "advantage"],
+        ["gap", "gap of log-probability"],
       ].map(([mode, name]) => h("option", { value: mode }, `colour: ${name}`)),
     );
     this.startUp = h("span.start-up", { hidden: true });
@@ -99,6 +111,15 @@ export class Picture {
         ["bad", "worst"],
         ["none", "not scored"],
       ],
+      advantage: [
+        ["good", "above 0"],
+        ["bad", "below 0"],
+        ["none", "not learnt from"],
+      ],
+      gap: [
+        ["odd", `${LARGE_GAP} nats and more`],
+        ["none", "not scored"],
+      ],
     }[mode];
     this.legend.replaceChildren(
       ...entries.map(([swatch, text]) =>
@@ -111,7 +132,11 @@ export class Picture {
   changed() {
     this.lanes.update(this.run.calls);
     this.worth = null;
-    this.modes.options[1].hidden = !this.range();
+    this.mostAdvantage = this.run.calls.reduce(
+      (most, { advantage }) => Math.max(most, Math.abs(advantage)),
+      0,
+    );
+    for (const option of this.modes.options) option.hidden = !this.hasMode(option.value);
     this.resize();
     this.later();
   }
@@ -267,6 +292,13 @@ export class Picture {
     return this.colours;
   }
 
+  // Whether the calls have what a colour would say.
+  hasMode(mode) {
+    if (mode === "stop") return true;
+    if (mode === "reward") return Boolean(this.range());
+    return this.run.calls.some((call) => call[mode] !== null);
+  }
+
   // [minimum, maximum] reward of all calls, or null without rewards.
   range() {
     if (this.worth === null) {
@@ -285,6 +317,14 @@ export class Picture {
   colour(call) {
     const colours = this.paint();
     if (this.mode === "reward") return worthColour(colours, call.reward, this.range());
+    if (this.mode === "gap") return shareColour(colours, "odd", call.gap, LARGE_GAP);
+    if (this.mode === "advantage")
+      return shareColour(
+        colours,
+        call.advantage < 0 ? "bad" : "good",
+        call.advantage,
+        this.mostAdvantage,
+      );
     return colours[
       call.outlier && !call.failed
         ? "odd"
