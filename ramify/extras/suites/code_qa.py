@@ -139,8 +139,15 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
     first, second, third = rng.sample(_CONSTANTS, 3)
     one, two, three = (rng.randint(11, 99) for _ in range(3))
     factor, more = rng.randint(2, 5), rng.randint(6, 9)
-    decoy = two + rng.randint(1, 9)
     value = (three * more + two) * factor + one
+    # What mistakes give: a constant is left out or counted twice, or taken from another module.
+    steps = {one, two * factor, more * factor, three * more + two, rng.randint(1, 9) * factor}
+    while len(steps) < len(_LETTERS) - 1:  # several mistakes gave the same value
+        steps.add(rng.randint(1, 99))
+    rank = rng.randrange(len(_LETTERS))
+    smaller = rng.sample(sorted(steps), rank)
+    larger = rng.sample(sorted(steps), len(_LETTERS) - 1 - rank)
+    others = [str(value - step) for step in smaller] + [str(value + step) for step in larger]
     modules = [
         _module(
             top,
@@ -158,21 +165,12 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
         # The same names with other values, which are not imported.
         _module(
             other,
-            f"{second} = {decoy}\n{third} = {three + 1}",
+            f"{second} = {two + rng.randint(1, 9)}\n{third} = {three + rng.choice((-1, 1))}",
             _function(inner, f"return {second} + {third}"),
         ),
     ]
-    wrong = {
-        (three * more + decoy) * factor + one,
-        ((three + 1) * more + two) * factor + one,
-        (three * more + two) * factor,
-        (three * more + two + one) * factor,
-    } - {value}
-    while len(wrong) < len(_LETTERS) - 1:  # two mistakes gave the same number
-        wrong |= {value + rng.randint(1, 99)}
-    others = [str(each) for each in sorted(wrong)]
     question = f"What does `{PACKAGE}.{top}.{asked}()` return?"
-    return question, modules, str(value), rng.sample(others, 3)
+    return question, modules, str(value), others
 
 
 def _caller(rng: random.Random, used: Sequence[str]) -> Asked:

@@ -83,6 +83,8 @@ def chosen_families(
     named = families.split(",") if isinstance(families, str) else families
     if named is None:
         named = tuple(known)
+    if not isinstance(named, list | tuple) or not all(isinstance(each, str) for each in named):
+        raise ConfigError(f"{suite}: families={named!r:.60}; give names, as in families=a,b")
     chosen = tuple(dict.fromkeys(family.strip() for family in named))
     for family in chosen:
         if family not in known:

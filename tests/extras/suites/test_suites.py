@@ -16,7 +16,7 @@ import pytest
 
 from ramify.errors import RamifyError
 from ramify.extras import ENTRY_POINTS
-from ramify.tasks.base import Item, SimpleTask, items_of, task_of, total
+from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
 from ramify.tasks.validation import answered, validate
 from tests.extras.suites.readers import READERS, read
 
@@ -131,6 +131,14 @@ def test_no_letter_is_more_often_right_than_others(family: str) -> None:
     assert all(30 <= letters.count(letter) <= 70 for letter in "ABCD")
 
 
+def test_the_order_of_values_does_not_show_which_one_is_right() -> None:
+    ranks = []
+    for item in made("code_qa", "value", 1_000, 200)[1]:
+        values = [int(text) for text in item.metadata["choices"]]
+        ranks.append(sorted(values).index(values["ABCD".index(item.gold)]))
+    assert all(30 <= ranks.count(rank) <= 70 for rank in range(4))
+
+
 @each_suite
 def test_the_page_states_the_score_of_the_best_constant_answer(suite: str) -> None:
     task = task_of(suite, tokens=1_000)
@@ -152,7 +160,7 @@ def stated_constants() -> dict[str, str]:
 
 
 HASHES = {
-    "code_qa": "1528c07108b25964",
+    "code_qa": "4ad839dac6d8319c",
     "mrcr": "38023d583f3d19d7",
     "multihop": "d4dec4e557c61a25",
     "niah": "67df2501c407d721",
@@ -170,6 +178,31 @@ def test_items_are_the_same_bytes_on_every_machine(suite: str) -> None:
         for item in made(suite, family, 1_000, 1)[1]:
             digest.update(msgspec.json.encode((item.question, item.context, item.gold, item.wrong)))
     assert digest.hexdigest()[:16] == HASHES[suite]
+
+
+EARLIER = {
+    "needle": (
+        "ba1c76580dc2ab9a",
+        ({"chars": 1_000, "distractors": 2}, {"chars": 20_000, "depth": 0.3, "seed": 4}),
+    ),
+    "oolong": (
+        "d9b40b51d0810fa4",
+        ({"tokens": 1_000, "with_labels": True, "users": 3}, {"tokens": 8_192, "seed": 4}),
+    ),
+}
+"""Task -> hash of its items in the version before the suites, and the options that they had."""
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_stored_configurations_have_the_items_of_earlier_versions(name: str) -> None:
+    known, configurations = EARLIER[name]
+    digest = hashlib.sha256()
+    for options in configurations:
+        for split in SPLITS:
+            for item in items_of(task_of(name, **options), split)[:5]:
+                parts = (item.id, item.question, item.context, item.gold, item.kind, item.wrong)
+                digest.update(msgspec.json.encode(parts))
+    assert digest.hexdigest()[:16] == known
 
 
 @each_family
@@ -197,6 +230,8 @@ def test_a_text_needs_less_than_three_times_its_size(suite: str, family: str) ->
         ),
         ("niah", {"families": "vt, cw"}, "niah: unknown family 'cw': did you mean 'cwe'"),
         ("niah", {"families": ()}, "niah: give at least one family"),
+        ("niah", {"families": 5}, "niah: families=5; give names, as in families=a,b"),
+        ("niah", {"tokens": "lots"}, "niah: tokens=lots; give 1,000 to 10,000,000 tokens"),
         ("niah", {"tokens": 999}, "niah: tokens=999; give 1,000 to 10,000,000 tokens"),
         ("niah", {"tokens": 10_000_001}, "give 1,000 to 10,000,000 tokens"),
         ("niah", {"test": "nothing.jsonl"}, "file nothing.jsonl does not exist"),
