@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+import suites_meter
 from figures import Figure, show
 
 from ramify.clients.base import Price
@@ -54,9 +55,8 @@ from ramify.evaluate.systems.base import MeterSeat, SeatBudget
 from ramify.serve.meter import Meter
 from ramify.store.store import Store
 from ramify.tasks.base import TASKS, Item, Task, items_of, task_of
-from ramify.testing.offline import OfflineModel, model_of
+from ramify.testing.offline import model_of
 from ramify.testing.scripted import ScriptedClient
-from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Usage
 
 HERE = Path(__file__).parent
@@ -73,7 +73,6 @@ GENERATION_S = 20.0
 PEAK = 3.0
 QUESTIONS_S = 30.0
 QUESTION_MS = 10.0
-METER_MS = 2.0
 
 
 class Bench(NamedTuple):
@@ -199,41 +198,8 @@ def _job(plan: EvaluationPlan, task: Task, client: ScriptedClient, mode: str) ->
 
 
 def meter(b: Bench) -> Iterator[Figure]:
-    yield asyncio.run(_overhead(b.tenth(5_000)))
+    yield from suites_meter.figures(b.tenth(1_500))
     yield from asyncio.run(_budgets())
-
-
-async def _overhead(num: int) -> Figure:
-    """CPU time that the meter adds to a request: the same client, model and process, with the meter
-    and with the scripted server alone."""
-    model = OfflineModel()
-    text = (
-        f"{'The weaver counts the stone. ' * 100}\n\nQuestion: What is the access code of Lodavi?"
-    )
-    body = {"model": "x", "max_tokens": 100, "messages": [{"role": "user", "content": text}]}
-    async with ScriptedServer(model.tell, keep=False) as server, Meter(model.client()) as metered:
-        costs: dict[str, list[float]] = {"meter": [], "bare": []}
-        for _ in range(5):  # in turns, so that the load of the machine affects both
-            for name, url in (("bare", server.url), ("meter", metered.url)):
-                costs[name].append(await _cost(f"{url}/chat/completions", metered.key, body, num))
-    bare, with_meter = (min(costs[name]) for name in ("bare", "meter"))
-    against = {"bare": bare, "with the meter": with_meter}
-    return Figure(
-        "CPU that the meter adds to a request", with_meter - bare, "ms", against, METER_MS
-    )
-
-
-async def _cost(url: str, key: str, body: dict[str, Any], num: int) -> float:
-    """Milliseconds of CPU time of one request, client and server together."""
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
-        cpu = 0.0
-        for number in range(num // 5 + 20):
-            if number == 20:  # after the first ones, which open the connection
-                cpu = time.process_time()
-            async with session.post(url, json=body) as response:
-                assert response.status == 200, await response.text()
-                await response.read()
-        return 1e3 * (time.process_time() - cpu) / (num // 5)
 
 
 _LIES: tuple[dict[str, Any], ...] = (

@@ -1,12 +1,11 @@
-"""What the metering endpoint adds to a request, and whether it counts and limits exactly.
+"""What the metering endpoint adds to a request: a part of ``suites.py``.
 
     caller (a process) ──> meter      ──> scripted server (a process)
     caller (a process) ──> bare proxy ──> scripted server           reads and writes bytes, no more
 
 Both are in this process, one after the other, with the same requests. The CPU time of this process
 is compared, since seconds on a busy machine say little; the median seconds are printed beside it.
-Limits: 64 parallel requests of a caller that asks for everything, with a model whose every reply is
-as long as it may be.
+Not here: whether budgets are kept (see ``suites.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import aiohttp
 from aiohttp import web
 from figures import Figure
 
-from ramify import Model, Price, ScriptedClient
+from ramify import Model
 from ramify.evaluate.systems.base import SeatBudget
 from ramify.serve.meter import Meter
 
@@ -178,69 +177,11 @@ async def overhead(url: str, count: int) -> list[Figure]:
     return found
 
 
-async def limits(num_requests: int) -> list[Figure]:
-    """Tokens and dollars beyond a budget, of a caller that asks for everything at once."""
-    found = []
-    for budget in (SeatBudget(max_tokens=50_021), SeatBudget(max_cost=0.2503)):
-        price = Price(input=1.0, output=8.0)
-        model = ScriptedClient(lambda messages: "word " * 50_000, price=price, latency_s=0.002)
-        async with (
-            Meter(model, max_in_flight=num_requests) as meter,
-            meter.seat("a", budget) as seat,
-            aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {seat.key}"},
-                connector=aiohttp.TCPConnector(limit=num_requests),
-            ) as session,
-        ):
-            asking = (_greedy(session, seat.base_url, each) for each in range(num_requests))
-            statuses = await asyncio.gather(*asking)
-            used, cost = model.served.total_tokens, price.of(model.served)
-            if budget.max_tokens is not None:
-                name, over, unit = "tokens", float(used - budget.max_tokens), "tokens"
-            else:
-                name, over, unit = "dollars", cost - (budget.max_cost or 0.0), "dollars"
-            counted = seat.usage
-            is_exact = (counted.calls, counted.total_tokens) == (len(model.requests), used)
-            found += [
-                Figure(
-                    f"meter: {name} beyond the budget, {num_requests} requests at once",
-                    max(0.0, over),
-                    unit,
-                    {"requests refused with 402": float(statuses.count(402))},
-                    floor=0.0,
-                    valid=set(statuses) <= {200, 402} and 402 in statuses,
-                ),
-                Figure(
-                    f"meter: its count is that of the model ({name})",
-                    float(is_exact),
-                    "",
-                    {},
-                    least=1.0,
-                ),
-            ]
-    return found
-
-
-async def _greedy(session: aiohttp.ClientSession, url: str, index: int) -> int:
-    """Ask for as much as there is, in one of four ways. Returns the status."""
-    messages = [{"role": "user", "content": "x" * (7 * index + 1)}]
-    options = ({}, {"max_tokens": 10**9}, {"n": 3}, {"stream": True})[index % 4]
-    body = {"messages": messages, **options}
-    async with session.post(f"{url}/chat/completions", json=body) as response:
-        await response.read()
-        return response.status
-
-
-def figures(quick: bool) -> list[Figure]:
+def figures(count: int) -> list[Figure]:
+    """``count`` is the number of requests of each measurement."""
     with upstream() as url:
-        found = asyncio.run(overhead(url, 150 if quick else 1500))
-    return found + asyncio.run(limits(64))
+        return asyncio.run(overhead(url, count))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["call"]:
-        call(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
-    else:
-        from figures import show
-
-        show(figures("--quick" in sys.argv))
+    call(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -301,14 +301,14 @@ class MatrixCommand:
         self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
         """Print scores against money."""
-        from ramify.evaluate.money_curves import matrix_money, money_table
+        from ramify.evaluate.money_curves import matrix_money, money_tables, money_text
 
         rows = matrix_money(plan, outcomes)
         if self._json:
             for row in (each for each in rows if each.points):
                 points = msgspec.to_builtins(row.points)
                 print(json_line({"matrix": plan.id, **row.place, "money": points}))
-        elif lines := money_table(rows):
+        elif lines := money_text(money_tables(rows)):
             print("\n" + "\n".join(lines))
 
 

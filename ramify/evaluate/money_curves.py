@@ -124,23 +124,44 @@ def matrix_money(
     ]
 
 
-def money_table(rows: Sequence[MoneyRow]) -> list[str]:
-    """The curves as text: a table for each suite, length and model."""
+class MoneyTable(msgspec.Struct, frozen=True):
+    """The curves of all systems at the same items, with a few budgets."""
+
+    items: str
+    """Suite, length and model."""
+    budgets: tuple[str, ...]
+    """Dollars of each column, as text."""
+    systems: dict[str, tuple[MoneyPoint | None, ...]]
+    """System -> its points, one for each budget; None if its cost is unknown."""
+
+
+def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
+    """The curves as tables: one for each suite, length and model with at least two budgets."""
     groups: dict[str, list[MoneyRow]] = {}
     for row in rows:
         items = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]
         groups.setdefault(" \N{MIDDLE DOT} ".join(items), []).append(row)
-    lines: list[str] = []
-    for name, group in groups.items():
-        budgets = [point.dollars for row in group if row.points for point in row.points]
+    tables = []
+    for items, group in groups.items():
+        budgets = _budgets((point.dollars for row in group for point in row.points), _NUM_COLUMNS)
         # Of budgets that look the same, the largest.
-        columns = {f"${dollars:.3g}": dollars for dollars in _budgets(budgets, _NUM_COLUMNS)}
-        if len(columns) < 2:
-            continue
-        lines.append(f"{name}: score with a budget per attempt")
-        cells = [["", *columns]]
-        cells += [[_name(row), *_scores(row, list(columns.values()))] for row in group]
-        lines += aligned(cells, list(range(1, 1 + len(columns))))
+        columns = {f"${dollars:.3g}": dollars for dollars in budgets}
+        systems = {_name(row): _points_at(row, list(columns.values())) for row in group}
+        if len(columns) > 1:
+            tables.append(MoneyTable(items, tuple(columns), systems))
+    return tables
+
+
+def money_text(tables: Sequence[MoneyTable]) -> list[str]:
+    """The lines of ``tables``."""
+    lines: list[str] = []
+    for table in tables:
+        lines.append(f"{table.items}: score with a budget per attempt")
+        cells = [["", *table.budgets]]
+        for system, points in table.systems.items():
+            scores = ("-" if point is None else f"{point.score.value:.3f}" for point in points)
+            cells.append([system, *scores])
+        lines += aligned(cells, list(range(1, 1 + len(table.budgets))))
     return lines
 
 
@@ -148,6 +169,6 @@ def _name(row: MoneyRow) -> str:
     return " ".join(row.place[axis] for axis in _OF_A_SYSTEM if axis in row.place)
 
 
-def _scores(row: MoneyRow, columns: Sequence[float]) -> list[str]:
-    scores = {point.dollars: point.score.value for point in row.points}
-    return [f"{scores[dollars]:.3f}" if dollars in scores else "-" for dollars in columns]
+def _points_at(row: MoneyRow, budgets: Sequence[float]) -> tuple[MoneyPoint | None, ...]:
+    points = {point.dollars: point for point in row.points}
+    return tuple(points.get(dollars) for dollars in budgets)

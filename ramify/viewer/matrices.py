@@ -16,6 +16,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.evaluate.matrix import MATRIX, MatrixPlan, read_matrix
 from ramify.evaluate.matrix_report import MatrixReport, is_right, matrix_report, reason_of
+from ramify.evaluate.money_curves import matrix_money, money_tables
 from ramify.evaluate.run import AttemptOutcome, read_evaluation
 from ramify.viewer.page_script import offline_page
 from ramify.viewer.run_library import RunLibrary
@@ -35,7 +36,7 @@ def shown_matrix(library: RunLibrary, key: str) -> dict[str, Any]:
     plan = _matrix_in(path)
     problems: list[str] = []
     outcomes = _outcomes_of(plan, path, problems)
-    found = _data(matrix_report(plan, outcomes), str(path))
+    found = _data(matrix_report(plan, outcomes), outcomes, str(path))
     keys = {
         record: library.key_of(path.with_name(f"{record}.jsonl"))
         for record, made in outcomes.items()
@@ -61,7 +62,7 @@ def matrix_file(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
         left -= len(made)
         attempts[cell.record] = [_attempt(outcome) for outcome in made]
     return offline_page(
-        {"matrix": _data(report, ""), "attempts": attempts}, ("matrix.js", "share.js")
+        {"matrix": _data(report, outcomes, ""), "attempts": attempts}, ("matrix.js", "share.js")
     )
 
 
@@ -88,7 +89,7 @@ def _outcomes(path: Path, problems: list[str]) -> tuple[AttemptOutcome, ...]:
         return ()
 
 
-def _data(report: MatrixReport, path: str) -> dict[str, Any]:
+def _data(report: MatrixReport, outcomes: RecordedOutcomes, path: str) -> dict[str, Any]:
     plan = report.plan
     return {
         "id": plan.id,
@@ -99,6 +100,7 @@ def _data(report: MatrixReport, path: str) -> dict[str, Any]:
         "baseline": report.baseline,
         "rows": msgspec.to_builtins(report.rows),
         "first_error": report.first_error,
+        "money": msgspec.to_builtins(money_tables(matrix_money(plan, outcomes))),
     }
 
 

@@ -42,7 +42,7 @@ def outcome(number: int, reward: float, *, fits: bool) -> AttemptOutcome:
         stop=Stop.FINAL if fits else Stop.ERROR,
         reason="" if fits else "not fitting",
         usage=Usage(1000, 10, calls=1) if fits else Usage(),
-        cost=0.25 if fits else 0.0,
+        cost=0.2 + 0.05 * number if fits else 0.0,
         seconds=1.0 + number,
     )
 
@@ -95,6 +95,12 @@ def check_cells(page: Any) -> None:
     table.get_by_role("button", name="words, mint, 8k, scripted:m, direct: 0.000").click()
     page.locator(".cell-detail td", has_text="not fitting").first.wait_for()
     assert figure(page, "not right") == "3 not fitting"
+    money = page.locator("table[aria-label='scores against money, words · 1k · scripted:m']")
+    assert [each.inner_text() for each in money.locator("tr").all()] == [
+        "words · 1k · scripted:m\t$0.2\t$0.25\t$0.3",
+        "direct\t0.333\t0.333\t0.333",
+        "free\t0.333\t0.667\t1.000",
+    ]
 
 
 def test_page_shows_the_scores_and_each_cell_opens_its_attempts(

@@ -66,6 +66,7 @@ class MatrixView {
       (problems || []).map((text) => h("p.problem", { role: "alert" }, text)),
       h("div.scroll-x", null, this.grid()),
       matrixLegend(this.data),
+      moneySection(this.data.money),
       first_error ? h("p.problem", null, `an attempt failed: ${first_error}`) : null,
     );
   }
@@ -232,6 +233,40 @@ function cellWords(row) {
   return row.cost === null ? "" : dollars(row.cost);
 }
 
+// Scores with smaller budgets, of all modes and systems.
+function moneySection(tables) {
+  if (!tables?.length) return null;
+  return h(
+    "section",
+    null,
+    h("h2", null, "Scores against money"),
+    h(
+      "p.quiet",
+      null,
+      "The score with each budget per attempt: attempts that cost more count as unanswered.",
+    ),
+    tables.map(({ items, budgets, systems }) => {
+      /** @type {import("./table.js").Column[]} */
+      const columns = [
+        { name: items, isHead: true, cell: ([name]) => name },
+        ...budgets.map((budget, at) => ({
+          name: budget,
+          isNumber: true,
+          cell: ([, points]) => points[at]?.score.value.toFixed(3) ?? "–",
+          tone: () => "score-cell",
+          style: ([, points]) => washOf(points[at]),
+        })),
+      ];
+      const label = `scores against money, ${items}`;
+      return h(
+        "div.scroll-x",
+        null,
+        table("table.figures.money-matrix", columns, Object.entries(systems), { label }),
+      );
+    }),
+  );
+}
+
 function matrixLegend({ baseline, k }) {
   const words = Object.values(baseline).join(", ");
   return h(
@@ -261,6 +296,11 @@ function cellParts(row, k) {
     ["tokens", `${count(row.input_tokens)} in, ${count(row.output_tokens)} out`],
     ["p50, p95", `${seconds(row.seconds_p50)}, ${seconds(row.seconds_p95)}`],
   );
+  if (row.own)
+    parts.push([
+      "own count",
+      `${number(row.own.calls)} calls, ${count(row.own.tokens)} tokens${row.own.attempts < row.made ? ` of ${number(row.own.attempts)} attempts` : ""}`,
+    ]);
   if (reasons.length) parts.push(["not right", reasons.join(", ")]);
   return parts;
 }
