@@ -139,8 +139,8 @@ def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
     """The curves as tables: one for each suite, length and model with at least two budgets."""
     groups: dict[str, list[MoneyRow]] = {}
     for row in rows:
-        items = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]
-        groups.setdefault(" \N{MIDDLE DOT} ".join(items), []).append(row)
+        values = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]
+        groups.setdefault(" \N{MIDDLE DOT} ".join(values), []).append(row)
     tables = []
     for items, group in groups.items():
         budgets = _budgets((point.dollars for row in group for point in row.points), _NUM_COLUMNS)
