@@ -31,9 +31,13 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },
     "ramify.offline": {
+        "code_qa": "ramify.extras.suites.offline_code_qa:CODE_QA",
+        "mrcr": "ramify.extras.suites.offline_mrcr:MRCR",
+        "multihop": "ramify.extras.suites.offline_multihop:MULTIHOP",
         "niah": "ramify.extras.suites.offline_niah:NIAH",
         "oolong": "ramify.extras.suites.offline_oolong:OOLONG",
         "oolong_pairs": "ramify.extras.suites.offline_oolong_pairs:PAIRS",
+        "planted": "ramify.extras.suites.offline_planted:PLANTED",
     },
     "ramify.demos": {
         "programs": "ramify.extras.studies.programs.demos:program_demos",

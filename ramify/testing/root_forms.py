@@ -32,9 +32,14 @@ _BATCHES = """\
 def ask(prompts: list[str]) -> list[str]:
     replies: list[str] = []
     for start in range(0, len(prompts), 20):
-        replies += llm_query_batched(prompts[start:start + 20])
+        part = prompts[start:start + 20]
+        replies += llm_query_batched(part) if len(part) > 1 else [llm_query(part[0])]
+    for place, reply in enumerate(replies):
+        if reply.startswith(("Error: ", "[ERROR] ")):
+            replies[place] = llm_query(prompts[place])
     return replies
 """
+"""These systems advise about 20 prompts in a batch, and two of them return errors as texts."""
 _WHOLE = """\
 def ask(prompts: list[str]) -> list[str]:
     try:
