@@ -66,6 +66,7 @@ SUITES = tuple(
     if name in TASKS
 )
 PEERS = ("rlms", "droste", "dspy")
+PEER_SUITES = ("niah", "oolong", "multihop")
 TOKENS = 10_000_000
 QUESTIONS = 1_000
 ITEMS = 20
@@ -262,10 +263,9 @@ class SystemRun(NamedTuple):
 
 
 def peers(b: Bench) -> Iterator[Figure]:
-    chosen = SUITES[:3]
     rows = [
         (suite, item)
-        for suite in chosen
+        for suite in PEER_SUITES
         for item in items_of(task_of(suite, tokens=8_192), "test")[: b.tenth(ITEMS)]
     ]
     yield from asyncio.run(_journal(rows))

@@ -38,7 +38,8 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
 def read(question: str, text: str) -> str | None:
     if not question.startswith(_BY_THESE):
         return None
-    choices = {option: letter for letter, option in re.findall(r"^([A-D])\) (.+)$", question, re.M)}
+    listed: list[tuple[str, str]] = re.findall(r"^([A-D])\) (.+)$", question, re.MULTILINE)
+    choices = {option: letter for letter, option in listed}
     package = _Package(text)
     target = re.findall(r"`(depot\.\w+\.\w+)", question)[0]
     if target not in package.functions:

@@ -15,10 +15,10 @@ from ramify.testing.offline import OfflineSuite
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
     form = r"Prepend (\S+) to the (\d+)\w\w \(1 indexed\) (.+?)\. Do not"
-    mark, nth, wanted = re.findall(form, question)[0]
+    mark, nth, wanted = map(str, re.findall(form, question)[0])
     # "a poem", but "an essay": the article of the request is not in the question.
     request = rf"^User: Write an? {re.escape(wanted)}\.?\n\nAssistant: (.*?)(?=\n\nUser: |\Z)"
-    replies = re.findall(request, context, re.MULTILINE | re.DOTALL)
+    replies: list[str] = re.findall(request, context, re.MULTILINE | re.DOTALL)
     return mark + (replies[int(nth) - 1] if len(replies) >= int(nth) else "")
 
 
