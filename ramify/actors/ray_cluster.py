@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ramify import __version__
 from ramify.errors import ConfigError
 
 ADDRESS = "RAY_ADDRESS"
@@ -247,3 +248,41 @@ def _own_handlers() -> Any:
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before)
+
+
+def check_version(version: str) -> None:
+    """Raise ConfigError if this process has another version of Ramify."""
+    if version != __version__:
+        raise ConfigError(
+            f"the node {socket.gethostname()} has ramify {__version__}, and this work was begun "
+            f"with ramify {version}: install the same version on all nodes"
+        )
+
+
+def check_nodes(version: str) -> None:
+    """Raise ConfigError if a node of the joined cluster has another version of Ramify, or none."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray = imported()
+    check = ray.remote(check_version)
+    for node in ray.nodes():
+        if not node["Alive"] or not node["Resources"].get("CPU"):
+            continue
+        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        try:
+            ray.get(check.options(num_cpus=0, scheduling_strategy=at).remote(version))
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ConfigError):
+                raise ConfigError(str(cause)) from None
+            why = last_line(error)
+            raise ConfigError(
+                f"the node {node['NodeManagerHostname']} cannot run ramify {version} ({why}): "
+                "install the same versions of Ramify and Python on all nodes"
+            ) from None
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error of Ray, which says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__

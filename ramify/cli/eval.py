@@ -116,6 +116,17 @@ OF_A_MATRIX = (
         has_no=False,
     ),
     OptionSpec("yes", bool, "begin a matrix without asking on a terminal", has_no=False),
+    OptionSpec(
+        "placement",
+        str,
+        "where attempts are made: local, or ray (joins RAY_ADDRESS if set)",
+        "local|ray",
+    ),
+    OptionSpec(
+        "workers",
+        int,
+        "workers with --placement ray (default: one for each CPU of the cluster)",
+    ),
 )
 _NOT_HERE = ("cite", "cache", *OF_SOURCES)
 _DIRECT = OptionSpec(
@@ -143,8 +154,14 @@ def evaluate(
     html: str | None,
     dry_run: bool | None,
     yes: bool | None,
+    placement: str | None,
+    workers: int | None,
     **given: Any,
 ) -> int:
+    if placement not in (None, "local", "ray"):
+        raise UsageError(f"--placement {placement} is unknown: give local or ray")
+    if workers is not None and (placement != "ray" or workers < 1):
+        raise UsageError("--workers needs --placement ray, and a number from 1")
     axes = {"lengths": lengths, "models": models, "modes": modes}
     systems: list[str] | None = given.pop("with")
     plan_options = {
@@ -171,6 +188,7 @@ def evaluate(
         or any(value is not None for value in (*axes.values(), systems))
         or len(_names(settings.get("scaffold"))) > 1
         or (resume is None and "," in words[0])
+        or (resume is None and placement == "ray")
     )
     _refuse_others(is_matrix, {"--against": against, "--track": track}, html, dry_run, yes)
     with (
@@ -181,7 +199,9 @@ def evaluate(
             return _Command(settings, screen, k, against, concurrency, track or []).run(
                 words, resume, plan_options
             )
-        options = MatrixOptions(k, concurrency, html, bool(dry_run), bool(yes))
+        options = MatrixOptions(
+            k, concurrency, html, bool(dry_run), bool(yes), placement == "ray", workers
+        )
         if stored is not None:
             return MatrixCommand(settings, screen, options).resume(stored)
         return _matrix(words, axes, systems or [], settings, screen, options, plan_options)

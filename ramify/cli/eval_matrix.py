@@ -37,8 +37,11 @@ if TYPE_CHECKING:
         AttemptOutcome,
         Evaluation,
         EvaluationJob,
+        EvaluationPlan,
         EvaluationRecord,
+        RunAttempts,
     )
+    from ramify.store.store import Store
 
 
 class MatrixOptions(NamedTuple):
@@ -51,6 +54,10 @@ class MatrixOptions(NamedTuple):
     is_dry_run: bool
     is_confirmed: bool
     """True if the command does not ask before it begins."""
+    on_ray: bool = False
+    """True if attempts are made on a Ray cluster."""
+    workers: int | None = None
+    """Workers on that cluster."""
 
 
 class _NotConfirmed(Exception):
@@ -232,24 +239,33 @@ class MatrixCommand:
         progress: EvaluationProgress,
         meters: MatrixMeters,
     ) -> Iterator[EvaluationJob]:
-        from ramify.clients.base import Sampling
-        from ramify.evaluate.attempt import attempt
-        from ramify.evaluate.modes import mode_of
-        from ramify.evaluate.run import EvaluationJob, RunAttempts
+        from ramify.evaluate.run import EvaluationJob
 
         makes: dict[tuple[int, str], AttemptMaker] = {}
+        on_ray = self._on_ray(plan, tools) if self._options.on_ray else None
         for cell in plan.cells:
-            rlm, sampling = (
-                self._rlm(cell.plan, tools),
-                Sampling(temperature=cell.plan.settings.get("temperature")),
-            )
+            rlm = self._rlm(cell.plan, tools)
             key = id(rlm), cell.mode
             if key not in makes:
-                mode = attempt if cell.system else mode_of(cell.mode)
-                makes[key] = meters.maker(cell, rlm, RunAttempts(rlm, sampling, mode))
+                runs = attempts_of(cell.plan, rlm)
+                makes[key] = on_ray or meters.maker(cell, rlm, runs)
             yield EvaluationJob(
                 cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
             )
+
+    def _on_ray(self, plan: MatrixPlan, tools: Any) -> AttemptMaker:
+        from ramify.evaluate.ray_attempts import RayAttempts
+
+        if plan.has_systems:
+            raise UsageError("--with compares systems on this machine: remove --placement ray")
+        if tools:
+            raise UsageError("--mcp has no effect on other machines: remove --placement ray")
+        return RayAttempts(
+            attempts_in_worker,
+            None if self._store is None else self._store.root,
+            concurrency=self._options.concurrency,
+            workers=self._options.workers,
+        )
 
     def _shown(
         self, plan: MatrixPlan, evaluations: tuple[Evaluation, ...], *, is_stored: bool
@@ -310,6 +326,25 @@ class MatrixCommand:
                 print(json_line({"matrix": plan.id, **row.place, "money": points}))
         elif lines := money_text(money_tables(rows)):
             print("\n" + "\n".join(lines))
+
+
+def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RunAttempts:
+    """What makes the attempts of a cell's plan."""
+    from ramify.clients.base import Sampling
+    from ramify.evaluate.attempt import attempt
+    from ramify.evaluate.modes import mode_of
+    from ramify.evaluate.run import RunAttempts
+
+    sampling = Sampling(temperature=plan.settings.get("temperature"))
+    # The mode of another system is its name.
+    mode = attempt if plan.settings.get("with") else mode_of(plan.settings["mode"])
+    return RunAttempts(rlm, sampling, mode)
+
+
+def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RunAttempts:
+    """``attempts_of`` in a worker, with the keys of its environment."""
+    settings = {**plan.settings, "model": plan.model}
+    return attempts_of(plan, make_rlm(settings, sandbox_spec(settings), store))
 
 
 def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:

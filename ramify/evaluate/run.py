@@ -195,11 +195,16 @@ async def evaluate_all(
 
     async def worker() -> None:
         for each in queue:
-            if each.work.is_over(each.item_index, each.number):
+            work, id = each.work, each.work.known_id(each.item_index)
+            item, budget = None, work.job.budget
+            if budget is not None and budget.is_used_up:
                 continue
-            item = await queue.item(each)
-            if not each.work.has(item, each.number):
-                await each.work.attempt(item, each.number)
+            if id is None or not (work.has(id, each.number) or work.job.makes.makes_items):
+                item = await queue.item(each)
+                id = item.id
+            work.ids[id] = each.item_index
+            if not work.has(id, each.number):
+                await work.attempt(NextAttempt(each.item_index, id, item, each.number))
 
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -213,11 +218,33 @@ async def evaluate_all(
     return tuple(each.evaluation() for each in work)
 
 
+class NextAttempt(NamedTuple):
+    """One attempt to make."""
+
+    item_index: int
+    """Index of the item in its split."""
+    id: str
+    """Id of the item."""
+    made: Item | None
+    """The item; None if it is made elsewhere."""
+    number: int
+    """Number of the attempt at it, from 0."""
+
+    @property
+    def item(self) -> Item:
+        assert self.made is not None
+        return self.made
+
+
 class AttemptMaker(Protocol):
-    """Makes the attempts of evaluations: by runs in this process, or by another system."""
+    """Makes the attempts of evaluations: by runs in this process, on other machines, or by another
+    system."""
+
+    makes_items: bool
+    """Whether it makes the items itself, from their index."""
 
     async def make(
-        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
         """Make one attempt that may spend ``max_cost`` dollars, if that is given. The trajectory is
         None if no run of this process made it."""
@@ -244,6 +271,8 @@ class EvaluationJob(NamedTuple):
 class RunAttempts:
     """Makes attempts by runs of an ``RLM`` in this process. Implements ``AttemptMaker``."""
 
+    makes_items = False
+
     def __init__(
         self, rlm: RLM, sampling: Sampling | None = None, mode: AttemptFunction = attempt
     ) -> None:
@@ -252,10 +281,10 @@ class RunAttempts:
         self._mode = mode
 
     async def make(
-        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
-        trajectory = await self.run(job, item, number, max_cost)
-        return self.outcome(job, item, number, trajectory), trajectory
+        trajectory = await self.run(job, which.item, which.number, max_cost)
+        return self.outcome(job, which.item, which.number, trajectory), trajectory
 
     async def run(
         self, job: EvaluationJob, item: Item, number: int, max_cost: float | None, **more: Any
@@ -304,20 +333,14 @@ class _EvaluationWork:
         self.ids: dict[str, int] = {}
         """Id of each item that was made -> its index."""
 
-    def is_over(self, index: int, number: int) -> bool:
-        """True if an attempt need not be made, as far as that is known without its item."""
-        if self.job.budget is not None and self.job.budget.is_used_up:
-            return True
-        if not isinstance(self.items, GeneratedSplit):
-            return False
-        id = self.items.id_of(index)
-        self.ids[id] = index
+    def known_id(self, index: int) -> str | None:
+        """Id of an item, if that is known before the item is made."""
+        return self.items.id_of(index) if isinstance(self.items, GeneratedSplit) else None
+
+    def has(self, id: str, number: int) -> bool:
         return (id, number) in self.outcomes
 
-    def has(self, item: Item, number: int) -> bool:
-        return (item.id, number) in self.outcomes
-
-    async def attempt(self, item: Item, number: int) -> None:
+    async def attempt(self, which: NextAttempt) -> None:
         """Make one attempt and keep its outcome, unless the budget is used up."""
         job, budget = self.job, self.job.budget
         dollars = None if budget is None else await budget.hold()
@@ -325,7 +348,7 @@ class _EvaluationWork:
             return
         outcome: AttemptOutcome | None = None
         try:
-            outcome, trajectory = await job.makes.make(job, item, number, dollars)
+            outcome, trajectory = await job.makes.make(job, which, dollars)
         finally:
             if budget is not None and dollars is not None:
                 budget.settle(dollars, dollars if outcome is None else outcome.cost or 0.0)
@@ -333,7 +356,7 @@ class _EvaluationWork:
         if budget is not None and was_cut and budget.is_reduced(dollars or 0.0):
             budget.is_used_up = True  # its run can be continued with a larger budget
             return
-        self.outcomes[item.id, number] = outcome
+        self.outcomes[which.id, which.number] = outcome
         if job.record is not None:
             job.record.append(outcome)
         if job.on_outcome is not None:
@@ -398,9 +421,7 @@ class _AttemptQueue:
             for old in [known for known in self._making if known < before]:
                 if self._making[old].done():
                     del self._making[old]
-        item = await asyncio.shield(self._making[place])
-        each.work.ids[item.id] = each.item_index
-        return item
+        return await asyncio.shield(self._making[place])
 
 
 def _sampling(defaults: Sampling | None, seed: int, item: Item, number: int) -> Sampling:

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify import __version__
-from ramify.actors.ray_cluster import RayCluster, imported
+from ramify.actors.ray_cluster import RayCluster, check_nodes, imported, last_line
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
@@ -38,7 +38,7 @@ from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult
 from ramify.maps.part_output import UNFINISHED, PartOutput, is_part, part_output
 from ramify.maps.ray_rows import open_row_files, text_parts
-from ramify.maps.ray_worker import MapTask, PartWorker, check_version
+from ramify.maps.ray_worker import MapTask, PartWorker
 from ramify.maps.row_question import RowQuestion
 from ramify.maps.shared_budget import SharedBudget, SharedState
 from ramify.progress import report_progress
@@ -263,7 +263,7 @@ class RayMapRun:
         if not (was_joined := ray.is_initialized()):
             await asyncio.to_thread(self._cluster.join)
         try:
-            await asyncio.to_thread(_check_nodes, ray, __version__)
+            await asyncio.to_thread(check_nodes, __version__)
             yield ray
         finally:
             if not was_joined:
@@ -294,7 +294,7 @@ class RayMapRun:
         try:
             await budget.state.remote()
         except ray.exceptions.RayError as error:
-            raise RunInUse(f"the map's budget cannot be opened: {_last_line(error)}") from None
+            raise RunInUse(f"the map's budget cannot be opened: {last_line(error)}") from None
         try:
             return await self._watched(
                 budget, partial(self._pipeline, task, output, budget, skipped)
@@ -383,28 +383,6 @@ def _here(ray: Any) -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def _check_nodes(ray: Any, version: str) -> None:
-    """Raise ConfigError if a node of the cluster has another version of Ramify, or none."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    check = ray.remote(check_version)
-    for node in ray.nodes():
-        if not node["Alive"] or not node["Resources"].get("CPU"):
-            continue
-        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        try:
-            ray.get(check.options(num_cpus=0, scheduling_strategy=at).remote(version))
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, ConfigError):
-                raise ConfigError(str(cause)) from None
-            why = _last_line(error)
-            raise ConfigError(
-                f"the node {node['NodeManagerHostname']} cannot run ramify {version} ({why}): "
-                "install the same versions of Ramify and Python on all nodes"
-            ) from None
-
-
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
     """Settings of Ray Data for one pipeline: one part in each block, and neither progress bars nor
@@ -439,10 +417,5 @@ def _failure(error: BaseException) -> BaseException:
             return type(cause)(str(cause)) if isinstance(cause, ConfigError | StoreError) else cause
         cause = inner
     return RamifyError(
-        f"the pipeline of Ray Data failed: {_last_line(error)}; the same command continues the map"
+        f"the pipeline of Ray Data failed: {last_line(error)}; the same command continues the map"
     )
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__

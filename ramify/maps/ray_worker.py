@@ -19,12 +19,11 @@ from typing import Any
 
 import msgspec
 
-from ramify import __version__
+from ramify.actors.ray_cluster import check_version
 from ramify.engine import threads
 from ramify.engine.limits import Ledger, Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
-from ramify.errors import ConfigError
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
 from ramify.maps.part_output import NOT_ASKED, PartOutput
@@ -50,17 +49,6 @@ class MapTask(msgspec.Struct, frozen=True, kw_only=True):
     """Whether any model has a price."""
     version: str = ""
     """Version of Ramify of the process that began the map."""
-
-
-def check_version(version: str) -> None:
-    """Raise ConfigError if this process has another version of Ramify."""
-    if version != __version__:
-        import socket
-
-        raise ConfigError(
-            f"the node {socket.gethostname()} has ramify {__version__}, and this map was "
-            f"begun with ramify {version}: install the same version on all nodes"
-        )
 
 
 class RowEngine:

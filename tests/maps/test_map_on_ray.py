@@ -321,7 +321,7 @@ def test_a_node_with_another_version_is_named_before_anything_is_asked(
     finally:
         cluster.nodes.remove()
     assert (process.returncode, stdout, stderr.count("\n")) == (2, "", 1), stderr
-    assert "has ramify 0.0.9, and this map was begun with ramify" in stderr
+    assert "has ramify 0.0.9, and this work was begun with ramify" in stderr
     assert cluster.model.asked.total() == num
     assert list((cluster.folder / "versions").iterdir()) == []
     assert not any(

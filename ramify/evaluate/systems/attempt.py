@@ -23,7 +23,13 @@ import msgspec
 from ramify.engine.threads import in_thread
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED
-from ramify.evaluate.run import AttemptOutcome, EvaluationJob, RunAttempts, outcome_of
+from ramify.evaluate.run import (
+    AttemptOutcome,
+    EvaluationJob,
+    NextAttempt,
+    RunAttempts,
+    outcome_of,
+)
 from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
 from ramify.evaluate.systems.command import TIMEOUT_S, CommandSystem
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
@@ -56,14 +62,17 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
 class SystemAttempts:
     """Makes attempts by another system, each at its own seat. Implements ``AttemptMaker``."""
 
+    makes_items = False
+
     def __init__(self, system: System, open_seat: OpenSeat, budget: SeatBudget) -> None:
         self._system = system
         self._open_seat = open_seat
         self._budget = budget
 
     async def make(
-        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, None]:
+        item, number = which.item, which.number
         name = _seat_name(job, item, number, self._system.name)
         async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
             return await attempt_by(self._system, job.task, item, number, seat=seat), None
@@ -78,14 +87,17 @@ class MeteredRuns:
     """Makes attempts by runs of ours whose requests go through a meter. Implements
     ``AttemptMaker``."""
 
+    makes_items = False
+
     def __init__(self, runs: RunAttempts, open_seat: OpenSeat, budget: SeatBudget) -> None:
         self._runs = runs
         self._open_seat = open_seat
         self._budget = budget
 
     async def make(
-        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None
+        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
+        item, number = which.item, which.number
         name = _seat_name(job, item, number, "ramify")
         async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
             model = seat.as_model()

@@ -83,7 +83,9 @@ def code_qa(
     chosen = chosen_families("code_qa", families, FAMILIES, tokens)
     sources = (train, validation, test)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
-    task = suite_task("code_qa", make, choice, seed=seed, sources=sources, file=LONGBENCH_V2)
+    task = suite_task(
+        "code_qa", make, choice, seed=seed, families=chosen, sources=sources, file=LONGBENCH_V2
+    )
     if domains is None:
         return task
     wanted = [domains] if isinstance(domains, str) else list(domains)

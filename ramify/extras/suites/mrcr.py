@@ -101,7 +101,9 @@ def mrcr(
     chosen = chosen_families("mrcr", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
-    return suite_task("mrcr", make, RepeatScore(), seed=seed, sources=sources, file=MRCR)
+    return suite_task(
+        "mrcr", make, RepeatScore(), seed=seed, families=chosen, sources=sources, file=MRCR
+    )
 
 
 def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:

@@ -103,7 +103,13 @@ def multihop(
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
     return suite_task(
-        "multihop", make, normalised, seed=seed, sources=sources, file=BROWSECOMP_PLUS
+        "multihop",
+        make,
+        normalised,
+        seed=seed,
+        families=chosen,
+        sources=sources,
+        file=BROWSECOMP_PLUS,
     )
 
 

@@ -101,7 +101,7 @@ def planted(
     Raises ConfigError for an unknown family and a length outside these bounds."""
     chosen = chosen_families("planted", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
-    return suite_task("planted", make, FactScore(), seed=seed)
+    return suite_task("planted", make, FactScore(), seed=seed, families=chosen)
 
 
 class Report(NamedTuple):

@@ -1,0 +1,274 @@
+"""Makes the attempts of evaluations on the machines of a Ray cluster.
+
+    evaluate_all ── RayAttempts.make ──> AttemptWorker (actors) ──> the run's id, then its outcome
+    this process: the order, the records, and what is asked next        a task and an RLM each
+
+A worker makes items itself, so that no long context travels; attempts at one item go to the same
+worker while it has room. Outcomes are recorded here. The journals of runs are in the store of each
+worker, at the path that it has here: if the machines share that folder, an attempt of a lost worker
+or of a killed command continues from its journal, and nothing is paid for twice. If they do not, it
+is made again. Each worker has its own rate limit. Not here: how a cluster is joined (see
+actors/ray_cluster.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify import __version__
+from ramify.actors.ray_cluster import (
+    RayCluster,
+    check_nodes,
+    check_version,
+    imported,
+    last_line,
+)
+from ramify.engine import threads
+from ramify.errors import ConfigError, RamifyError
+from ramify.evaluate.matrix import MatrixTasks
+from ramify.evaluate.run import (
+    AttemptOutcome,
+    AttemptStarted,
+    EvaluationJob,
+    EvaluationPlan,
+    NextAttempt,
+    RunAttempts,
+)
+from ramify.store.store import Store
+from ramify.tasks.base import Item, items_of
+from ramify.types.trajectory import Trajectory
+
+_STORE_BYTES = 160 << 20
+"""Object store of a cluster that is started here."""
+_WORKER_CPUS = 0.5
+"""CPUs of a worker in Ray's count: most of the time it waits for models."""
+_KEPT_ITEMS = 4
+"""Items that a worker keeps for further attempts at them."""
+_TRIES = 6
+"""Workers that may be lost during one attempt."""
+_AGAIN_S = 0.5
+"""Seconds before the second try; before each later one twice as many, since Ray starts a lost
+worker again."""
+
+MakeAttempts = Callable[[EvaluationPlan, Store | None], RunAttempts]
+"""Makes the ``RunAttempts`` of a plan in a worker, with the worker's store. It is sent to the
+workers, and has no keys: each worker reads those of its environment."""
+
+
+class _RemoteRecord:
+    """The part of a record that an attempt in a worker needs."""
+
+    def __init__(self, run: str, place: tuple[str, int], tell: Callable[[object], None]) -> None:
+        self.unfinished = {place: run} if run else {}
+        self._tell = tell
+
+    def start(self, item: str, attempt: int, run: str) -> None:
+        self._tell(AttemptStarted(item, attempt, run))
+
+
+class AttemptWorker:
+    """Makes attempts in one process of the cluster; a Ray actor with several threads."""
+
+    def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
+        """``folder`` is the current one of the command, where files of tasks are found."""
+        check_version(version)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        sys.path[:0] = [""] * ("" not in sys.path)
+        self._make = make
+        self._store = Store(Path(store)) if store else None
+        self._tasks = MatrixTasks()
+        self._made: dict[bytes, RunAttempts] = {}
+        self._items: dict[tuple[int, str, int], Item] = {}
+        self._lock = threading.Lock()
+
+    def attempt(self, sent: bytes) -> Iterator[bytes]:
+        """Make an attempt. Yields the run that makes it, as soon as it has begun, then its
+        outcome."""
+        order = msgspec.json.decode(sent, type=RemoteAttempt)
+        told: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                told.put(self._outcome(order, told.put))
+            except BaseException as error:  # noqa: BLE001 (it is raised by the generator)
+                told.put(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        while True:
+            found = told.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield msgspec.json.encode(found)
+            if isinstance(found, AttemptOutcome):
+                return
+
+    def _outcome(self, order: RemoteAttempt, tell: Callable[[object], None]) -> AttemptOutcome:
+        plan = order.plan
+        with self._lock:
+            task = self._tasks.of(plan)
+            item = self._item(id(task), items_of(task, plan.split), plan.split, order.index)
+            makes = self._opened(plan)
+        record: Any = _RemoteRecord(order.run, (item.id, order.number), tell)
+        job = EvaluationJob(plan, task, record, makes)
+        which = NextAttempt(order.index, item.id, item, order.number)
+        outcome, _ = threads.run(makes.make(job, which, order.max_cost))
+        return outcome
+
+    def _item(self, task: int, items: Sequence[Item], split: str, index: int) -> Item:
+        place = task, split, index
+        if place not in self._items:
+            while len(self._items) >= _KEPT_ITEMS:
+                del self._items[next(iter(self._items))]
+            self._items[place] = items[index]
+        return self._items[place]
+
+    def _opened(self, plan: EvaluationPlan) -> RunAttempts:
+        key = msgspec.json.encode((plan.model, plan.settings), order="deterministic")
+        if key not in self._made:
+            made = self._make(plan, self._store)
+            threads.run(made.__aenter__())
+            self._made[key] = made
+        return self._made[key]
+
+
+class RemoteAttempt(msgspec.Struct, frozen=True):
+    """One attempt, as it is sent to a worker."""
+
+    plan: EvaluationPlan
+    index: int
+    """Index of the item."""
+    number: int
+    run: str
+    """Stored run that began this attempt; empty if none did."""
+    max_cost: float | None
+
+
+class RayAttempts:
+    """Makes attempts on a Ray cluster; implements ``AttemptMaker``."""
+
+    makes_items = True
+
+    def __init__(
+        self,
+        make: MakeAttempts,
+        store: Path | None,
+        *,
+        concurrency: int,
+        workers: int | None = None,
+        address: str = "",
+    ) -> None:
+        """``concurrency``: attempts at once, over all ``workers`` (default: one for each CPU of the
+        cluster). Raises ConfigError."""
+        if workers is not None and workers < 1:
+            raise ConfigError(f"workers={workers}: give 1 or more")
+        self.num_again = 0
+        """Attempts that were made again because their worker was lost."""
+        self._make = make
+        self._store = "" if store is None else str(store)
+        self._concurrency = concurrency
+        self._workers = workers
+        self._cluster = RayCluster(address, store_bytes=_STORE_BYTES, is_quiet=True)
+        self._actors: list[Any] = []
+        self._load: list[int] = []
+        """Attempts in progress, by worker."""
+        self._home: dict[tuple[int, str, int], int] = {}
+        """(task, split, index of an item) -> the worker that has it."""
+        self._is_joined = False
+
+    async def __aenter__(self) -> RayAttempts:
+        ray = imported()
+        if not ray.is_initialized():
+            await asyncio.to_thread(self._cluster.join)
+            self._is_joined = True
+        try:
+            await asyncio.to_thread(check_nodes, __version__)
+            cpus = int(ray.cluster_resources().get("CPU", 1))
+            num = min(self._concurrency, self._workers or max(1, cpus))
+            each = math.ceil(self._concurrency / num)
+            worker = ray.remote(AttemptWorker).options(
+                num_cpus=_WORKER_CPUS, max_concurrency=each + 1, max_restarts=-1
+            )
+            given = self._make, self._store, os.getcwd(), __version__
+            self._actors = [worker.remote(*given) for _ in range(num)]
+            self._load = [0] * num
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        ray = imported()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if self._is_joined:
+            self._is_joined = False
+            await asyncio.to_thread(self._cluster.leave)
+
+    async def make(
+        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+    ) -> tuple[AttemptOutcome, Trajectory | None]:
+        """As ``AttemptMaker.make``."""
+        ray = imported()
+        lost = ""
+        for number in range(_TRIES):
+            if number:
+                await asyncio.sleep(_AGAIN_S * 2 ** (number - 1))
+            worker = self._worker_for(job, which)
+            self._load[worker] += 1
+            try:
+                return await self._made_by(self._actors[worker], job, which, max_cost), None
+            except ray.exceptions.RayActorError as error:
+                self.num_again += 1
+                lost = last_line(error)
+            except ray.exceptions.RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, RamifyError):
+                    raise type(cause)(str(cause)) from None
+                raise
+            finally:
+                self._load[worker] -= 1
+        return self._lost(which, lost), None
+
+    async def _made_by(
+        self, actor: Any, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+    ) -> AttemptOutcome:
+        record = job.record
+        run = record.unfinished.get((which.id, which.number), "") if record is not None else ""
+        order = RemoteAttempt(job.plan, which.item_index, which.number, run, max_cost)
+        told = actor.attempt.options(num_returns="streaming").remote(msgspec.json.encode(order))
+        async for reference in told:
+            found = msgspec.json.decode(await reference, type=AttemptStarted | AttemptOutcome)
+            if isinstance(found, AttemptOutcome):
+                return found
+            if record is not None:
+                record.start(which.id, which.number, found.run)
+        raise RamifyError("a worker ended an attempt without its outcome")
+
+    def _worker_for(self, job: EvaluationJob, which: NextAttempt) -> int:
+        """The worker that has the item, if it has room; else the one with the fewest attempts."""
+        place = id(job.task), job.plan.split, which.item_index
+        home = self._home.get(place)
+        each = math.ceil(self._concurrency / len(self._actors))
+        if home is None or self._load[home] >= each:
+            home = min(range(len(self._load)), key=self._load.__getitem__)
+            self._home[place] = home
+        return home
+
+    def _lost(self, which: NextAttempt, why: str) -> AttemptOutcome:
+        return AttemptOutcome(
+            item=which.id,
+            attempt=which.number,
+            error=f"its worker was lost {_TRIES} times: {why}",
+        )
