@@ -79,13 +79,15 @@ class TreeRow(msgspec.Struct):
     """``llm_query`` calls."""
     children: SubcallTally = msgspec.field(default_factory=SubcallTally)
     """``rlm_query`` calls; each also has its own row."""
+    leaves: SubcallTally = msgspec.field(default_factory=SubcallTally)
+    """Leaves of a plan."""
 
     @property
     def state(self) -> State:
         if self.call.stop is not None:
             return "done"
         if not self.turn:
-            return "starting"
+            return "asking" if self.leaves.started else "starting"
         if self.call.asking >= 0:
             return "last word" if self.is_last_word else "asking"
         return "running code" if self.has_code else "asking"
@@ -153,6 +155,8 @@ class TerminalTree:
         parent = self.nodes.get(call.parent.call) if call.parent else None
         if parent is None:
             return None
+        if call.kind == "leaf":
+            return parent.leaves
         return parent.children if call.kind == "rlm" else parent.plain
 
     def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
@@ -241,7 +245,11 @@ class LiveView:
             lines = clean(row.code).strip("\n").expandtabs(4).split("\n")
             lines = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
             rows += [Text(f"{indent}  │ {line}", "cyan") for line in lines]
-        tallies = (("llm_query", row.plain), ("rlm_query", row.children))
+        tallies = (
+            ("llm_query", row.plain),
+            ("rlm_query", row.children),
+            ("leaf", row.leaves),
+        )
         return rows + [
             Text(f"{indent}  {tally.text(name)}") for name, tally in tallies if tally.started
         ]

@@ -170,7 +170,7 @@ def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> 
         yield f"plan {chosen.reason}"
     yield from chosen.plan.picture().splitlines()
     yield ""
-    steps = ", ".join(f"{step.step} {step.calls:,}" for step in cost.steps)
+    steps = ", ".join(f"{step.step} {step.calls:,}" for step in cost.steps if step.calls)
     how = "exactly" if cost.is_exact else "at most"
     yield f"calls    {how} {cost.calls:,}" + f" ({steps})" * bool(steps)
     yield f"tokens   at most {count(cost.input_tokens)} in, {count(cost.output_tokens)} out"

@@ -224,12 +224,12 @@ class ChosenPlan(NamedTuple):
 
 
 _RULES = (
-    ("summarise", r"\bsummar|\boverview\b|\bgist\b|\bmain (?:points|topics|themes)\b"),
+    ("summarise", r"\bsummar\w*|\boverview\b|\bgist\b|\bmain (?:points|topics|themes)\b"),
     ("pairwise", r"\bpairs?\b|\beach other\b"),
     (
         "aggregate",
         r"\bhow (?:many|often)\b|\bcounts?\b|\bmost (?:common|frequent)|\bleast (?:common|frequent)"
-        r"|\bfrequen|\bhow much\b|\bproportion\b|\bpercent|\bdistribution\b",
+        r"|\bfrequen\w*|\bhow much\b|\bproportion\b|\bpercent|\bdistribution\b",
     ),
     ("multi-hop", r"\bwh\w+\b.*\b(?:that|which|who|whose)\b.*\b(?:that|which|who|whose)\b"),
 )

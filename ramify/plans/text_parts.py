@@ -21,6 +21,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.sandbox.base import MappedText
 from ramify.sources.library_values import as_context
+from ramify.types.picture import has_pictures
 
 BYTES_PER_TOKEN = 3
 """Bytes of UTF-8 that count as a token."""
@@ -97,6 +98,8 @@ def texts_of(context: Any) -> list[tuple[str, str]]:
         raise ConfigError("a plan needs a context: give a text, files, or a list of texts")
     if isinstance(context, str | MappedText):
         return [("", str(context))]
+    if has_pictures(context):
+        raise ConfigError("a plan reads texts, and the context has pictures: name only texts")
     if isinstance(getattr(context, "context", None), str | dict | list | MappedText):
         return texts_of(context.context)  # what ``load`` returns
     if not isinstance(context, Mapping | list | tuple):

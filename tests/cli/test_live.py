@@ -50,6 +50,17 @@ def test_plain_calls_are_counted_at_their_calling_node() -> None:
     assert node.plain.text("llm_query") == "llm_query × 500: 309 done, 3 failed"
 
 
+def test_leaves_of_a_plan_are_counted_at_its_root() -> None:
+    begun = [
+        call_started("0", parent=None),
+        call_started("0.0", "leaf"),
+        call_started("0.1", "leaf"),
+    ]
+    (node,) = tree(*begun, CallEnded(id="0.0", stop=Stop.FINAL)).nodes.values()
+    assert node.leaves.text("leaf") == "leaf × 2: 1 done"
+    assert node.state == "asking"
+
+
 def test_node_state_follows_events_of_its_call() -> None:
     reply = Reply(Message("assistant", code("x = 1")))
     steps: list[tuple[AnyEvent, tuple[int, str, str]]] = [

@@ -29,7 +29,7 @@ def test_the_plan_and_its_cost_are_shown_and_nothing_is_sent(shell: Shell) -> No
     assert done.out.startswith("plan aggregate: the question says 'How many'\ncontext\n")
     assert "calls    exactly 2 (map label 1, ask answer 1)\n" in done.out
     assert "dollars  unknown: " in done.out
-    assert "time     2 rounds of up to 64 calls: about 4 s if a call takes 2 s" in done.out
+    assert "time     2 rounds of up to 64 calls: about 4.00 s if a call takes 2 s" in done.out
     assert "retries  at most 4 more calls" in done.out
     assert "nothing was sent; to run the plan, add --yes" in done.err
     assert shell.run("runs").out.count("\n") <= 1

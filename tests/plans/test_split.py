@@ -82,6 +82,13 @@ def test_rows_of_a_list_are_lines() -> None:
     assert part.numbered() == '1: {"a":1}\n2: {"a":2}'
 
 
+def test_pictures_are_refused() -> None:
+    keys = ("picture", "name", "kind", "width", "height", "bytes")
+    picture = {**dict.fromkeys(keys, 1), "picture": "0" * 64}
+    with pytest.raises(ConfigError, match="the context has pictures: name only texts"):
+        plans.SplitText().parts({"a.png": picture, "b.txt": "text"})
+
+
 def test_a_record_that_is_too_large_is_named_with_its_option() -> None:
     text = "short\n" + "word " * 40 + "\n"
     with pytest.raises(ConfigError, match=r"the line at line 2 \('word word.*201 bytes.*--cut"):
