@@ -30,6 +30,7 @@ from ramify.viewer.picture import picture
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_locations import LocatedRun
 from ramify.viewer.shown_sources import source_text, sources
+from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.transcript import tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 
@@ -37,10 +38,19 @@ STATIC = Path(__file__).parent / "static"
 APP = "app.js"
 _IMPORT = re.compile(r'^import (\w+|\{[^}]*\}) from "\./(.+?)";\n', re.MULTILINE)
 """An import; the formatter puts one of many names on several lines."""
-ON_DEMAND = ("markdown.js", "latex.js", "languages.js", "report.js", "share.js")
+ON_DEMAND = (
+    "markdown.js",
+    "latex.js",
+    "languages.js",
+    "report.js",
+    "share.js",
+    "sibling_code.js",
+)
 """Modules that a run's page imports on demand, and that an exported file contains."""
 _VENDOR_EXPORTS = re.compile(r"export\s*\{([^}]*)\};?")
-_VENDOR_EXPORT = re.compile(r"export\s*(?:\{\s*(\w+) as default\s*\}|default (\w+));?")
+_VENDOR_EXPORT = re.compile(
+    r"export\s*(?:\{\s*(\w+) as default\s*\}|default (?!class\b)(\w+));?|export default (?=class\b)"
+)
 
 
 def app() -> str:
@@ -106,8 +116,13 @@ def _vendored(name: str, source: str) -> str:
         object = ", ".join(f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs)
         body = _VENDOR_EXPORTS.sub(lambda _: f"return {{ {object} }};", source)
         return f"const {name} = (() => {{\n{body}\n}})();"
-    body = _VENDOR_EXPORT.sub(lambda match: f"return {match[1] or match[2]};", source)
+    body = _VENDOR_EXPORT.sub(_returned, source)
     return f"const {name} = (() => {{\n{body}\n}})();"
+
+
+def _returned(match: re.Match[str]) -> str:
+    value = match[1] or match[2]
+    return f"return {value};" if value else "return "  # a class follows
 
 
 MAX_TEXT = 100_000
@@ -145,11 +160,13 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
 
 def data(run: WatchedRun) -> dict[str, Any]:
     """All data that the page would otherwise request from the server."""
-    calls, token_views, links = {}, {}, {}
+    calls, token_views, links, siblings = {}, {}, {}, {}
     for node in run.tree.order:
         try:
             calls[node.id] = transcript(run, node.id, max_text=MAX_TEXT)
             links[node.id] = provenance(run, node.id)
+            if node.outlier:
+                siblings[node.id] = sibling_code(run, node.id)
         except StoreError:  # damaged: the page shows that it is missing
             continue
         for index, turn in enumerate(run.whole(node.id).call.turns):
@@ -164,6 +181,7 @@ def data(run: WatchedRun) -> dict[str, Any]:
         "calls": calls,
         "tokens": token_views,
         "provenance": links,
+        "siblings": siblings,
         "sources": sources(run),
         "cited": _cited(run, shown["head"]["citations"]),
     }

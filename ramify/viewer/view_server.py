@@ -8,6 +8,7 @@
     GET /api/call?key=           one call of a run
     GET /api/compare?key=&key=   the calls of several runs, matched by question
     GET /api/provenance?key=     where the values of a call (&id=) came from
+    GET /api/siblings?key=       the code of a call (&id=) beside that of a typical sibling
     GET /api/request?key=        the exact request of one turn (&id=&turn=)
     GET /api/tokens?key=         tokens of one turn
     GET /api/picture?key=        a picture (&digest=) that a call (&id=) has shown to a model
@@ -77,6 +78,7 @@ from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
 from ramify.viewer.search import search
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
+from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.training import EvaluationLibrary, item_history, kept, samples
 from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun, nth_line
@@ -143,6 +145,7 @@ class ViewServer:
             "/api/call": self._call,
             "/api/compare": self._compare,
             "/api/provenance": self._provenance,
+            "/api/siblings": self._siblings,
             "/api/request": self._request,
             "/api/tokens": self._tokens,
             "/api/picture": self._picture,
@@ -238,6 +241,10 @@ class ViewServer:
     async def _provenance(self, request: web.Request) -> web.Response:
         id = _word(request, "id")
         return await self._inspected(request, lambda run: provenance(run, id))
+
+    async def _siblings(self, request: web.Request) -> web.Response:
+        id = _word(request, "id")
+        return await self._inspected(request, lambda run: sibling_code(run, id))
 
     async def _request(self, request: web.Request) -> web.Response:
         id, turn = _word(request, "id"), _number(request, "turn")

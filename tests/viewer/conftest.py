@@ -28,6 +28,10 @@ class World(NamedTuple):
     """Its id."""
     scored: str
     """One of its runs."""
+    workbook: Path
+    """A store with one run: a child for each sheet of a workbook, of which one reads too little."""
+    sheets: str
+    """Its id."""
     trainings: Path
     """Two folders of ``ramify train``, ``base`` and ``second``; the second run of ``base``'s
     rollouts is the hostile one."""
@@ -55,6 +59,7 @@ def make_world(folder: Path) -> World:
     store = Store(folder / "store")
     tree, hostile = golden.tree(store), golden.hostile(store)
     plain, other = golden.plain(store, "How many days has May?", "31"), golden.other_way(store)
+    workbook = Store(folder / "workbook")
     rollouts = [
         golden.scored(run, store, reward)
         for run, reward in ((tree, 1.0), (hostile, 0.0), (other, 0.5))
@@ -74,6 +79,8 @@ def make_world(folder: Path) -> World:
         evaluated.root,
         evaluation,
         run,
+        workbook.root,
+        golden.sheets(workbook),
         folder / "train",
         golden.plain(store, golden.MARKDOWN_QUESTION, golden.MARKDOWN),
         maps.root,

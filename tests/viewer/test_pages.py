@@ -239,8 +239,7 @@ def test_b_key_walks_from_answer_to_source_call(browser: Any, world: World) -> N
             "⟵ 0.25",
         ]
         page.keyboard.press("b")
-        page.locator("section.answer a.walked").wait_for()
-        page.keyboard.press("b")
+        page.locator(".story-answer a.walked").wait_for()
         page.locator(".line.walked", has_text="checked = rlm_query_batched").wait_for()
         page.keyboard.press("b")
         page.locator(".crumbs b", has_text="call 0.25").wait_for()

@@ -167,6 +167,7 @@ function fromFile(path, parameters) {
     return call;
   }
   if (path === "/api/provenance") return offline.provenance[parameters.id] || { links: [] };
+  if (path === "/api/siblings") return offline.siblings[parameters.id];
   if (path === "/api/tokens") {
     const found = offline.tokens[`${parameters.id}/${parameters.turn}`];
     if (!found) throw new Error("this file holds no tokens");

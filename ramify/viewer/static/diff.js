@@ -68,6 +68,21 @@ export function diffTexts(left, right, kind = "text") {
   return sides;
 }
 
+// One text with the words of the other: <del> is only in `left`, <ins> only in `right`.
+export function differenceInOne(left, right) {
+  const text = h("pre", { class: "said mixed", tabindex: "0", "aria-label": "difference" }),
+    parts = usefulParts(left, right) || [
+      { value: left && `${left}\n`, removed: true },
+      { value: right, added: true },
+    ];
+  parts.forEach((part, index) => {
+    if (part.removed) text.append(h("del", null, part.value));
+    else if (part.added) text.append(h("ins", null, part.value));
+    else equalParts(part.value, index > 0, index < parts.length - 1, [text]);
+  });
+  return text;
+}
+
 // Text that both have. Of many lines those next to a difference are shown, and a button shows the
 // others.
 function equalParts(text, isAfter, isBefore, sides) {

@@ -1,11 +1,14 @@
 // Links from values in outputs, code and the answer to the calls that returned them, and the key
-// that walks back along them: answer → line of code → call → its answer → …
+// that walks back along them: answer → line of code → call → its answer → …  The answer of the run
+// has its links at the head of the page, too.
 //
 // The server finds the links (viewer/provenance.py). A link is certain if the value came back
 // through variables; one that only has the same text is drawn with dots.
 
 import { get } from "./api.js";
 import { h, toast } from "./dom.js";
+import { oneLine } from "./format.js";
+import { textOf } from "./turn.js";
 
 const FORMULA = "[data-formula]";
 
@@ -15,6 +18,7 @@ export class Provenance {
     this.view = view;
     this.go = go;
     this.links = [];
+    this.hero = null; // element that shows the answer of the run, in which `of` its links are drawn
     this.at = null; // { link, steps, step } on the way back
     this.of = "";
   }
@@ -38,7 +42,8 @@ export class Provenance {
       }
     }
     this.draw();
-    if (this.wanted === call.id) this.walk();
+    this.drawHero();
+    if (this.wanted === call.id) this.begin();
   }
 
   draw() {
@@ -57,6 +62,19 @@ export class Provenance {
           : links;
       linkText(place, moved, (link, text) => this.anchor(link.link ?? link, text));
     }
+  }
+
+  // The answer at the head of the page, while its call is shown. Its text may be formatted and cut.
+  drawHero() {
+    const { call, run } = this.view;
+    if (!this.hero || !this.links.length || call?.id !== rootOf(run)) return;
+    if (this.hero.querySelector("a.from")) return;
+    const plain = textOf(call.answer);
+    const moved = this.links
+      .filter((link) => link.part === "answer")
+      .map((link) => movedTo(link, plain, textIn(this.hero)))
+      .filter(Boolean);
+    linkText(this.hero, moved, (link, text) => this.anchor(link.link, text));
   }
 
   // The text of `place` has been formatted: it lacks some characters of the plain `text`.
@@ -79,7 +97,7 @@ export class Provenance {
 
   anchor(link, text) {
     const sources = link.sources || [],
-      label = labelOf(link);
+      label = this.labelOf(link);
     const target = this.target(link);
     const kind =
       link.part === "code"
@@ -111,17 +129,22 @@ export class Provenance {
     );
     if (link.part !== "code" && label) element.dataset.from = `⟵ ${label}`;
     link.elements = [...(link.elements || []), element];
-    if (sources.length > 1)
-      element.addEventListener("click", (event) => {
+    const home = this.view.call.id,
+      follow = (step) => (event) => {
         event.preventDefault();
+        if (this.view.call?.id === home) step();
+        else this.view.actions.go(home); // a link at the head of the page
+      };
+    if (sources.length > 1)
+      element.onclick = follow(() => {
+        if (link.via?.length) this.line(link.via[0]);
         this.view.actions.showOnly(
           sources.map((id) => this.view.run.indexOf(id)).filter((index) => index >= 0),
           `sources of ${text.slice(0, 30)}`,
         );
       });
     else if (!sources.length)
-      element.addEventListener("click", (event) => {
-        event.preventDefault();
+      element.onclick = follow(() => {
         if (link.via?.length) this.line(link.via[0]);
         else this.point(link.place);
       });
@@ -135,33 +158,38 @@ export class Provenance {
     return sources.find((id) => run.calls[run.indexOf(id)]?.outlier) || sources[0];
   }
 
-  // One step back. The first is the answer's value; a call that differs comes first.
+  // Begin at a value of the answer; one that comes from a call that differs is first. Returns
+  // whether there is one.
+  begin() {
+    const ofAnswer = this.links.filter((link) => link.part === "answer"),
+      drawn = ofAnswer.filter((link) => link.elements?.length), // not those in formulas
+      links = drawn.length ? drawn : ofAnswer,
+      run = this.view.run;
+    const odd = links.find((link) => run.calls[run.indexOf(this.target(link))]?.outlier);
+    const link = odd || links.find((each) => each.is_certain) || links[0];
+    this.wanted = null;
+    if (!link) return false;
+    const steps = [
+      ...(link.via || []).slice(0, 3).map((via) => ({ via })),
+      ...(link.place ? [{ place: link.place }] : []),
+      ...((link.sources || []).length ? [{ call: this.target(link) }] : []),
+    ];
+    this.at = { link, steps, step: -1 };
+    for (const element of link.elements || []) mark(element, !this.hero?.contains(element));
+    return true;
+  }
+
+  // One step back, from the answer to where its value was before.
   walk() {
-    if (!this.at) {
-      const ofAnswer = this.links.filter((link) => link.part === "answer"),
-        drawn = ofAnswer.filter((link) => link.elements?.length), // not those in formulas
-        links = drawn.length ? drawn : ofAnswer,
-        run = this.view.run;
-      const odd = links.find((link) => run.calls[run.indexOf(this.target(link))]?.outlier);
-      const link = odd || links.find((each) => each.is_certain) || links[0];
-      this.wanted = null;
-      if (!link) return void toast("no call and no output gave a value of this answer");
-      const steps = [
-        { text: link },
-        ...(link.via || []).slice(0, 3).map((via) => ({ via })),
-        ...(link.place ? [{ place: link.place }] : []),
-        ...((link.sources || []).length ? [{ call: this.target(link) }] : []),
-      ];
-      this.at = { link, steps, step: -1 };
-    }
+    if (!this.at && !this.begin())
+      return void toast("no call and no output gave a value of this answer");
     const { steps } = this.at,
       step = steps[++this.at.step];
     if (!step) {
       this.at.step--;
       return void toast("this is where it comes from");
     }
-    if (step.text) mark(step.text.elements?.[0]);
-    else if (step.via) this.line(step.via);
+    if (step.via) this.line(step.via);
     else if (step.place) this.point(step.place);
     else {
       this.wanted = step.call;
@@ -169,7 +197,33 @@ export class Provenance {
       this.go(step.call);
       return;
     }
-    toast(wordsOfStep(step, this.at.link));
+    toast(this.wordsOfStep(step, this.at.link));
+  }
+
+  wordsOfStep(step, link) {
+    if (step.place)
+      return link.is_computed
+        ? "this was printed from the context"
+        : "the value was first shown here";
+    const label = this.labelOf(link);
+    return `${step.via[0]} was assigned here${label ? `: the answer ⟵ ${label}` : ""}`;
+  }
+
+  // "sums ⟵ sheet 1 … sheet 12"
+  labelOf(link) {
+    const { sources = [] } = link,
+      names = sources.map((id) => this.nameOf(id));
+    if (!sources.length) return link.via?.length ? link.via[0][0] : "";
+    const calls = names.length <= 3 ? names.join(", ") : `${names[0]} … ${names.at(-1)}`;
+    return link.is_computed && link.via?.length && link.part !== "code"
+      ? `${link.via[0][0]} ⟵ ${calls}`
+      : calls;
+  }
+
+  // What tells a call apart, since ids read as decimals.
+  nameOf(id) {
+    const call = this.view.run.calls[this.view.run.indexOf(id)];
+    return call?.telling ? oneLine(call.telling, 24) : id;
   }
 
   line([, turn, cell, line]) {
@@ -214,32 +268,16 @@ function movedTo(link, plain, shown) {
   return start < 0 ? null : { link, start, end: start + value.length };
 }
 
-function wordsOfStep(step, link) {
-  if (step.via) return `${step.via[0]} was assigned here`;
-  if (step.place)
-    return link.is_computed
-      ? "this was printed from the context"
-      : "the value was first shown here";
-  const label = labelOf(link);
-  return label ? `the answer ⟵ ${label}` : "a value of the answer";
+// The call whose answer is that of the run.
+function rootOf(run) {
+  return run.head.answered_by || run.calls[0]?.id;
 }
 
-function mark(element) {
+function mark(element, isScrolled = true) {
   if (!element) return;
   element.classList.add("walked");
-  element.scrollIntoView({ block: "center" });
+  if (isScrolled) element.scrollIntoView({ block: "center" });
   setTimeout(() => element.classList.remove("walked"), 2500);
-}
-
-// "sums ⟵ 0.0 … 0.11"
-function labelOf(link) {
-  const { sources = [] } = link;
-  if (!sources.length) return link.via?.length ? link.via[0][0] : "";
-  const calls =
-    sources.length <= 3 ? sources.join(", ") : `${sources[0]} … ${sources[sources.length - 1]}`;
-  return link.is_computed && link.via?.length && link.part !== "code"
-    ? `${link.via[0][0]} ⟵ ${calls}`
-    : calls;
 }
 
 // The parts of an element's text in order, as { text, node }. Marks of errors between the lines of

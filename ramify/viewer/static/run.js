@@ -179,6 +179,8 @@ class RunView {
   start(page, route) {
     const run = this.run;
     this.story = new Story(run, this.address);
+    this.transcript.provenance.hero = this.story.answer;
+    this.story.onanswer = () => this.transcript.provenance.drawHero();
     this.problems = h("div.problems");
     this.review = h("div.review-holder");
     this.found = h("div.found", { hidden: true });

@@ -63,6 +63,7 @@ export class Story {
     this.forked = h("p.forked", { hidden: true });
     this.tools = h("div.run-tools");
     this.sources = new Sources(run);
+    this.onanswer = null; // called when the answer has been drawn
     this.element = h(
       "section.story",
       { "aria-label": "what happened" },
@@ -243,12 +244,14 @@ export class Story {
     this.answer.classList.remove("formatted");
     fill(this.answer, text || "(an empty answer)");
     this.setSize(text);
-    if (!hasMarkup(text)) return;
-    const formatted = await load("markdown");
-    if (this.text !== text) return;
-    fill(this.answer, formatted(text));
-    this.answer.classList.add("formatted");
-    this.folds[1].fold();
+    if (hasMarkup(text)) {
+      const formatted = await load("markdown");
+      if (this.text !== text) return;
+      fill(this.answer, formatted(text));
+      this.answer.classList.add("formatted");
+      this.folds[1].fold();
+    }
+    this.onanswer?.();
   }
 
   // A short answer is large.

@@ -5,7 +5,7 @@
 import { get, offline } from "./api.js";
 import { ArrivingReply } from "./arriving.js";
 import { format, textBlock } from "./code.js";
-import { copy, fill, h } from "./dom.js";
+import { copy, fill, h, toast } from "./dom.js";
 import { count, dollars, hasMarkup, number, oneLine, seconds, stopWords } from "./format.js";
 import { Provenance } from "./provenance.js";
 import { fillSubcalls } from "./subcalls.js";
@@ -17,12 +17,17 @@ export class Transcript {
     this.run = run;
     this.actions = actions;
     this.head = h("div.call-head");
+    this.beside = h("section.sibling-code", {
+      hidden: true,
+      "aria-label": "its code and its siblings'",
+    });
     this.turns = h("div.turns");
     this.foot = h("div.call-foot");
     this.element = h(
       "article.transcript",
       { tabindex: "-1", "aria-label": "transcript" },
       this.head,
+      this.beside,
       this.turns,
       this.foot,
     );
@@ -46,6 +51,8 @@ export class Transcript {
       fill(this.head, h("p.quiet", null, "Loading …"));
       fill(this.turns);
       fill(this.foot);
+      this.besides = "";
+      this.beside.hidden = true;
       this.waiting = null;
       this.element.scrollTop = 0;
     }
@@ -88,6 +95,7 @@ export class Transcript {
         this.load(call.stop === null ? Math.max(0, this.call.turns.length - 1) : 0);
       else if (call.parent === this.row) children.add(`${call.turn}/${call.cell}`);
     }
+    this.drawBeside();
     if (children.size) this.drawSubcalls(children);
   }
 
@@ -98,7 +106,21 @@ export class Transcript {
     for (const turn of call.turns) this.drawTurn(turn);
     this.drawPending();
     this.drawFoot();
+    this.drawBeside();
     this.provenance.load();
+  }
+
+  // For a session that differs from its siblings: its code against theirs.
+  async drawBeside() {
+    const id = this.id,
+      call = this.run.calls[this.row];
+    if (call.kind !== "rlm" || !call.outlier || this.besides === id) return;
+    this.besides = id;
+    try {
+      await (await load("sibling_code"))(this.beside, this, id);
+    } catch (error) {
+      toast(error.message);
+    }
   }
 
   full(pick) {
@@ -131,7 +153,8 @@ export class Transcript {
       ...(call.cause ? [["began as", call.cause]] : []),
       ...Object.entries(call.rewards).map(([name, value]) => [`reward: ${name}`, number(value)]),
     ];
-    const signature = JSON.stringify([facts, words, call.id, call.question, call.marks]);
+    const outlier = this.run.calls[this.row]?.outlier ?? "";
+    const signature = JSON.stringify([facts, words, call.id, call.question, call.marks, outlier]);
     if (signature === this.headSignature && this.head.querySelector("h2")) return;
     this.headSignature = signature;
     fill(
@@ -148,6 +171,7 @@ export class Transcript {
         { "data-whole": call.question === oneLine(textOf(call.question), 300) },
         oneLine(textOf(call.question), 300) || "(no question)",
       ),
+      outlier ? h("p.differs", { class: call.error ? "bad" : "" }, outlier) : null,
       h(
         "dl.facts",
         null,

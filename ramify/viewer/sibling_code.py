@@ -1,0 +1,97 @@
+"""The code of a call beside that of its siblings: what one that went wrong did in another way.
+
+    0.6  total = sum(… if row[0] == 'east')        11 of 11 siblings:  total = sum(…)
+
+Siblings are the calls of its kind that the same cell made, without those that failed or differ. The
+call is compared with the code that most of them share; if all wrote different code, with the
+most similar one. Cells are matched in order. Not here: which calls differ (see types/outliers.py),
+and the words that differ, which the page marks (see static/sibling_code.js).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from difflib import SequenceMatcher
+from typing import Any
+
+from ramify.errors import StoreError
+from ramify.types.call_node import CallNode
+from ramify.types.trajectory import Stop
+from ramify.viewer.watched_run import WatchedRun
+
+_MAX_SIBLINGS = 16
+"""Siblings whose code is read."""
+_MAX_CHARS = 20_000
+"""Characters of the code of one cell that are compared."""
+_Code = tuple[str, ...]
+"""Code of each cell of a call, in order."""
+
+
+def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
+    """Cells of call ``id`` beside those of a typical sibling. Raises StoreError if there is no such
+    call.
+
+    ``cells`` has [code of the call or None, code of the sibling or None], and is empty without a
+    sibling to compare with; ``shared_by`` of ``num_siblings`` have the sibling's code.
+    """
+    own = _code_of(run, id)
+    codes = _codes_of_siblings(run, run.tree.nodes[id])
+    if not codes or not own:
+        return {"sibling": "", "shared_by": 0, "num_siblings": 0, "cells": []}
+    shares = Counter(codes.values())
+    most = max(shares.values())
+    typical = max(
+        (sibling for sibling, code in codes.items() if shares[code] == most),
+        key=lambda sibling: _similarity(own, codes[sibling]) if most == 1 else 0.0,
+    )
+    return {
+        "sibling": typical,
+        "shared_by": most,
+        "num_siblings": len(codes),
+        "cells": _matched_cells(own, codes[typical]),
+    }
+
+
+def _code_of(run: WatchedRun, id: str) -> _Code:
+    call = run.whole(id).call
+    return tuple(cell.code[:_MAX_CHARS].rstrip() for turn in call.turns for cell in turn.cells)
+
+
+def _codes_of_siblings(run: WatchedRun, node: CallNode) -> dict[str, _Code]:
+    """Siblings that are as usual -> their code."""
+    if node.parent is None or node.kind != "rlm":
+        return {}
+    usual = [
+        each
+        for each in run.tree.order
+        if each.parent == node.parent
+        and each.kind == node.kind
+        and each is not node
+        and each.stop is Stop.FINAL
+        and not each.outlier
+    ]
+    found = {}
+    for each in usual[:_MAX_SIBLINGS]:
+        try:
+            code = _code_of(run, each.id)
+        except StoreError:  # damaged: the page already says so
+            continue
+        if code:
+            found[each.id] = code
+    return found
+
+
+def _similarity(own: _Code, other: _Code) -> float:
+    return SequenceMatcher(None, "\n".join(own), "\n".join(other), autojunk=False).quick_ratio()
+
+
+def _matched_cells(own: _Code, other: _Code) -> list[list[str | None]]:
+    """Cells of both in order; equal ones are in the same row."""
+    rows: list[list[str | None]] = []
+    matcher = SequenceMatcher(None, own, other, autojunk=False)
+    for _, start, end, other_start, other_end in matcher.get_opcodes():
+        for at in range(max(end - start, other_end - other_start)):
+            left = own[start + at] if start + at < end else None
+            right = other[other_start + at] if other_start + at < other_end else None
+            rows.append([left, right])
+    return rows
