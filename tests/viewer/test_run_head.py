@@ -133,7 +133,7 @@ def test_limit_is_shown_from_half_of_it_on(browser: Any, tmp_path: Path) -> None
             page = shown.open(f"{server.url}#/run/p0%2Frun{num_calls}.jsonl")
             page.locator(f"canvas[data-drawn='{num_calls}']").wait_for()
             assert (page.locator(".budget .near").count() > 0) is near
-        assert "of 20k model calls" in text(page, ".budget .near")
+        assert "of 20k requests" in text(page, ".budget .near")
 
 
 def test_export_has_the_code_of_siblings(browser: Any, world: World, tmp_path: Path) -> None:

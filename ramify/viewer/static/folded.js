@@ -18,7 +18,7 @@ export class FoldedText {
         "aria-label": `show all of the ${label}`,
         onclick: () => this.toggle(),
       },
-      "show all",
+      "… show all",
     );
     this.width = 0;
     this.sized = new ResizeObserver(() => {
@@ -34,7 +34,7 @@ export class FoldedText {
   toggle() {
     this.isOpen = !this.isOpen;
     this.button.setAttribute("aria-expanded", String(this.isOpen));
-    this.button.textContent = this.isOpen ? "show less" : "show all";
+    this.button.textContent = this.isOpen ? "show less" : "… show all";
     this.fold();
   }
 

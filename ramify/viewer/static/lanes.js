@@ -49,20 +49,21 @@ class Heap {
 // Assigns each call the first lane of its band that is free when it begins. Band 2d holds the
 // sessions of depth d; band 2d + 1 holds its plain calls.
 export class Lanes {
-  constructor() {
+  constructor(run) {
+    this.run = run;
     this.of = []; // call -> lane
     this.bands = []; // band -> { num, free, ending, calls }
     this.ended = []; // call -> whether its end has been handled
   }
-  update(calls) {
+  update({ calls }) {
     for (let index = 0; index < calls.length; index++) {
       const call = calls[index];
       if (index < this.of.length) {
-        if (!this.ended[index] && call.ended_s !== null) this.end(index, call);
+        if (!this.ended[index] && call.ended_s !== null) this.release(index, call);
         continue;
       }
-      this.bands[bandOf(call)] ||= emptyBand();
-      const band = this.bands[bandOf(call)];
+      this.bands[this.bandOf(call)] ||= emptyBand();
+      const band = this.bands[this.bandOf(call)];
       while (band.ending.size && band.ending.least <= call.started_s) {
         const lane = band.ending.pop();
         band.free.push(lane, lane);
@@ -70,18 +71,38 @@ export class Lanes {
       this.of.push(band.free.size ? band.free.pop() : band.num++);
       this.ended.push(false);
       band.calls.push(index);
-      if (call.ended_s !== null) this.end(index, call);
+      if (call.ended_s !== null) this.release(index, call);
     }
     for (let band = 0; band < this.bands.length; band++) this.bands[band] ||= emptyBand();
   }
-  end(index, call) {
+  release(index, call) {
     this.ended[index] = true;
-    this.bands[bandOf(call)].ending.push(call.ended_s, this.of[index]);
+    this.bands[this.bandOf(call)].ending.push(call.ended_s, this.of[index]);
   }
-}
-
-export function bandOf(call) {
-  return 2 * call.depth + (call.kind === "rlm" ? 0 : 1);
+  bandOf(call) {
+    return 2 * call.depth + (call.kind === "rlm" ? 0 : 1);
+  }
+  // Times at which a call begins and ends. One in progress ends now.
+  edges(index) {
+    const call = this.run.calls[index];
+    return [call.started_s, call.ended_s ?? (this.run.alive ? this.end() : this.run.lastSeen())];
+  }
+  // The strip begins at the first call.
+  start() {
+    return this.run.calls.length ? this.run.calls[0].started_s : 0;
+  }
+  end() {
+    return Math.max(this.run.now(), this.start() + 0.001);
+  }
+  axisWords(at, step) {
+    if (step >= 1)
+      return at >= 120
+        ? `${Math.floor(at / 60)}m${at % 60 ? ` ${Math.round(at % 60)}s` : ""}`
+        : `${Math.round(at)} s`;
+    if (step >= 0.1 || at >= 1) return `${Number(at.toFixed(3))} s`;
+    if (step >= 0.001) return `${Math.round(at * 1000)} ms`;
+    return `${Math.round(at * 1e6)} µs`;
+  }
 }
 
 function emptyBand() {

@@ -8,13 +8,9 @@ import { fill, h } from "./dom.js";
 import { FilterInput } from "./filter.js";
 import { count, dollars, grouped, number, oneLine, seconds, stopWords } from "./format.js";
 import { VirtualList } from "./list.js";
+import { MEASURES } from "./measures.js";
 
 const PLACEHOLDER = "filter calls";
-const SORTS = [
-  ["cost", "cost"],
-  ["time", "seconds"],
-  ["tokens", "tokens"],
-]; // [words, field of the filter]
 const TOGETHER = 8; // maximum plain sub-calls of one cell with separate rows
 const MIN_SIBLINGS = 4; // fewer are not compared (types/outliers.py), so they are not called alike
 const MIN_ALIKE = 3; // calls in a row that are folded
@@ -28,9 +24,9 @@ export function callFields(run) {
   const stopOf = (call) => call.stop || (run.alive ? "running" : "interrupted");
   return {
     numbers: {
-      cost: (call) => call.cost,
-      tokens: (call) => call.tokens_in + call.tokens_out,
-      seconds: (call) => (call.ended_s ?? run.now()) - call.started_s,
+      cost: MEASURES.cost.of,
+      tokens: MEASURES.tokens.of,
+      seconds: (call) => MEASURES.seconds.of(call, run.now()),
       depth: (call) => call.depth,
       turns: (call) => call.turns,
       reward: (call) => call.reward,
@@ -84,12 +80,18 @@ export class Outline {
       { type: "button", hidden: true, onclick: () => this.showAll() },
       "all calls",
     );
-    this.sorts = SORTS.map(([words, field]) =>
+    this.onchange = null; // called with the order and the calls that the filter keeps, or null
+    this.sorts = Object.entries(MEASURES).map(([field, { words }]) =>
       h(
         "button.small.sort",
         { type: "button", title: `sort by ${words}`, onclick: () => this.sortBy(field) },
         words,
       ),
+    );
+    this.again = h(
+      "button.small",
+      { type: "button", hidden: true, onclick: () => this.changed(true) },
+      "sort again",
     );
     this.element = h(
       "section.outline",
@@ -100,6 +102,7 @@ export class Outline {
         this.filter.input,
         this.tally,
         this.back,
+        this.again,
         h("div.sorts", { role: "group", "aria-label": "sort calls by" }, this.sorts),
       ),
       this.filter.fix,
@@ -127,12 +130,16 @@ export class Outline {
       if (siblings) siblings.push(index);
       else this.children.set(call.parent, [index]);
     });
+    const before = this.rows,
+      top = Math.floor(this.list.box.scrollTop / this.list.rowHeight);
     this.rows = [];
-    if (this.narrowed()) this.addMatches();
+    if (this.narrowed()) this.addMatches(all ? [] : before);
     else this.add(roots);
     this.list.set(this.rows.length);
+    if (!all && top > 0) this.keepInPlace(before[top], top);
     this.back.hidden = !this.only;
-    for (const [at, [words, field]] of SORTS.entries()) {
+    this.again.hidden ||= all || !this.narrowed();
+    for (const [at, [field, { words }]] of Object.entries(MEASURES).entries()) {
       const sort = this.filter.sort?.name === field ? this.filter.sort : null;
       this.sorts[at].setAttribute("aria-pressed", String(Boolean(sort)));
       this.sorts[at].textContent = `${words}${sort ? (sort.down ? " ↓" : " ↑") : ""}`;
@@ -141,6 +148,8 @@ export class Outline {
     const isPart = this.only || this.filter.narrows || this.filter.problem,
       shown = isPart ? `${grouped(this.rows.length)} of ` : "";
     fill(this.tally, `${shown}${grouped(this.run.calls.length)}`);
+    const kept = isPart ? new Set(this.rows.map(({ call }) => call)) : null;
+    this.onchange?.(this.filter.sort?.name, kept);
   }
 
   add(indices) {
@@ -214,19 +223,32 @@ export class Outline {
     return form;
   }
 
-  addMatches() {
+  // Rows `before` keep their order: those of new calls come after them, until one sorts again.
+  addMatches(before) {
     this.run.calls.forEach((call, index) => {
       if (this.only ? this.only.has(index) : this.filter.matches(call))
         this.rows.push({ call: index });
     });
     const { order } = this.filter,
-      { calls } = this.run;
-    if (order && !this.only) this.rows.sort((a, b) => order(calls[a.call], calls[b.call]));
+      { calls } = this.run,
+      known = new Map(before.map(({ call }, at) => [call, at]));
+    const at = ({ call }) => known.get(call) ?? Infinity;
+    this.again.hidden = !order || !before.length;
+    if (!order || this.only) return;
+    this.rows.sort((a, b) =>
+      at(a) === at(b) ? order(calls[a.call], calls[b.call]) : at(a) - at(b),
+    );
+  }
+
+  // The row that was at the top of the list stays there when others appear above it.
+  keepInPlace(row, before) {
+    const now = this.rows.findIndex((each) => each.call === row?.call && each.key === row?.key);
+    if (now >= 0) this.list.box.scrollTop += (now - before) * this.list.rowHeight;
   }
 
   // Largest first; a second click returns to the tree.
-  sortBy(field) {
-    this.filter.setSort(this.filter.sort?.name === field ? "" : field);
+  sortBy(field, isFinal = false) {
+    this.filter.setSort(this.filter.sort?.name === field && !isFinal ? "" : field);
     this.list.box.scrollTop = 0;
   }
 

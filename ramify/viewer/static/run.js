@@ -4,6 +4,7 @@ import { follow, get, offline } from "./api.js";
 import { copy, fill, h, toast } from "./dom.js";
 import { parseFilter } from "./filter.js";
 import { many, runAddress } from "./format.js";
+import { MEASURES } from "./measures.js";
 import { callFields, Outline } from "./outline.js";
 import { sharedRun } from "./shared_run.js";
 import { Story } from "./story.js";
@@ -151,6 +152,11 @@ class RunView {
     const pick = (index) => this.go(run.calls[index].id);
     this.picture = new Picture(run, pick);
     this.outline = new Outline(run, pick);
+    this.outline.onchange = (sort, kept) => {
+      this.picture.setOrder(MEASURES[sort] ? sort : "start");
+      this.picture.setOnly(kept);
+    };
+    this.picture.onorder = (field) => this.outline.sortBy(field, true);
     this.outline.list.onmove = (index) => {
       const row = this.outline.rows[index];
       if (row && row.call !== undefined) this.stepTo(run.calls[row.call].id);
@@ -227,6 +233,7 @@ class RunView {
         this.transcript.element,
       ),
     );
+    this.outline.element.classList.toggle("settled", Boolean(run.head.stop) || !run.alive);
     this.drawHead();
     this.picture.changed();
     this.outline.changed();

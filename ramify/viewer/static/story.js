@@ -296,14 +296,14 @@ export class Story {
     const head = this.run.head,
       limits = head.limits,
       spent = this.run.now(),
-      num = (words) => (value) => `${count(value)} ${words}`;
+      num = (noun) => (value) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
     const slots = [
-      ["requests", head.usage.calls, limits.max_calls, num("requests"), count],
+      ["requests", head.usage.calls, limits.max_calls, num("request"), count],
       [
         "tokens",
         head.usage.input_tokens + head.usage.output_tokens,
         limits.max_tokens,
-        num("tokens"),
+        num("token"),
         count,
       ],
       ["cost", head.cost, limits.max_cost, dollars, dollars],

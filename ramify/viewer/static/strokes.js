@@ -6,7 +6,6 @@
 // red.
 
 import { oneLine } from "./format.js";
-import { bandOf } from "./lanes.js";
 
 export const AXIS = 20,
   LEFT = 30,
@@ -29,7 +28,7 @@ export function drawAxis(picture, pen, width, height) {
     pen.moveTo(x, AXIS - 4);
     pen.lineTo(x, height);
     pen.stroke();
-    if (x < width - 40) pen.fillText(axisWords(at, step), x + 3, 3);
+    if (x < width - 40) pen.fillText(picture.lanes.axisWords(at, step), x + 3, 3);
   }
   pen.textBaseline = "middle";
   for (let depth = 0; 2 * depth < picture.bands.length; depth++) {
@@ -42,9 +41,10 @@ export function drawAxis(picture, pen, width, height) {
 }
 
 export function drawCall(picture, pen, call, index, width) {
-  const band = picture.bands[bandOf(call)],
-    end = call.ended_s ?? (picture.run.alive ? picture.end() : picture.run.lastSeen());
-  const left = picture.x(call.started_s),
+  const band = picture.bands[picture.lanes.bandOf(call)],
+    [start, end] = picture.lanes.edges(index),
+    isTime = picture.order === "start";
+  const left = picture.x(start),
     right = picture.x(end);
   if (right < LEFT - 2 || left > width) return;
   const x = Math.max(left, LEFT - 2),
@@ -55,11 +55,12 @@ export function drawCall(picture, pen, call, index, width) {
     tall = Math.max(Math.min(lane, band.most) - 2 * pad, 0.8);
   const colour = picture.colour(call),
     colours = picture.paint();
-  const plain = call.kind !== "rlm" || !call.spans.length;
+  const plain = !isTime || call.kind !== "rlm" || !call.spans.length,
+    seen = picture.only && !picture.only.has(index) ? 0.15 : 1; // the filter of the list
   pen.fillStyle = colour;
-  pen.globalAlpha = plain ? 1 : 0.55;
-  pen.fillRect(x, y, w, tall);
-  pen.globalAlpha = 1;
+  pen.globalAlpha = (plain ? 1 : 0.55) * seen;
+  pen.fillRect(x, y, isTime ? w : Math.max(w - 1, 0.6), tall);
+  pen.globalAlpha = seen;
   if (!plain && w > 3) {
     pen.fillStyle = colour;
     for (let at = 0; at < call.spans.length; at += 2) {
@@ -68,19 +69,20 @@ export function drawCall(picture, pen, call, index, width) {
       if (replied > asked) pen.fillRect(asked, y, Math.max(replied - asked, 1), tall);
     }
   }
-  if (call.stop === null && picture.run.alive) {
+  pen.globalAlpha = 1;
+  if (isTime && call.stop === null && picture.run.alive) {
     pen.fillStyle = colours.live;
     pen.fillRect(Math.min(right, width) - 2, y, 2, tall);
   }
-  if (call.tools.length && tall > 4) drawTools(picture, pen, call, y, tall);
-  if (call.scores.length && tall > 4) drawScores(picture, pen, call, x, w, y + tall - 3);
-  if (tall >= 11 && w > 44)
+  if (isTime && call.tools.length && tall > 4) drawTools(picture, pen, call, y, tall);
+  if (isTime && call.scores.length && tall > 4) drawScores(picture, pen, call, x, w, y + tall - 3);
+  if (tall >= 11 && w > 44 && seen === 1)
     drawLabel(pen, call, {
       x: Math.max(x, LEFT),
       y,
       w: w - Math.max(0, LEFT - x),
       tall,
-      ink: colour === colours.fine ? colours.ink : colours["on-bar"],
+      ink: picture.inkOn(call, colour),
     });
 }
 
@@ -127,6 +129,16 @@ export function shareColour(colours, tone, value, most) {
   return `color-mix(in oklab, ${colours[tone]} ${Math.round(100 * share)}%, ${colours.line})`;
 }
 
+// From neutral to dark: the share of the largest value. The square root tells small ones apart.
+export function measureColour(colours, value, most) {
+  const share = Math.round(100 * shareOf(value, most));
+  return `color-mix(in oklab, ${colours.link} ${share}%, ${colours["line-2"]})`;
+}
+
+export function shareOf(value, most) {
+  return value && most ? Math.sqrt(Math.min(1, value / most)) : 0;
+}
+
 function drawLabel(pen, call, { x, y, w, tall, ink }) {
   pen.save();
   pen.beginPath();
@@ -148,9 +160,8 @@ export function drawSelected(picture, pen) {
   const frame = (index, colour, thick) => {
     const call = picture.run.calls[index];
     if (!call) return;
-    const band = picture.bands[bandOf(call)],
-      x = picture.x(call.started_s),
-      right = picture.x(call.ended_s ?? picture.end());
+    const band = picture.bands[picture.lanes.bandOf(call)],
+      [x, right] = picture.lanes.edges(index).map((edge) => picture.x(edge));
     const y = band.top + picture.lanes.of[index] * band.lane;
     pen.strokeStyle = colour;
     pen.lineWidth = thick;
@@ -178,14 +189,4 @@ export function drawSelected(picture, pen) {
   }
   if (picture.hovered >= 0 && picture.hovered !== picture.selected)
     frame(picture.hovered, colours["ink-2"], 1);
-}
-
-function axisWords(at, step) {
-  if (step >= 1)
-    return at >= 120
-      ? `${Math.floor(at / 60)}m${at % 60 ? ` ${Math.round(at % 60)}s` : ""}`
-      : `${Math.round(at)} s`;
-  if (step >= 0.1 || at >= 1) return `${Number(at.toFixed(3))} s`;
-  if (step >= 0.001) return `${Math.round(at * 1000)} ms`;
-  return `${Math.round(at * 1e6)} µs`;
 }

@@ -2,7 +2,7 @@
 // calls. While the run is in progress, only new turns are fetched, and only changed elements are
 // rebuilt.
 
-import { get, offline } from "./api.js";
+import { get, load, offline } from "./api.js";
 import { ArrivingReply } from "./arriving.js";
 import { format, textBlock } from "./code.js";
 import { copy, fill, h, toast } from "./dom.js";

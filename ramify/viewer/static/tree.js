@@ -1,5 +1,5 @@
 // The call tree as a picture: time from left to right, depth from top to bottom, a bar for each
-// call.
+// call. Or each bar is as wide as what its call used (measures.js), in the order of the list.
 //
 // Each depth has two bands: its sessions, and below them its plain calls, which are many and thin.
 // Overlapping calls of a band get separate lanes; if there are more lanes than pixels, lanes
@@ -9,6 +9,7 @@
 import { h } from "./dom.js";
 import { seconds, stopWords } from "./format.js";
 import { Lanes, shared } from "./lanes.js";
+import { MEASURES, MeasuredSpans } from "./measures.js";
 import { listen } from "./pointing.js";
 import {
   AXIS,
@@ -17,8 +18,10 @@ import {
   drawSelected,
   LARGE_GAP,
   LEFT,
+  measureColour,
   RIGHT,
   shareColour,
+  shareOf,
   worthColour,
 } from "./strokes.js";
 
@@ -33,7 +36,12 @@ export class Picture {
   constructor(run, pick) {
     this.run = run;
     this.pick = pick;
-    this.lanes = new Lanes();
+    this.timed = new Lanes(run);
+    /** @type {Lanes | MeasuredSpans} */
+    this.lanes = this.timed;
+    this.order = "start"; // or a field of MEASURES
+    this.onorder = null; // called with the chosen order
+    this.only = null; // Set of the calls that the list's filter keeps
     this.from = 0;
     this.to = 1;
     this.zoomed = false;
@@ -57,7 +65,19 @@ export class Picture {
         ["reward", "reward"],
         ["advantage", "advantage"],
         ["gap", "gap of log-probability"],
+        ...Object.entries(MEASURES).map(([field, { words }]) => [field, words]),
       ].map(([mode, name]) => h("option", { value: mode }, `colour: ${name}`)),
+    );
+    this.orders = h(
+      "select",
+      {
+        "aria-label": "what positions mean",
+        onchange: () => this.onorder?.(this.orders.value === "start" ? "" : this.orders.value),
+      },
+      [
+        ["start", "start"],
+        ...Object.entries(MEASURES).map(([field, { words }]) => [field, words]),
+      ].map(([order, name]) => h("option", { value: order }, `order: ${name}`)),
     );
     this.startUp = h("span.start-up", { hidden: true });
     this.frame = h("div.canvas", null, this.canvas, this.tip);
@@ -69,6 +89,7 @@ export class Picture {
         null,
         this.startUp,
         this.legend,
+        this.orders,
         this.modes,
         button("−", "zoom out", () => this.zoom(1.6)),
         button("+", "zoom in", () => this.zoom(1 / 1.6)),
@@ -98,6 +119,13 @@ export class Picture {
 
   setMode(mode) {
     this.mode = mode;
+    this.most = 0;
+    this.measureMost();
+    this.drawLegend();
+    this.later();
+  }
+
+  drawLegend() {
     const entries = {
       stop: [
         ["fine", "final"],
@@ -120,22 +148,42 @@ export class Picture {
         ["odd", `${LARGE_GAP} nats and more`],
         ["none", "not scored"],
       ],
-    }[mode];
+    }[this.mode] ?? [
+      ["none", "less"],
+      ["most", `more${this.most ? `, up to ${MEASURES[this.mode].shown(this.most)}` : ""}`],
+    ];
     this.legend.replaceChildren(
       ...entries.map(([swatch, text]) =>
         h("span.key", null, h("i", { class: `sw-${swatch}` }), text),
       ),
     );
+  }
+
+  // Position bars by time ("start"), or by what calls used.
+  setOrder(wanted) {
+    const order = wanted !== "start" && this.hasMode(wanted) ? wanted : "start";
+    if (order === this.order) return;
+    this.order = this.orders.value = order;
+    this.lanes = order === "start" ? this.timed : new MeasuredSpans(order);
+    this.zoomed = false;
+    this.changed();
+  }
+
+  // Fade all other calls; null shows all.
+  setOnly(calls) {
+    this.only = calls;
     this.later();
   }
 
   changed() {
-    this.lanes.update(this.run.calls);
+    this.timed.update(this.run);
+    if (this.lanes !== this.timed) this.lanes.update(this.run);
     this.worth = null;
     this.mostAdvantage = this.run.calls.reduce(
       (most, { advantage }) => Math.max(most, Math.abs(advantage)),
       0,
     );
+    this.measureMost();
     for (const option of this.modes.options) option.hidden = !this.hasMode(option.value);
     this.resize();
     this.later();
@@ -156,14 +204,13 @@ export class Picture {
     const height = Math.min(tall, Math.max(least, Math.round(TALLEST * innerHeight)));
     if (height !== this.height) this.frame.style.height = `${height}px`;
     this.height = height;
-    this.startUp.hidden = start < 0.0005;
+    this.startUp.hidden = start < 0.0005 || this.order !== "start";
     const said = `start-up ${seconds(start)}`;
     if (this.startUp.textContent !== said) this.startUp.textContent = said;
   }
 
-  // The strip begins at the first call.
   start() {
-    return this.run.calls.length ? this.run.calls[0].started_s : 0;
+    return this.lanes.start();
   }
 
   select(index) {
@@ -172,7 +219,7 @@ export class Picture {
   }
 
   end() {
-    return Math.max(this.run.now(), this.start() + 0.001);
+    return this.lanes.end();
   }
 
   fit() {
@@ -193,9 +240,9 @@ export class Picture {
   }
 
   zoomTo(call) {
-    const end = call.ended_s ?? this.end(),
-      margin = Math.max((end - call.started_s) * 0.05, this.end() / 1e5);
-    [this.from, this.to] = [Math.max(0, call.started_s - margin), end + margin];
+    const [start, end] = this.lanes.edges(this.run.indexOf(call.id)),
+      margin = Math.max((end - start) * 0.05, this.end() / 1e5);
+    [this.from, this.to] = [Math.max(0, start - margin), end + margin];
     this.zoomed = true;
     this.later();
   }
@@ -254,11 +301,11 @@ export class Picture {
     let best = -1,
       least = Infinity;
     for (const index of this.lanes.bands[number].calls) {
-      const call = this.run.calls[index],
-        off = Math.abs(this.lanes.of[index] + 0.5 - lane);
+      const off = Math.abs(this.lanes.of[index] + 0.5 - lane);
       if (off > reach) continue;
-      const left = this.x(call.started_s),
-        right = Math.max(this.x(call.ended_s ?? this.end()), left + 2);
+      const [start, end] = this.lanes.edges(index),
+        left = this.x(start),
+        right = Math.max(this.x(end), left + 2);
       const beside = x < left ? left - x : x > right ? x - right : 0;
       if (beside > 4) continue;
       const distance = beside + off * Math.min(band.lane, 8);
@@ -279,6 +326,7 @@ export class Picture {
       "bad",
       "warn",
       "live",
+      "link",
       "odd",
       "ink",
       "ink-2",
@@ -314,8 +362,22 @@ export class Picture {
     return this.worth;
   }
 
+  // The largest value of the measure that colours show.
+  measureMost() {
+    const measure = MEASURES[this.mode];
+    if (!measure) return;
+    const now = this.run.now();
+    let most = 0;
+    for (const call of this.run.calls) most = Math.max(most, measure.of(call, now) || 0);
+    if (most === this.most) return;
+    this.most = most;
+    this.drawLegend();
+  }
+
   colour(call) {
-    const colours = this.paint();
+    const colours = this.paint(),
+      measure = MEASURES[this.mode];
+    if (measure) return measureColour(colours, measure.of(call, this.run.now()), this.most);
     if (this.mode === "reward") return worthColour(colours, call.reward, this.range());
     if (this.mode === "gap") return shareColour(colours, "odd", call.gap, LARGE_GAP);
     if (this.mode === "advantage")
@@ -336,6 +398,17 @@ export class Picture {
               ? "live"
               : "warn"
     ];
+  }
+
+  // Colour of words on a bar.
+  inkOn(call, colour) {
+    const colours = this.paint(),
+      measure = MEASURES[this.mode];
+    if (measure)
+      return shareOf(measure.of(call, this.run.now()), this.most) > 0.5
+        ? colours.paper
+        : colours.ink;
+    return colour === colours.fine ? colours.ink : colours["on-bar"];
   }
 
   draw() {
