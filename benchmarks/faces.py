@@ -1,4 +1,5 @@
-"""Benchmarks of the front ends: the page (``faces_view.py``), its list of runs (``faces_runs.py``),
+"""Benchmarks of the front ends: the page (``faces_view.py``), the page of a run in detail
+(``faces_run_page.py``), its list of runs (``faces_runs.py``),
 its verdict on training runs (``faces_training.py``), labelling (``faces_labels.py``), its links
 between values and calls (``faces_provenance.py``), and the server of runs (``faces_serve.py``).
 
@@ -18,6 +19,7 @@ import sys
 
 import faces_labels
 import faces_provenance
+import faces_run_page
 import faces_runs
 import faces_serve
 import faces_training
@@ -34,6 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     parts = (
         faces_view,
+        faces_run_page,
         faces_runs,
         faces_training,
         faces_labels,

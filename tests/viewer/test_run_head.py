@@ -10,6 +10,16 @@ from typing import Any
 import pytest
 
 from ramify import Store
+from ramify.types.event import (
+    CallEnded,
+    CallStarted,
+    CellRan,
+    ReplyReceived,
+    RequestStarted,
+    RunStarted,
+)
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Cell, Parent, Stop
 from ramify.viewer.page_script import page as exported
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.sibling_code import sibling_code
@@ -154,3 +164,70 @@ def test_code_is_compared_with_a_usual_sibling(world: World) -> None:
     assert same == other
     assert own == usual.replace("in rows", "in rows if row[0] == 'east'")
     assert sibling_code(run, "0")["cells"] == []
+
+
+def test_list_and_picture_have_the_same_order_and_filter(browser: Any, world: World) -> None:
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        canvas, order = (
+            page.locator("canvas[data-drawn='32']"),
+            page.get_by_label("what positions mean"),
+        )
+        canvas.wait_for()
+        page.get_by_role("button", name="cost").click()
+        assert order.input_value() == "cost"
+        page.wait_for_timeout(100)  # the next frame
+        canvas.click(position={"x": 60, "y": 56})  # the child that used most is at the left
+        page.locator(".crumbs b", has_text=re.compile(r"call 0\.24$")).wait_for()
+        order.select_option("tokens")
+        assert page.get_by_label("filter calls").input_value() == "sort:tokens"
+        page.get_by_label("what colours mean").select_option("cost")
+        assert re.search(r"less.*more, up to \$0\.00\d+", text(page, ".legend"), re.DOTALL)
+        order.select_option("start")
+        assert page.get_by_label("filter calls").input_value() == ""
+
+
+def test_rows_of_a_live_run_keep_their_place(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    journal = store.create("20260301-000000-live")
+
+    def call(n: int, cost: float) -> None:
+        id, question = f"0.{n}", f"Sum the revenue column of sheet {n}"
+        reply = Reply(Message("assistant", "x"), Usage(9, 9, calls=1), cost=cost)
+        for event in (
+            CallStarted(at_s=n, id=id, kind="lm", model="m", depth=1, question=question, parent=Parent("0", 0, 0)),
+            RequestStarted(at_s=n, call=id, turn=0, reused=0, prompt=(), prompt_hash="0" * 64),
+            ReplyReceived(at_s=n, call=id, turn=0, reply=reply),
+            CallEnded(at_s=n + 0.5, id=id, stop=Stop.FINAL, answer=str(n)),
+        ):  # fmt: skip
+            journal.append(event)
+
+    journal.append(RunStarted(id=journal.id, question="live?", started_at=1.7e9))
+    journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="live?"))
+    for n, cost in ((1, 0.1), (2, 0.3), (3, 0.2), (4, 0.05)):
+        call(n, cost)
+    with served(store.root) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/{journal.id}")
+        rows, again = (
+            page.locator(".call-row:visible .text"),
+            page.get_by_role("button", name="sort again"),
+        )
+        page.locator(".status.live").wait_for()
+        page.locator(".call-row .text", has_text="…sheet 4").wait_for()
+        journal.append(CellRan(at_s=9.0, call="0", turn=0, cell=0, result=Cell("x = 1")))
+        call(5, 0.5)
+        page.locator(".call-row .text", has_text="…sheet 5").wait_for()
+        assert rows.count() == 6  # they were seen as single rows, and stay
+        page.get_by_role("button", name="cost").click()
+        assert rows.all_inner_texts()[:2] == ["…sheet 5", "…sheet 2"]
+        assert not again.is_visible()
+        call(6, 0.7)
+        page.locator(".call-row .text", has_text="…sheet 6").wait_for()
+        told = [each for each in rows.all_inner_texts() if each != "live?"]
+        assert told == [f"…sheet {n}" for n in (5, 2, 3, 1, 4, 6)]
+        again.click()
+        assert rows.all_inner_texts()[0] == "…sheet 6"
+    journal.close()
+    with served(store.root) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/{journal.id}")
+        page.locator(".call-row .text", has_text="6 alike: sheet 1 … sheet 6").wait_for()

@@ -40,6 +40,7 @@ export class VirtualList {
   set(length) {
     this.length = length;
     this.space.style.height = `${length * this.rowHeight}px`;
+    this.box.style.setProperty("--all-rows", this.space.style.height);
     this.draw(true);
   }
 

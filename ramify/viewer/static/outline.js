@@ -214,7 +214,9 @@ export class Outline {
       isPlain = calls[0].kind !== "rlm" && !cell.some((index) => this.children.has(index)),
       isMany = isPlain && cell.length > TOGETHER;
     if (known && !(known === "single" && isMany)) return known;
-    const isOver = calls.every((call) => call.stop !== null) || !this.run.alive,
+    const { parent, turn } = calls[0],
+      made = this.run.calls[parent],
+      isOver = !this.run.alive || !made || made.stop !== null || made.turns > turn + 1,
       apart = calls.filter(isApart).length;
     let form = isMany ? "whole" : "single";
     if (isOver && apart <= MAX_APART && !known)
@@ -371,7 +373,7 @@ export class Outline {
 
 // Whether a call has a row of its own between calls that are alike.
 function isApart(call) {
-  return Boolean(call.failed || call.outlier || (call.stop !== null && call.stop !== "final"));
+  return Boolean(call.failed || call.outlier || call.stop !== "final");
 }
 
 // Whether questions have the same words around what tells them apart, or are the same.

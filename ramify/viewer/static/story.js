@@ -41,7 +41,7 @@ export class Story {
     });
     this.folds = [
       new FoldedText(this.question, { share: 0.06, least: 48, label: "question" }),
-      new FoldedText(this.answer, { share: 0.27, least: 128, label: "answer" }),
+      new FoldedText(this.answer, { share: 0.3, least: 128, label: "answer" }),
     ];
     this.ending = h("span.ending");
     this.note = h("p.review-note", { hidden: true });
