@@ -30,11 +30,15 @@ from ramify.errors import ConfigError, StoreError, UnknownRun
 from ramify.evaluate.modes import CHARS_PER_TOKEN, ModelRoom, mode_of
 from ramify.evaluate.run import EvaluationPlan, EvaluationRecord, EvaluationRecords, split_of
 from ramify.evaluate.systems.attempt import system_of
-from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
-from ramify.tasks.base import TASKS, Task, task_of
+from ramify.store.private_files import (
+    EVALUATIONS,
+    FILE_MODE,
+    MATRIX,
+    make_folder,
+    write_all,
+)
+from ramify.tasks.base import DATA_SUFFIXES, TASKS, Task, task_of
 
-MATRIX = ".matrix"
-"""Ending of the file of a matrix."""
 AXES = ("suite", "family", "length", "model", "mode", "scaffold")
 """Names of a cell's coordinates, in the order of the rows."""
 _LENGTH = re.compile(r"(\d{1,9})\s*([km]?)", re.IGNORECASE)
@@ -224,11 +228,14 @@ def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
 
 
 def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
-    """The options of a task that is made by a function; none of others."""
+    """The options of a task that is made by a function; none of others. Raises ConfigError for an
+    unknown task."""
+    if suite.endswith(DATA_SUFFIXES) or suite.startswith(("hf:", "verifiers:")):
+        return {}
+    make = TASKS.of(suite)
     try:
-        make = TASKS.of(suite)
         return inspect.signature(make).parameters if callable(make) else {}
-    except (ConfigError, ValueError, TypeError):  # rows of a file; errors are reported by task_of
+    except (ValueError, TypeError):  # a function in C
         return {}
 
 

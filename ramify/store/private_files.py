@@ -37,6 +37,9 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
 """Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
+MATRIX = ".matrix"
+"""Ending of the file of a matrix in that folder. Names of its evaluations begin with its name;
+``evaluate/matrix.py`` writes it."""
 TOKENIZED = "tokenized"
 """Folder of a store with token ids of its conversations; ``train/data/stored_tokens.py`` writes
 it."""

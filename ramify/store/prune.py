@@ -21,7 +21,14 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import open_locked, writer, writer_file
 from ramify.store.live_text import delete_unused, live_file
-from ramify.store.private_files import EVALUATIONS, TOKENIZED, BlobStore, StoreSize, remove_file
+from ramify.store.private_files import (
+    EVALUATIONS,
+    MATRIX,
+    TOKENIZED,
+    BlobStore,
+    StoreSize,
+    remove_file,
+)
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
@@ -86,7 +93,16 @@ class StorePruner:
             deleted = {*removed.runs, *removed.evaluations}
             remaining = [path for path in (*oldest_first, *records) if path.stem not in deleted]
             self._fit(max_bytes, sorted(remaining, key=lambda path: path.stat().st_mtime), removed)
+        if removed.evaluations:
+            self._delete_matrices()
         return removed
+
+    def _delete_matrices(self) -> None:
+        """Delete the matrices whose evaluations are all deleted."""
+        folder = self._root / EVALUATIONS
+        for path in folder.glob(f"*{MATRIX}"):
+            if not any(folder.glob(f"{path.name.removesuffix(MATRIX)}-*.jsonl")):
+                remove_file(path)
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
         """Like ``remove``, with one scan for all. Journals that a process has begun to write again

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.evaluate.matrix import MATRIX, MatrixPlan, read_matrix
+from ramify.evaluate.matrix import MatrixPlan, read_matrix
 from ramify.evaluate.matrix_report import MatrixReport, is_right, matrix_report, reason_of
 from ramify.evaluate.money_curves import matrix_money, money_tables
 from ramify.evaluate.run import AttemptOutcome, read_evaluation
+from ramify.store.private_files import MATRIX
 from ramify.viewer.page_script import offline_page
 from ramify.viewer.run_library import RunLibrary
 

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.evaluate.matrix import MATRIX, read_matrix
+from ramify.evaluate.matrix import read_matrix
 from ramify.evaluate.run import read_evaluation
 from ramify.store.base import RunStore
 from ramify.store.journal import JournalFile, writer
 from ramify.store.private_files import EVALUATIONS as EVALUATIONS
+from ramify.store.private_files import MATRIX
 from ramify.store.reviews import RunReview, Verdict, listed_reviews, review_file
 from ramify.store.short_events import ShortTrajectory
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise

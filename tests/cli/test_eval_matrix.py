@@ -145,6 +145,7 @@ def test_wrong_axes_are_refused_before_anything_is_asked(shell: Shell) -> None:
     words = ("--model", shell.model([]), "-q")
     for suite, arguments, message in (
         ("needle,legder", (), "unknown task 'legder': did you mean 'ledger'"),
+        ("legder", ("--lengths", "1k"), "unknown task 'legder': did you mean 'ledger'"),
         ("needle", ("--yes",), "--yes: only with --lengths"),
         ("mixture", ("--lengths", "1k"), "mixture has no lengths (an option 'tokens')"),
     ):

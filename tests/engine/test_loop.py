@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import Citation, JailSpec, SandboxSpec, Scaffold, Stop, Store
+from ramify import Citation, JailSpec, Limits, SandboxSpec, Scaffold, Stop, Store
 from ramify.engine.action import FinalAnswer, ParsedAction, read_action
 from ramify.errors import ConfigError, ModelError, SandboxError, WeakSandboxWarning
 from ramify.types.message import Message, Reply, ToolCall
@@ -346,6 +346,32 @@ def test_small_context_is_answered_by_one_direct_call() -> None:
         result = r.completion(TEXT, "How many?")
     assert (result.response, len(model.requests), result.trajectory.root.kind) == ("Six.", 1, "lm")
     assert model.requests[0].messages[-1].content == f"{TEXT}\n\nQuestion: How many?"
+
+
+def test_direct_always_answers_with_one_plain_call_however_long_the_context_is(
+    tmp_path: Path,
+) -> None:
+    """The scaffold gives sessions even to short contexts. A resumed run decides as the first."""
+    store, long = Store(tmp_path), "word " * 20_000
+    model = client([Reply(Message("assistant", "Ma"), finish="length"), "Many."])
+    with rlm(model, store=store, limits=Limits(max_reply_tokens=10)) as r:
+        first = r.completion(long, "How many?", direct="always")
+        again = r.resume(first.trajectory.id, limits=Limits(max_reply_tokens=20))
+    assert (first.stop, again.response) == (Stop.MAX_TOKENS, "Many.")
+    assert [call.kind for call in again.trajectory.calls] == ["lm"]
+    assert [long in each.messages[-1].content for each in model.requests] == [True, True]
+
+
+def test_direct_always_is_refused_for_what_only_a_session_can_do() -> None:
+    for options, asked, message in (
+        ({"tools": {"look": len}}, {}, "this question has tools or prepares a session"),
+        ({"branches": 2}, {}, "which has neither branches nor a next question"),
+        ({}, {"direct": "allways"}, "direct is 'allways': give True, False or 'always'"),
+    ):
+        model = client([])
+        with rlm(model, **options) as r, pytest.raises(ConfigError, match=message):
+            r.completion(TEXT, "How many?", **{"direct": "always", **asked})
+        assert model.requests == []
 
 
 def test_question_without_context_gets_direct_typed_answer() -> None:

@@ -178,6 +178,21 @@ def test_score_of_alike_items_has_an_exact_interval() -> None:
         score_with_interval([])
 
 
+def test_score_that_is_nearly_always_0_or_1_is_not_certain() -> None:
+    """Partial scores next to 0 or 1, of which a resampling would make an interval of no width."""
+    low = score_with_interval([0.0] * 9 + [1e-9])
+    assert low.value == pytest.approx(0, abs=1e-9)
+    assert low.high >= share_with_interval(0, 10).high
+    high = score_with_interval([1.0] * 9 + [0.999])
+    assert high.low <= share_with_interval(9, 10).low
+    # With enough items in between, resampling is right.
+    spread = [0.0] * 20 + [0.25, 0.5, 0.75, 0.3, 0.6]
+    assert score_with_interval(spread) == mean_with_interval(spread)
+    change = paired_difference([0.5] + [0.2] * 9, [0.5] * 1 + [0.2] * 8 + [0.7])
+    assert change.low < -0.1 < 0 < change.high
+    assert paired_difference([1e-9] + [0.0] * 3, [0.0] * 4).high >= 0.5
+
+
 def test_difference_of_right_and_wrong_items_agrees_with_the_sign_test() -> None:
     """Five that got better of five that changed have p = 0.0625, six have p = 0.031."""
     five, six = (paired_difference([1.0] * 10, [0.0] * n + [1.0] * (10 - n)) for n in (5, 6))

@@ -282,6 +282,9 @@ def test_evaluations_are_pruned_by_the_same_rules(store: Store):
     old.close()
     middle.close()
     write_run(store, IDS[0])
+    # A matrix goes with the last of its evaluations.
+    matrix = store.root / "evaluations" / f"{paths[2].stem.removesuffix('-new')}.matrix"
+    matrix.write_text("{}")
     assert store.prune(older_than_s=7 * 86400).evaluations == [paths[0].stem]
     assert (store.prune(keep_last=2).evaluations, ids(store)) == ([], [IDS[0]])
     removed = store.prune(max_bytes=0)
@@ -290,5 +293,6 @@ def test_evaluations_are_pruned_by_the_same_rules(store: Store):
         [paths[1].stem],
     )  # the newest is being written
     new.close()
+    assert matrix.exists()
     assert store.prune(keep_last=0).evaluations == [paths[2].stem]
     assert not list((store.root / "evaluations").iterdir())
