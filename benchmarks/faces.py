@@ -1,7 +1,8 @@
 """Benchmarks of the front ends: the page (``faces_view.py``), the page of a run in detail
-(``faces_run_page.py``), its list of runs (``faces_runs.py``),
-its verdict on training runs (``faces_training.py``), labelling (``faces_labels.py``), its links
-between values and calls (``faces_provenance.py``), and the server of runs (``faces_serve.py``).
+(``faces_run_page.py``), its list of runs (``faces_runs.py``), its verdict on training runs
+(``faces_training.py``), labelling (``faces_labels.py``), sharing and comparing
+(``faces_share.py``), its links between values and calls (``faces_provenance.py``), and the server
+of runs (``faces_serve.py``).
 
     python benchmarks/faces.py            print a table; --quick for fewer rounds, within five
                                           minutes
@@ -22,6 +23,7 @@ import faces_provenance
 import faces_run_page
 import faces_runs
 import faces_serve
+import faces_share
 import faces_training
 import faces_view
 from engine import show
@@ -40,6 +42,7 @@ def main() -> int:
         faces_runs,
         faces_training,
         faces_labels,
+        faces_share,
         faces_provenance,
         faces_serve,
     )

@@ -9,6 +9,7 @@ supplies text.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify import map as run_map
 from ramify.clients.base import Price
+from ramify.errors import RamifyError
 from ramify.testing.scripted import ByteTokenIds, refused
 from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
@@ -214,6 +216,38 @@ def other_way(store: Store) -> str:
     ]
     with rlm(lines, store) as made:
         return made.completion(LOG, QUESTION).run_id or ""
+
+
+REVENUE = "What is the revenue of all sheets?"
+
+
+def revenue(
+    store: Store,
+    *,
+    odd: str = "",
+    odd_sheet: int = 2,
+    says: str = "print(sums)",
+    question: str = REVENUE,
+    fails: bool = False,
+) -> None:
+    """A run that asks for the revenue of four sheets and adds them up. ``odd`` is a wrong reply
+    about ``odd_sheet``. ``says`` follows the question in its cell; without ``sums`` in it, the
+    answer is always 7. ``fails``: the model refuses each request."""
+
+    def tell(messages: tuple[Message, ...]) -> Any:
+        if fails:
+            return refused(text="the key is unknown")
+        if messages[0].role != "system":
+            number = int(messages[-1].content.split()[-1].rstrip("?"))
+            return odd if odd and number == odd_sheet else f"{30_000 + number:,}"
+        if sum(message.role == "assistant" for message in messages) == 0:
+            ask = "sums = llm_query_batched([f'revenue of sheet {n}?' for n in range(4)])"
+            return f"```repl\n{ask}\n{says}\n```"
+        total = "sum(int(each.replace(',', '')) for each in sums)" if "sums" in says else "7"
+        return f"```repl\nFINAL({total})\n```"
+
+    with rlm(tell, store, ALWAYS, ids=None) as made, contextlib.suppress(RamifyError):
+        made.completion("data", question)
 
 
 def hostile(store: Store) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from ramify import Store
-from ramify.errors import RamifyError
-from ramify.testing.scripted import refused
 from ramify.types.event import CallStarted, RequestStarted, RunStarted
 from ramify.types.message import Message
 from tests.viewer import golden
 from tests.viewer.browser import AXE, photograph, served, tab, violations
 from tests.viewer.page_helpers import text
 
-QUESTION = "What is the revenue of all sheets?"
-CODE = "sums = llm_query_batched([f'revenue of sheet {n}?' for n in range(4)])"
+QUESTION = golden.REVENUE
 
 
 class Sheets(NamedTuple):
@@ -42,27 +38,6 @@ class Sheets(NamedTuple):
     """Two runs of 2,000 calls, one of which differs."""
 
 
-def asked(store: Store, *, odd: str = "", says: str = "print(sums)", **options: Any) -> None:
-    def tell(messages: tuple[Message, ...]) -> Any:
-        if options.get("fails"):
-            return refused(text="the key is unknown")
-        if messages[0].role != "system":
-            number = re.search(r"sheet (\d+)", messages[-1].content)
-            assert number is not None
-            return odd if odd and number[1] == "2" else f"{30_000 + int(number[1]):,}"
-        if sum(message.role == "assistant" for message in messages) == 0:
-            return f"```repl\n{CODE}\n{says}\n```"
-        total = "sum(int(each.replace(',', '')) for each in sums)" if "sums" in says else "7"
-        return f"```repl\nFINAL({total})\n```"
-
-    question = options.get("question", QUESTION)
-    with golden.rlm(tell, store, golden.ALWAYS, ids=None) as made:
-        try:
-            made.completion("data", question)
-        except RamifyError:
-            assert options.get("fails")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def sheets(tmp_path_factory: pytest.TempPathFactory) -> Sheets:
     """Made before the browser, which has its own event loop."""
@@ -70,7 +45,7 @@ def sheets(tmp_path_factory: pytest.TempPathFactory) -> Sheets:
     known: list[str] = []
 
     def made(**options: Any) -> str:
-        asked(store, **options)
+        golden.revenue(store, **options)
         (new,) = {run.id for run in store.runs()} - set(known)
         known.append(new)
         return new
