@@ -197,11 +197,12 @@ def plan() -> Iterator[Walk]:
     from ramify import plans
     from ramify.testing.scripted import ScriptedClient
 
-    recorder = Recorder("engine/model_requests.py:ask")
+    moments = ("engine/leaf_calls.py:ask_all", "engine/model_requests.py:ask")
+    recorder = Recorder(*moments)
     steps = plans.split("lines") | plans.map(plans.Leaf("Read it.")) | plans.concat()
     with recorder.recording(), ramify.RLM(ScriptedClient(lambda _: "read")) as rlm:
         rlm.completion("a\n", "What is it?", strategy=plans.PlanStrategy(steps))
-    yield walk_of("A plan answers", recorder.at("engine/model_requests.py:ask"))
+    yield walk_of("A plan answers", recorder.at(*moments))
 
 
 def ask_from_outside() -> Iterator[Walk]:

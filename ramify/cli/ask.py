@@ -29,6 +29,7 @@ from ramify.logging import collect_warnings
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
+    from ramify.plans.plan_strategy import PlanStrategy
     from ramify.sandbox.base import SandboxSpec
     from ramify.sources.base import LoadedContext
     from ramify.store.base import RunStore
@@ -158,6 +159,13 @@ OF_ONE_QUESTION = (
         "print the prompt, what would be loaded and what it would cost; send nothing",
         has_no=False,
     ),
+    OptionSpec(
+        "mode",
+        str,
+        "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it) or "
+        "direct (one plain call of any length); default: direct for a small input, else free",
+        "free|plan|direct",
+    ),
     OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
     OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
     OptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
@@ -165,6 +173,7 @@ OF_ONE_QUESTION = (
     OptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
     OptionSpec("prompt", str, "with --from: text in place of that prompt's last message", "FILE"),
 )
+MODES = ("free", "plan", "direct")
 KINDS: dict[str, Any] = {
     option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
 }
@@ -176,8 +185,10 @@ def ask(
     answer_schema: str | None = None,
     resume: str | None = None,
     dry_run: bool | None = None,
+    mode: str | None = None,
     **given: Any,
 ) -> int:
+    _check_mode(mode, resume, bool(dry_run), given["direct"])
     turn = given.pop("from", None)
     edit = {name: given.pop(name, None) for name in ("call", "code", "prompt")}
     if turn is not None and resume is None:
@@ -214,10 +225,31 @@ def ask(
     if not settings.get("model"):
         write(NO_MODEL)
         return ExitCode.USAGE
+    if mode == "free":
+        settings["direct"] = False
     if dry_run:
         return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
     with exporting(notes), ProgressScreen(notes, form) as screen:
-        return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen)
+        return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen, mode)
+
+
+def _check_mode(
+    mode: str | None, resume: str | None, is_dry_run: bool, direct: bool | None
+) -> None:
+    """Raise UsageError for a mode that there is not, or that another option contradicts."""
+    if mode is None:
+        return
+    if mode not in MODES:
+        raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
+    if resume is not None:
+        raise UsageError("--resume continues the run in its own mode: remove --mode")
+    if direct is not None:
+        raise UsageError("--mode and --direct decide the same: give only --mode")
+    if is_dry_run and mode != "free":
+        raise UsageError(
+            f"--dry-run shows the prompt of a session, and --mode {mode} has none: remove one of "
+            "them, or see a plan with ramify plan"
+        )
 
 
 def open_notes(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrNotes:
@@ -320,9 +352,11 @@ def _ask(
     answer_schema: str | None,
     settings: dict[str, Any],
     screen: ProgressScreen,
+    mode: str | None,
 ) -> int:
     spec = sandbox_spec(settings)
-    _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
+    has_session = mode not in ("plan", "direct") and _needs_session(paths, settings)
+    _warm_up(settings["model"], spec if has_session else None)
     from ramify.cli import ask_runner
     from ramify.engine.question import RunOptions
 
@@ -331,9 +365,24 @@ def _ask(
         rlm = make_rlm(settings, spec, open_store(settings), tools)
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
-        options = RunOptions(answer_type=schema, cite=cite, cache=cache)
+        options = RunOptions(
+            answer_type=schema,
+            cite=cite,
+            cache=cache,
+            direct="always" if mode == "direct" else True,
+            strategy=_plan_of(question) if mode == "plan" else None,
+        )
         asked = ask_runner.AskRequest(question, loaded, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
+
+
+def _plan_of(question: str) -> PlanStrategy:
+    """Return the ready plan that the words of ``question`` ask for."""
+    from ramify.plans.plan_strategy import PlanStrategy
+    from ramify.plans.ready_plans import plan_for, ready_plan
+
+    chosen = plan_for(question)
+    return PlanStrategy(ready_plan(chosen.name), f"{chosen.name}: {chosen.reason}")
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:

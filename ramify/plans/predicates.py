@@ -103,7 +103,8 @@ class Relevance(
 
         if not has_tantivy():
             raise ConfigError(
-                "BM25 needs tantivy: pip install 'ramify[inputs]', or leave the filter out"
+                "BM25 needs tantivy: pip install 'ramify[inputs]', or read every part "
+                "(search(top=0), --top 0)"
             )
         if len(items) <= self.top:
             return [True] * len(items)

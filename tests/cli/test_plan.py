@@ -95,3 +95,24 @@ def test_bad_input_is_one_line(shell: Shell, options: list[str], message: str) -
     assert done.code == 2, done.err
     assert done.err.count("\n") == 1
     assert re.search(message, done.err), done.err
+
+
+def test_ask_has_the_mode_of_a_plan(shell: Shell) -> None:
+    shell.write("mail.txt", MAIL)
+    script = [{"match": "counted", "reply": "2"}, {"match": ".", "reply": '["buy", "see", "buy"]'}]
+    model = shell.model(script)
+    done = shell.run("ask", "How many buy?", "mail.txt", "--mode", "plan", "--model", model)
+    assert (done.code, done.out) == (0, "2\n")
+    shown = shell.run("show", done.err.split()[-1]).out
+    assert "plan (aggregate: the question says 'How many')" in shown
+    direct = shell.run("ask", "Who?", "mail.txt", "--mode", "direct", "--model", model)
+    assert "1 request" in direct.err
+    for more, message in (
+        (["--mode", "plans"], "--mode plans is unknown: give free, plan, direct"),
+        (["--mode", "plan", "--no-direct"], "--mode and --direct decide the same"),
+        (["--mode", "plan", "--dry-run"], "see a plan with ramify plan"),
+        (["--mode", "plan", "--cite"], "a strategy cannot be combined with citations"),
+    ):
+        wrong = shell.run("ask", "How many?", "mail.txt", *more, "--model", model, "-q")
+        assert (wrong.code, wrong.out) == (2, "")
+        assert message in wrong.err
