@@ -4,7 +4,7 @@
     caller (a process) ──> bare proxy ──> scripted server           reads and writes bytes, no more
 
 Both are in this process, one after the other, with the same requests. The CPU time of this process
-is compared, since seconds on a busy machine say little; the median seconds are printed beside it.
+is compared, since seconds on a busy machine say little; the median seconds are only printed.
 Not here: whether budgets are kept (see ``suites.py``).
 """
 
@@ -171,7 +171,6 @@ async def overhead(url: str, count: int) -> list[Figure]:
                         1000 * waited,
                         "ms",
                         {},
-                        floor=ADDED_MS,
                     ),
                 ]
     return found

@@ -117,7 +117,9 @@ async def until_refused(client: openai.AsyncOpenAI, options: dict[str, Any]) -> 
 def test_no_caller_passes_its_budget_by_one_token(
     options: dict[str, Any], is_parallel: bool
 ) -> None:
-    model, budget = talkative(), SeatBudget(max_tokens=20_011)
+    # With a latency, requests of a parallel caller are in flight at the same time.
+    model = talkative(latency_s=0.002 if is_parallel else 0.0)
+    budget = SeatBudget(max_tokens=20_011)
 
     async def work(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
         asking = [until_refused(client, options) for _ in range(8 if is_parallel else 1)]
