@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 from collections.abc import Collection
-from difflib import get_close_matches
 
 from ramify import __version__
 from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_option
@@ -161,6 +160,8 @@ def _run(arguments: list[str]) -> int:
         if longer and options[:1] in (["--help"], ["-h"]):
             print("\n".join([f"usage: ramify {name} COMMAND …", "", *_listed(longer)]))
             return ExitCode.ANSWERED
+        from difflib import get_close_matches
+
         close = ["' or '".join(longer)] if longer else get_close_matches(name, COMMANDS, n=1)
         hint = (
             f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"

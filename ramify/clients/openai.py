@@ -8,17 +8,20 @@ defines addresses and differences between providers. Not here: rate limiting, re
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from ramify.clients import chat_json, responses_json
+from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, Price, Request
-from ramify.clients.batches import OpenAIBatches
 from ramify.clients.json_api import JsonApi
 from ramify.clients.providers import RESPONSES_PATH, Endpoint
 from ramify.clients.vision import known_vision
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
+
+if TYPE_CHECKING:
+    from ramify.clients.batches import OpenAIBatches
 
 
 class OpenAIClient:
@@ -42,7 +45,11 @@ class OpenAIClient:
         self.continues = bool(endpoint.provider.continue_fields)
         """True if a request that ends with a part of a reply is answered with its rest."""
         self._endpoint = endpoint
-        self._format = responses_json if endpoint.url.endswith(RESPONSES_PATH) else chat_json
+        self._format: ModuleType = chat_json
+        if endpoint.url.endswith(RESPONSES_PATH):
+            from ramify.clients import responses_json
+
+            self._format = responses_json
         self._limit_field = endpoint.limit_field
         self._wire = wire
         self._api = JsonApi(name, endpoint, wire, self._format, streams=streams)
@@ -70,6 +77,8 @@ class OpenAIClient:
     def batches(self) -> OpenAIBatches:
         """Return the batch API of the model. Raises ConfigError if its provider has none that is
         known here."""
+        from ramify.clients.batches import OpenAIBatches
+
         if not self.name.startswith("openai:"):
             provider = self._endpoint.provider.title
             raise ConfigError(
@@ -77,7 +86,7 @@ class OpenAIClient:
                 "anthropic, or ask without a batch"
             )
         base, slash, path = self._endpoint.url.rpartition(
-            RESPONSES_PATH if self._format is responses_json else "/chat/completions"
+            RESPONSES_PATH if self._format is not chat_json else "/chat/completions"
         )
         headers = self._endpoint.headers
         return OpenAIBatches(

@@ -97,7 +97,7 @@ async def decode_reply(
     except HelperError as error:
         return _reply(_Decoded(None, "too much", f"the reply cannot be decoded: {error}"))
     # Building a long text takes long. In a thread it may slow the loop, but it blocks no callback.
-    return _reply(await asyncio.to_thread(_decode_answer, answer))
+    return _reply(await asyncio.to_thread(msgspec.msgpack.decode, answer, type=_Decoded))
 
 
 def is_large(body: bytes) -> bool:
@@ -167,11 +167,9 @@ def _problem(what: str, number: int, most: int) -> str:
 
 def decode_in_helper(task: bytes, body: bytes) -> bytes:
     """Decode ``body`` in a helper process."""
-    given = _decode_task(task)
+    given = msgspec.msgpack.decode(task, type=_Task)
     format = importlib.import_module(given.format)
     return _encode(_decode_in_place(format, body, given.model, given.bound, given.seconds))
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_task = msgspec.msgpack.Decoder(_Task).decode
-_decode_answer = msgspec.msgpack.Decoder(_Decoded).decode

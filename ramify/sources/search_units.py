@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from ramify.lazy_pattern import lazy_pattern
 from ramify.sandbox.base import MappedText
 
 Shape = Literal["lines", "passages"]
@@ -38,16 +39,16 @@ _BLANK_SHARE = 0.02
 _NEAR_CHARS = 20_000
 """Number of characters before a hit in which its heading is searched."""
 _PAGE_CHARS = 200_000
-_BREAK = re.compile(r"\n(?=#{1,6} |--- page \d+ ---$|<!-- Slide number: \d+ -->)", re.MULTILINE)
+_BREAK = lazy_pattern(r"\n(?=#{1,6} |--- page \d+ ---$|<!-- Slide number: \d+ -->)", re.MULTILINE)
 """The position before a heading or a page."""
-_BLANK = re.compile(r"\n[ \t\r]*\n")
-_PAGE = re.compile(r"^(?:---|<!--) ((?:page|Slide number:) \d+) (?:---|-->)$", re.MULTILINE)
-_HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
+_BLANK = lazy_pattern(r"\n[ \t\r]*\n")
+_PAGE = lazy_pattern(r"^(?:---|<!--) ((?:page|Slide number:) \d+) (?:---|-->)$", re.MULTILINE)
+_HEADING = lazy_pattern(r"^#{1,6} +(.+)$", re.MULTILINE)
 _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\U00020000-\U0003134f"
 )
-_RUN = re.compile(f"[{_UNSPACED}]+")
+_RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
 class TextLayout(msgspec.Struct, frozen=True):

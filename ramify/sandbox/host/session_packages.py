@@ -18,7 +18,6 @@ them (see ``jail/walls.py``).
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import site
@@ -165,6 +164,8 @@ def _is_package(folder: str) -> bool:
 
 def _remedy(name: str) -> str:
     """Suggest what to do: a distribution's name often differs from its import name."""
+    import importlib.metadata  # 15 ms, only for an error
+
     normalized = name.lower().replace("_", "-")
     import_names = sorted(
         imported
