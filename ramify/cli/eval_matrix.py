@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -117,11 +118,11 @@ class MatrixCommand:
     def _run(self, plan: MatrixPlan, tasks: Any, *, is_new: bool) -> ExitCode:
         from ramify.evaluate.matrix import MatrixRecords
 
-        for cell in plan.cells:
-            settings = {**cell.plan.settings, "model": cell.plan.model}
+        for model in dict.fromkeys(cell.plan.model for cell in plan.cells):
+            settings = {**plan.first.settings, "model": model}
             check_prices(settings, settings.get("max_cost"))
-            if plan.has_systems:
-                check_comparable(settings)
+        if plan.has_systems:
+            check_comparable(plan.first.settings)
         records = None if self._store is None else MatrixRecords(self._store.root)
         with contextlib.ExitStack() as stack:
             opened: dict[str, EvaluationRecord] = {}
@@ -171,7 +172,7 @@ class MatrixCommand:
             self._screen.clear()
             return self._shown(plan, evaluations, is_stored=records is not None)
 
-    def _rlm(self, plan: Any, tools: Any) -> RLM:
+    def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
         """The RLM of a cell's plan. Cells that differ only in their mode share one, so that they
         share its model and its rate limit."""
         is_direct = plan.settings["mode"] == "direct"
@@ -189,8 +190,8 @@ class MatrixCommand:
     async def _check(
         self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationRecord]
     ) -> None:
-        """Find out what the matrix may take, say it, and ask whether to begin. Raises ConfigError
-        for a model that cannot be asked."""
+        """Print the number of attempts and what they may cost, and ask whether to begin. Raises
+        ConfigError for a model that cannot be asked, and _NotConfirmed."""
         from ramify.engine.limits import DEFAULT_MAX_COST
         from ramify.evaluate.matrix import estimate
         from ramify.evaluate.modes import room_of
@@ -212,10 +213,8 @@ class MatrixCommand:
             raise _NotConfirmed
         self._notes.say(f"ramify: {shown}")
         is_asked = not self._options.is_confirmed and found.attempts
-        if is_asked and sys.stdin.isatty() and sys.stderr.isatty():
-            print("begin? [Y/n] ", end="", file=sys.stderr, flush=True)
-            if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
-                raise _NotConfirmed
+        if is_asked and sys.stdin.isatty() and sys.stderr.isatty() and not _is_confirmed():
+            raise _NotConfirmed
 
     @property
     def _json(self) -> bool:
@@ -326,6 +325,17 @@ class MatrixCommand:
                 print(json_line({"matrix": plan.id, **row.place, "money": points}))
         elif lines := money_text(money_tables(rows)):
             print("\n" + "\n".join(lines))
+
+
+def _is_confirmed() -> bool:
+    """Ask on the terminal whether to begin."""
+    print("begin? [Y/n] ", end="", file=sys.stderr, flush=True)
+    # The handler of asyncio would only cancel a task, which does not run while this waits.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return sys.stdin.readline().strip().lower() in ("", "y", "yes")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RunAttempts:

@@ -174,13 +174,14 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
     return MatrixPlan(
         id,
         tuple(
-            MatrixCell(_in_order(place), plan, f"{id}-{number:0{width}}-{_file_words(place)}")
+            MatrixCell(in_order(place), plan, f"{id}-{number:0{width}}-{_file_words(place)}")
             for number, (place, plan) in enumerate(plans)
         ),
     )
 
 
-def _in_order(place: Mapping[str, str]) -> dict[str, str]:
+def in_order(place: Mapping[str, str]) -> dict[str, str]:
+    """The coordinates of ``place`` in the order of ``AXES``."""
     return {axis: place[axis] for axis in AXES if axis in place}
 
 
@@ -283,7 +284,12 @@ def estimate(
         if is_direct and not room.fits(tokens or 0):
             unfit += num
             continue
-        bounds = [limit, room.max_cost(tokens or 0) if is_direct else None]
+        is_free = room.is_free and not cell.plan.settings.get("sub_model")
+        bounds = [
+            limit,
+            room.max_cost(tokens or 0) if is_direct else None,
+            0.0 if is_free else None,
+        ]
         known = [bound for bound in bounds if bound is not None]
         is_priced = is_priced and (not num or (room.price is not None and bool(known)))
         total += num * min(known, default=0.0)
@@ -327,7 +333,13 @@ class MatrixRecords:
             newest = max([*(path.stem for path in records), *known], default="")
             matches = [each for each in known if newest.startswith(each)]
         else:
-            matches = [each for each in known if each.startswith(id)] if id else []
+            # An evaluation of a matrix stands for it, since it has the mode of its cell.
+            stem = Path(id).name.removesuffix(".jsonl")
+            matches = [
+                each
+                for each in known
+                if id and (each.startswith(id) or stem.startswith(f"{each}-"))
+            ]
         if len(matches) > 1:
             raise UnknownRun(f"{len(matches)} matrices begin with {id!r}: the last is {known[-1]}")
         return read_matrix(self.path(matches[0])) if matches else None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.evaluate.evaluation_report import ALL, RIGHT, aligned, check_k
-from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan
+from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan, in_order
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.statistics import (
     MeanEstimate,
@@ -177,7 +177,7 @@ def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
                     for each in outcomes.get(cell.record, ())
                     if each.kind == kind
                 ]
-                place = _in_order({**cell.place, "family": kind or "(no kind)"})
+                place = in_order({**cell.place, "family": kind or "(no kind)"})
                 yield _RowGroup(place, (cell.record,), len(made), made, is_kind=True)
 
 
@@ -187,7 +187,7 @@ def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_
         others = tuple(value for axis, value in cell.place.items() if axis != "family")
         together.setdefault(others, []).append(cell)
     for each in together.values():
-        place = _in_order({**each[0].place, "family": ALL})
+        place = in_order({**each[0].place, "family": ALL})
         records = tuple(cell.record for cell in each)
         made = [(record, outcome) for record in records for outcome in outcomes.get(record, ())]
         yield _RowGroup(place, records, _num_planned(each), made)
@@ -195,10 +195,6 @@ def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_
 
 def _num_planned(cells: Sequence[MatrixCell]) -> int:
     return sum(cell.plan.items * cell.plan.attempts for cell in cells)
-
-
-def _in_order(place: Mapping[str, str]) -> dict[str, str]:
-    return {axis: place[axis] for axis in AXES if axis in place}
 
 
 def _mean(attempts: Sequence[AttemptOutcome]) -> float:

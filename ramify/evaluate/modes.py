@@ -41,6 +41,11 @@ class ModelRoom(msgspec.Struct, frozen=True):
     """Tokens of the window that are kept for the reply."""
     price: Price | None
 
+    @property
+    def is_free(self) -> bool:
+        """True if the model is known to cost nothing."""
+        return self.price is not None and not (self.price.input or self.price.output)
+
     def fits(self, tokens: int) -> bool:
         """True if a question and a context of ``tokens`` tokens fit into one call."""
         return tokens + _PROMPT_TOKENS + self.reply <= self.window

@@ -125,6 +125,9 @@ def test_dry_run_says_how_many_attempts_and_at_most_how_many_dollars(shell: Shel
         f"80 attempts, of which 20 do not fit and ask nothing; at most ${40 * 0.5 + 20 * plain:.2f}\n"
     )
     assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
+    free = {"input": 0.0, "output": 0.0}
+    shell.write("prices.json", json.dumps({asked[3]: free}))
+    assert shell.run(*asked, "--dry-run").out == "80 attempts; at most $0\n"
     unknown = shell.run(*given(shell, "--lengths", "1k", price=False), "--dry-run")
     assert "their cost is unknown, since a model has no known price" in unknown.out
 
@@ -177,8 +180,9 @@ def test_killed_matrix_continues_and_pays_nothing_twice(shell: Shell) -> None:
     again = {(record, each.item): each for record, each in _outcomes(records)}
     assert {place: again[place] for place in begun} == begun
     # A finished matrix shows its results again, and asks nothing.
-    once_more = shell.run("eval", "--resume", rows[0]["matrix"], "--json", "-q")
-    assert once_more.out == done.out
+    for id in (rows[0]["matrix"], rows[0]["records"][0]):
+        once_more = shell.run("eval", "--resume", id, "--json", "-q")
+        assert once_more.out == done.out
 
 
 def _outcomes(records: MatrixRecords) -> list[tuple[str, AttemptOutcome]]:
