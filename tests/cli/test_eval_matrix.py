@@ -127,7 +127,7 @@ def test_dry_run_says_how_many_attempts_and_at_most_how_many_dollars(shell: Shel
     assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
     free = {"input": 0.0, "output": 0.0}
     shell.write("prices.json", json.dumps({asked[3]: free}))
-    assert shell.run(*asked, "--dry-run").out == "80 attempts; at most $0\n"
+    assert shell.run(*asked, "--dry-run").out == "80 attempts; at most $0.00\n"
     unknown = shell.run(*given(shell, "--lengths", "1k", price=False), "--dry-run")
     assert "their cost is unknown, since a model has no known price" in unknown.out
 
