@@ -28,11 +28,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ramify.errors import ConfigError, nearest
 from ramify.extras.suites.planting import Fact, filler_of, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    MIN_TOKENS,
     PublicFile,
     Row,
     chosen_families,
@@ -95,7 +96,7 @@ def code_qa(
     for split, source in zip(SPLITS, sources, strict=True):
         if source is not None:
             splits[split] = _of_domains(split, splits[split], wanted)
-    return SimpleTask("code_qa", splits, choice)
+    return msgspec.structs.replace(task, splits=splits)
 
 
 def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
@@ -251,8 +252,7 @@ _QUESTIONS: Mapping[str, Callable[[random.Random, Sequence[str]], Asked]] = {
     "caller": _caller,
     "order": _order,
 }
-FAMILIES = dict.fromkeys(_QUESTIONS, MIN_TOKENS)
-"""Family -> fewest tokens of its text."""
+FAMILIES = tuple(_QUESTIONS)
 
 
 # --- filler ---------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ import msgspec
 from ramify.extras.suites.planting import filler_of, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    MIN_TOKENS,
     PublicFile,
     Row,
     chosen_families,
@@ -41,8 +40,7 @@ from ramify.extras.suites.wording import ADJECTIVES, NOUNS, sentence, sentences
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import MAX_CHARS, as_text
 
-FAMILIES = {f"needles_{number}": MIN_TOKENS for number in (2, 4, 8)}
-"""Family -> fewest tokens of its text."""
+FAMILIES = tuple(f"needles_{number}" for number in (2, 4, 8))
 _FORMS = (
     "poem",
     "song",

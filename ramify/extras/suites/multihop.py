@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 from ramify.extras.suites.planting import filler_of, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    MIN_TOKENS,
     PublicFile,
     Row,
     chosen_families,
@@ -38,8 +37,7 @@ from ramify.extras.suites.wording import ADJECTIVES, NOUNS, PEOPLE, name, names,
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring import normalised
 
-FAMILIES = {f"hops_{hops}": MIN_TOKENS for hops in range(1, 5)}
-"""Family -> fewest tokens of its text."""
+FAMILIES = tuple(f"hops_{hops}" for hops in range(1, 5))
 _PRIZES = ("Amber", "Cedar", "Coral", "Ivory", "Juniper", "Marble", "Opal", "Saffron", "Willow")
 _YEARS = range(1900, 1960)
 _TOWN_SHARE = 0.2

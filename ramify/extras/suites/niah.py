@@ -91,7 +91,8 @@ class NeedleScore(msgspec.Struct, frozen=True):
         if text is None:
             return 0.0
         text = text[:_REPLY_CHARS]
-        right = {gold for gold in golds if gold in text.casefold()}
+        folded = text.casefold()
+        right = {gold for gold in golds if re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", folded)}
         if item.kind == "qa":
             return float(bool(right))
         form = _form_of([str(gold) for gold in item.gold])
@@ -452,8 +453,7 @@ _MAKERS: Mapping[str, Callable[[random.Random, int], Asked]] = {
     "fwe": _frequent_words,
     "needle": _access_code,
 }
-FAMILIES: Mapping[str, int] = dict.fromkeys(_MAKERS, MIN_CHARS)
-"""Family -> fewest tokens of its text."""
+FAMILIES = tuple(_MAKERS)
 
 
 # --- RULER's files --------------------------------------------------------------------------------

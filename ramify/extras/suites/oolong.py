@@ -30,7 +30,6 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    MIN_TOKENS,
     PublicFile,
     Row,
     chosen_families,
@@ -49,8 +48,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "description": ("Why was the {} of {} closed ?", "How does the {} of {} work ?"),
 }
 """Label -> forms of its instances."""
-FAMILIES = dict.fromkeys(("counting", "user", "timeline"), MIN_TOKENS)
-"""Family -> fewest tokens of its text."""
+FAMILIES = ("counting", "user", "timeline")
 COMPARISONS = ("more common than", "less common than", "same frequency as")
 THINGS = ("bridge", "market", "lantern", "orchard", "tower", "river", "letter", "wheel")
 FIRST_DAY = datetime.date(2023, 1, 1)
@@ -303,7 +301,7 @@ def _lines(
     indices, syllables = range(len(labels)), range(len(SYLLABLES))
     forms = [range(len(LABELS[label])) for label in labels]
     things = range(len(THINGS))
-    drawn = [_Day(array("B"), array("H"), array("I")) for _ in range(days)]
+    drawn = [_Day(array("B"), array("I"), array("I")) for _ in range(days)]
     left = chars - len(_HEADER)
     while left > 0:
         label = rng.choices(indices, cum_weights=label_shares)[0]

@@ -32,7 +32,6 @@ from ramify.extras.suites.oolong import LABELS, THINGS, header, line, written_da
 from ramify.extras.suites.planting import filler_of
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    MIN_TOKENS,
     chosen_families,
     suite_task,
 )
@@ -277,5 +276,4 @@ _CONDITIONS: Mapping[str, Callable[[random.Random, Sequence[int]], UserCondition
     "exact": _exact,
     "cross": _cross,
 }
-FAMILIES = dict.fromkeys(_CONDITIONS, MIN_TOKENS)
-"""Family -> fewest tokens of its text."""
+FAMILIES = tuple(_CONDITIONS)

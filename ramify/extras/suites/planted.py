@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.extras.suites.planting import Fact, filler_of, plant
-from ramify.extras.suites.suite import CHARS_PER_TOKEN, MIN_TOKENS, chosen_families, suite_task
+from ramify.extras.suites.suite import CHARS_PER_TOKEN, chosen_families, suite_task
 from ramify.extras.suites.wording import NOUNS, names, sentences
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
@@ -186,5 +186,4 @@ _REPORTS: Mapping[str, Callable[[random.Random, Sequence[str], Sequence[str]], R
     "updates": _updates,
     "person": _person,
 }
-FAMILIES = dict.fromkeys(_REPORTS, MIN_TOKENS)
-"""Family -> fewest tokens of its text."""
+FAMILIES = tuple(_REPORTS)

@@ -3,8 +3,8 @@
     niah(tokens=65_536, families=("single_1", "vt"))          generated, at a length
     niah(test="niah_single_1/validation.jsonl")               a file that its authors publish
 
-Decides which options are refused before anything is spent: an unknown family, a length that a
-family cannot have, and a file that lacks columns. Not here: how an item is made and scored (each
+Decides which options are refused before anything is spent: an unknown family, a length that a suite
+cannot have, and a file that lacks columns. Not here: how an item is made and scored (each
 suite's module).
 """
 
@@ -69,20 +69,20 @@ class JsonArrayRows(LazySequence[Row]):
 
 
 def chosen_families(
-    suite: str, families: str | Sequence[str] | None, known: Mapping[str, int], tokens: int
+    suite: str, families: str | Sequence[str] | None, known: Sequence[str], tokens: int
 ) -> tuple[str, ...]:
     """Return the families to ask about.
 
     Args:
         suite: Name of the suite.
         families: Their names; a text may have several, separated by commas. None: all.
-        known: Family -> fewest tokens of a text that it can be asked about.
+        known: The families of the suite.
         tokens: Length of a text.
 
-    Raises ConfigError for an unknown family, and for a length that one of them cannot have."""
+    Raises ConfigError for an unknown family, and for a length that a suite cannot have."""
     named = families.split(",") if isinstance(families, str) else families
     if named is None:
-        named = tuple(known)
+        named = known
     if not isinstance(named, list | tuple) or not all(isinstance(each, str) for each in named):
         raise ConfigError(f"{suite}: families={named!r:.60}; give names, as in families=a,b")
     chosen = tuple(dict.fromkeys(family.strip() for family in named))
@@ -93,12 +93,6 @@ def chosen_families(
         raise ConfigError(f"{suite}: give at least one family: {', '.join(known)}")
     if not isinstance(tokens, int) or not MIN_TOKENS <= tokens <= MAX_TOKENS:
         raise ConfigError(f"{suite}: tokens={tokens}; give {MIN_TOKENS:,} to {MAX_TOKENS:,} tokens")
-    for family in chosen:
-        if tokens < known[family]:
-            raise ConfigError(
-                f"{suite}: family '{family}' needs at least {known[family]:,} tokens; it was given "
-                f"{tokens:,}"
-            )
     return chosen
 
 
@@ -108,7 +102,7 @@ def suite_task(
     reward: AnswerReward,
     *,
     seed: int,
-    families: Sequence[str] = (),
+    families: Sequence[str],
     sources: Sequence[Any] = (),
     file: PublicFile | None = None,
 ) -> SimpleTask:

@@ -16,6 +16,10 @@ import pytest
 
 from ramify.errors import RamifyError
 from ramify.extras import ENTRY_POINTS
+from ramify.extras.suites.mrcr import RepeatScore
+from ramify.extras.suites.niah import NeedleScore
+from ramify.extras.suites.oolong_pairs import PairScore
+from ramify.extras.suites.planted import FactScore
 from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
 from ramify.tasks.validation import answered, validate
 from tests.extras.suites.readers import READERS, read
@@ -64,6 +68,7 @@ def test_every_module_of_a_suite_is_proved_here() -> None:
 @each_family
 def test_a_program_that_reads_everything_scores_1(suite: str, family: str) -> None:
     task, items = made(suite, family)
+    assert task.families == (family,)
     for item in items:
         assert score(task, item, read(suite, item).answer) == 1, item.question
         assert item.kind.split()[0] == family
@@ -243,3 +248,79 @@ def test_wrong_options_are_one_line(suite: str, options: dict[str, Any], message
     with pytest.raises(RamifyError, match=re.escape(message)) as error:
         task_of(suite, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("golds", "answer", "expected"),
+    [
+        (["7311460"], "The special magic number is 7311460.", 1.0),
+        (["7311460"], "7311460 or 1112223", 0.5),
+        (["7311460"], "27311460", 0.0),
+        (["7311460", "1112223"], ["1112223", "7311460"], 1.0),
+        (["7311460", "1112223"], "1112223", 0.5),
+        (["7311460", "1112223"], "1112223, 5556667", 0.5),
+        (["QWERT", "ASDFG"], "qwert and ASDFG; not ZXCVB", 2 / 3),
+        (["tea", "jam"], "tea, jam", 1.0),
+        (["tea", "jam"], "tea, jam, ham, egg", 0.5),
+        (["tea", "jam"], "teapot", 0.0),
+        (["tea", "jam"], "x" * 600 + " tea jam", 0.0),
+    ],
+)
+def test_needle_score(golds: list[str], answer: Any, expected: float) -> None:
+    words = "oil cup pan pot tea jam ham egg tea jam rye"
+    listed = " ".join(f"{number}. {word}" for number, word in enumerate(words.split(), 1))
+    item = Item("?", listed, golds)
+    assert NeedleScore()(answer, item) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("(12, 15)\n(15, 20)", 1.0),
+        ([[15, 12], [20, 15]], 1.0),
+        ("1. 12, 15", 0.0),
+        ("12, 15\n20; 15", 1.0),
+        ("(12, 15), (15, 20), (12, 20)", 0.8),
+        ("(12, 15), (12, 15)", 2 / 3),
+        ("12, 15, 20", 0.0),
+        ("none", 0.0),
+    ],
+)
+def test_pair_score(answer: Any, expected: float) -> None:
+    item = Item("?", gold=[[12, 15], [15, 20]])
+    assert PairScore()(answer, item) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("aZ9The red tower.", 1.0),
+        ("The red tower.", 0.0),
+        (" aZ9The red tower.", 0.0),
+        ("aZ9", 0.0),
+        ("aZ9The red", 2 * 7 / (7 + 14)),
+        ("aZ9" + "The red tower." * 5, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_repeat_score(answer: Any, expected: float) -> None:
+    item = Item("?", gold="aZ9The red tower.", metadata={"random_string_to_prepend": "aZ9"})
+    assert RepeatScore()(answer, item) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Lodavi received 4,210 crowns. Kelumo: 3100", 1.0),
+        ({"Lodavi": 4210, "Kelumo": "3100"}, 1.0),
+        ("4210 crowns for Lodavi and 3100 crowns for Kelumo", 1.0),
+        ("Lodavi rose from 1,900 to 4,210 crowns.", 0.0),
+        ("Lodavi 4210. Kelumo 4210.", 0.5),
+        ("Lodavi 3100, Kelumo 4210", 0.0),
+        ("Lodavi 4210. Kelumo 3100. Bibini 7000. Zavu 8000.", 0.5),
+        ("word " * 150 + "Lodavi 4210", 0.0),
+    ],
+)
+def test_fact_score(answer: Any, expected: float) -> None:
+    item = Item("?", gold={"Lodavi": "4210", "Kelumo": "3100"})
+    assert FactScore()(answer, item) == pytest.approx(expected)
