@@ -81,7 +81,9 @@ class MeteredRequest:
             while True:
                 self.sent, self._reservation = self._fitted()
                 try:
-                    return await pool.ask(self._client, self.sent, self, on_piece=on_piece)
+                    reply = await pool.ask(self._client, self.sent, self, on_piece=on_piece)
+                    self._seat.outage = ""
+                    return reply
                 except LimitReached:
                     continue  # others have spent in the meantime: less of the budget remains
         except _ReplyLostAfterPayment as lost:

@@ -218,3 +218,18 @@ def test_the_peers_of_benchmarks_have_the_same_versions() -> None:
     text = (Path(__file__).parents[2] / "benchmarks" / "requirements.txt").read_text()
     for name in ("rlms", "droste"):
         assert PEERS[name][0] in text.splitlines()
+
+
+def test_an_outage_of_the_model_leaves_the_attempt_to_be_made_again(tmp_path: Path) -> None:
+    task = SimpleTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
+    item = Item("How many?", "context", gold="12", id="t/test/0")
+    system = system_of(script(tmp_path, "sys.exit(1)"))
+    place = seat()
+    place.outage = "openai:m: 503, overloaded"
+    outcome = asyncio.run(attempt_by(system, task, item, 0, seat=place))
+    assert (outcome.reward, outcome.error) == (None, f"the model failed: {place.outage}")
+    # A budget that is used up is the system's own doing.
+    place.refuse("all tokens are used", Stop.MAX_TOKENS)
+    outcome = asyncio.run(attempt_by(system, task, item, 0, seat=place))
+    assert (outcome.reward, outcome.reason) == (0.0, "budget")
+    assert (outcome.stop, outcome.error) == (Stop.MAX_TOKENS, "budget: all tokens are used")

@@ -99,6 +99,7 @@ class MeteredRuns:
     ) -> tuple[AttemptOutcome, Trajectory]:
         item, number = which.item, which.number
         name = _seat_name(job, item, number, "ramify")
+        is_resumed = job.record is not None and (item.id, number) in job.record.unfinished
         async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
             model = seat.as_model()
             trajectory = await self._runs.run(job, item, number, max_cost, model=model)
@@ -111,6 +112,8 @@ class MeteredRuns:
             }
             trajectory.metrics = {**trajectory.metrics, **_metrics(own)}
             outcome = self._runs.outcome(job, item, number, trajectory)
+            if is_resumed:  # what an earlier process spent is only in the journal
+                return outcome, trajectory
             return msgspec.structs.replace(outcome, usage=seat.usage, cost=seat.cost), trajectory
 
     async def __aenter__(self) -> RunAttempts:
@@ -127,12 +130,16 @@ async def attempt_by(
     """Attempt ``number`` of ``system`` at ``item``, through ``seat``.
 
     Raises ConfigError for a task that only our engine can begin, such as one with tools."""
-    start = await task.prepare(item)
+    try:
+        start = await task.prepare(item)
+    except RamifyError as error:
+        failed = Trajectory("", item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
+        return outcome_of(task, item, number, failed, is_stored=False)
     _check_plain(task, item, start)
     given = await system.answer(item.question, _as_text(start.context), seat=seat)
     await seat.end()
     trajectory = _trajectory(item, given, seat)
-    if given.answer is not None or not seat.outage:
+    if given.answer is not None or seat.exhausted is not None or not seat.outage:
         try:
             await in_thread(scored_in_time, task, item, trajectory, GRACE_S)
         except RamifyError as error:
@@ -157,7 +164,8 @@ def _lowered(budget: SeatBudget, max_cost: float | None) -> SeatBudget:
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
     """Raise ConfigError unless a question and a text are all that a system must be given."""
-    more = [name for name in ("tools", "messages", "conduct", "on_session") if getattr(start, name)]
+    names = ("tools", "messages", "conduct", "on_session", "on_end")
+    more = [name for name in names if getattr(start, name)]
     if more:
         raise ConfigError(
             f"task '{task.name}', item {item.id}: it has {more[0]}, which only Ramify's engine can "

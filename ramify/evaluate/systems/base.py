@@ -92,7 +92,8 @@ class MeterSeat:
         self.exhausted: Stop | None = None
         """Limit that this request would have passed."""
         self.outage = ""
-        """Last failure of the model that a retry could have repaired; empty if there was none."""
+        """Failure of the last request that a retry could have repaired; empty if there was
+        none."""
         self._answering: set[asyncio.Task[Any]] = set()
 
     @property
