@@ -3,8 +3,9 @@
     ramify eval ledger --model openai:gpt-5-mini --items 50 --n 4
     ramify eval my_task.py:task chars=100000 --model …         your own task and one of its options
     ramify eval questions.jsonl question=q gold=a reward=f1 --model …
+    ramify eval niah,oolong --lengths 8k,64k --models A,B --modes direct,free    a matrix
 
-Not here: the evaluation itself (see ramify/evaluate/).
+Not here: the evaluation itself (see ramify/evaluate/), and a matrix (see eval_matrix.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from ramify.cli.settings import fill
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrNotes, error_line, json_line, many, write
-from ramify.logging import RoomLogger
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from ramify.train.metrics import StepMetrics
     from ramify.train.trackers.base import RunTrackers
 
-_log = RoomLogger("evaluate")
 OUTPUT_SETTINGS = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not affect the result of an attempt."""
 OF_AN_EVALUATION = (
@@ -579,13 +578,15 @@ def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
 COMMAND = CommandSpec(
     "eval",
     """\
-Evaluate a model on TASK: ledger, needle, programs, toolmath, your own task (file.py:name or
+Evaluate a model on TASK: a suite (`ramify plugins task` lists them), your own task (file.py:name or
 module:name), the rows of a .jsonl file, a .parquet file or a data set (hf:NAME), or a taskset of
-verifiers (verifiers:ID), played by that library. OPTION=VALUE
-sets an option of the task.
+verifiers (verifiers:ID), played by that library. OPTION=VALUE sets an option of the task.
 
 Each attempt is a run like those of ask, with the same settings. Results go to stdout. A stored
-evaluation can be continued with --resume and compared with --against.""",
+evaluation can be continued with --resume and compared with --against.
+
+With --lengths, --models, --modes, --with, or several tasks or scaffolds, separated by commas, it is a
+matrix: each is combined with each other, and each combination has a row.""",
     evaluate,
     "TASK OPTION=VALUE…",
     max_words=None,
