@@ -585,8 +585,8 @@ verifiers (verifiers:ID), played by that library. OPTION=VALUE sets an option of
 Each attempt is a run like those of ask, with the same settings. Results go to stdout. A stored
 evaluation can be continued with --resume and compared with --against.
 
-With --lengths, --models, --modes, --with, or several tasks or scaffolds, separated by commas, it is a
-matrix: each is combined with each other, and each combination has a row.""",
+With --lengths, --models, --modes, --with, or several tasks or scaffolds, separated by commas, it is
+a matrix: each is combined with each other, and each combination has a row.""",
     evaluate,
     "TASK OPTION=VALUE…",
     max_words=None,
