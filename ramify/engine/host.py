@@ -23,7 +23,7 @@ from ramify.engine import observe
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
-from ramify.engine.model_requests import cut_reply
+from ramify.engine.model_requests import cut_reply, reply_cut
 from ramify.engine.observe import chars_of, plain_prompt
 from ramify.engine.plain_call import answer_plainly, asked_for
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
@@ -554,6 +554,9 @@ async def ask_plain(
         return await run.requests.ask(call, new, reused=reused, schema=schema, asked=sampling)
 
     def cut(text: str) -> ReplyCut:
+        if sampling is not None and sampling.max_tokens < run.requests.reply_tokens(call):
+            name, most = call.client.name, sampling.max_tokens
+            return reply_cut(name, most, "reply_tokens of the leaf", text)
         return cut_reply(run.requests, call, text)
 
     return await answer_plainly(ask, call.client.name, first, kind, cut)

@@ -71,10 +71,6 @@ class LeafCalls:
         """Tokens of hidden reasoning that each reply may have in addition."""
         return self._run.requests.lengths.reasoning_tokens(self.client)
 
-    def note(self, text: str) -> None:
-        """Record something that a reader should know."""
-        self._run.note(self._root, text)
-
     async def ask_all(self, leaves: Iterable[LeafRequest], num: int) -> list[CallOutcome]:
         """Ask all ``num`` leaves at the same time, and return their outcomes in order. A leaf that
         failed, or that a limit did not allow, is an outcome too. Raises ReplayDiverged."""

@@ -18,7 +18,7 @@ import msgspec
 from ramify.engine.plain_call import asked_for
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError
-from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes
+from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes, shortened
 from ramify.plans.value_types import ValueType, check_fields, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
@@ -129,10 +129,6 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         prompt = self.request_prompt(question, given, is_preview=is_preview)
         return asked_for(prompt, self.answer_kind(given))
 
-    def overhead_bytes(self, question: str) -> int:
-        """Bytes of a request without what it reads."""
-        return num_bytes(self.sent(question, ""))
-
 
 def rendered(value: Any) -> str:
     """Write a value for a leaf: a text as it is, texts with lines between them, others as JSON."""
@@ -189,6 +185,21 @@ def _each_kind(leaf: Leaf, num: int) -> AnswerType:
 
 
 def _check_size(value: Any, most: int) -> None:
-    size = num_bytes(rendered(value))
+    size = json_bytes(value)
     if size > most:
         raise TypeMismatch(f"the value has {size:,} bytes, and at most {most:,} are allowed")
+
+
+def json_bytes(value: Any) -> int:
+    """Bytes of a value as JSON, without the quotes around a text. A later leaf may read a text as a
+    key of counts, where quotes and line ends take two bytes."""
+    size = len(msgspec.json.encode(value))
+    return size - 2 if isinstance(value, str) else size
+
+
+def bounded_text(text: str, most: int) -> str:
+    """Return the beginning of ``text`` that has at most ``most`` bytes, also as JSON."""
+    text = shortened(text, most)
+    while (size := json_bytes(text)) > most:
+        text = shortened(text, min(num_bytes(text) - 1, num_bytes(text) * most // size))
+    return text

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls, LeafRequest
 from ramify.errors import LimitReached, RamifyError
-from ramify.plans.leaf import Leaf
-from ramify.plans.text_parts import Part, shortened
+from ramify.plans.leaf import Leaf, bounded_text
+from ramify.plans.text_parts import Part
 from ramify.types.trajectory import Stop
 
 T = TypeVar("T")
@@ -75,7 +75,8 @@ class PlanFlow:
 
     def _answer(self, leaf: Leaf, item: Any, outcome: CallOutcome) -> Any:
         if outcome.stop is Stop.FINAL:
-            return _bounded(leaf, outcome.answer)
+            answer = outcome.answer  # of another type, it has been checked
+            return bounded_text(answer, leaf.max_bytes) if leaf.schema is None else answer
         if isinstance(outcome.failure, LimitReached):
             self.stop = self.stop or outcome.stop
         self.failures.append(f"{_about(leaf, item)}: {outcome.error or outcome.stop}")
@@ -89,8 +90,3 @@ def _about(leaf: Leaf, item: Any) -> str:
     if isinstance(item, list):
         return f"{leaf.label}: {len(item):,} items"
     return leaf.label
-
-
-def _bounded(leaf: Leaf, answer: Any) -> Any:
-    """Return a text with at most the bytes that a leaf may give; other answers were checked."""
-    return shortened(answer, leaf.max_bytes) if isinstance(answer, str) else answer

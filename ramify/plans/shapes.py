@@ -20,7 +20,7 @@ from ramify.plans.leaf import BETWEEN_BYTES, Leaf
 from ramify.plans.text_parts import Part, num_bytes
 from ramify.types.message import Message
 
-MAX_SHOWN_NUM = 10**15
+MAX_ITEMS = 10**15
 """A larger number of items is not told apart."""
 
 
@@ -52,8 +52,9 @@ class Shape(msgspec.Struct, frozen=True):
 
     def limited(self, num: int) -> Shape:
         """Return the shape of at most ``num`` of the items, whichever."""
-        num = min(num, self.num)
-        total = min(self.total_bytes, num * self.item_bytes)
+        num, total = min(num, self.num), self.total_bytes
+        if self.value is None:  # the sizes of parts also have their places
+            total = min(total, num * self.item_bytes)
         return msgspec.structs.replace(
             self, num=num, total_bytes=total, is_known=False, is_exact=False
         )
@@ -75,7 +76,7 @@ def known(value: Any) -> Shape:
 def unknown(num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any) -> Shape:
     """Return the shape of a value that replies decide."""
     total = num * item_bytes if total_bytes is None else total_bytes
-    return Shape(num=min(num, MAX_SHOWN_NUM), item_bytes=item_bytes, total_bytes=total, **fields)
+    return Shape(num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields)
 
 
 def _size(value: Any) -> int:

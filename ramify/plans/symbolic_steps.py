@@ -23,7 +23,7 @@ from ramify.errors import ConfigError
 from ramify.plans.leaf import rendered
 from ramify.plans.plan_flow import PlanFlow
 from ramify.plans.predicates import Comparison, value_at
-from ramify.plans.shapes import MAX_SHOWN_NUM, CostSheet, Shape, known, unknown
+from ramify.plans.shapes import MAX_ITEMS, CostSheet, Shape, known, unknown
 from ramify.plans.text_parts import Part, num_bytes
 from ramify.plans.value_types import (
     ANY,
@@ -452,7 +452,7 @@ class DatePeriods(SymbolicStep, frozen=True, tag="periods"):
         item = shape.item_bytes + _NUMBER_BYTES
         total = shape.total_bytes + shape.num * _NUMBER_BYTES
         return msgspec.structs.replace(
-            shape, value=None, item_bytes=item, total_bytes=min(total, MAX_SHOWN_NUM)
+            shape, value=None, item_bytes=item, total_bytes=min(total, MAX_ITEMS)
         )
 
     def shown(self) -> str:

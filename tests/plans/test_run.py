@@ -273,3 +273,22 @@ def test_a_leaf_gets_its_question_and_peeks_only_in_filters() -> None:
     assert first.count("\nThe answer must") == 1
     assert "11 ham" not in first
     assert "11 ham" in second
+
+
+def test_an_answer_is_bounded_also_as_json() -> None:
+    """Counts have texts as keys, where a quote takes two bytes."""
+    leaf = plans.Leaf("Say it.", None, SMALL, 20, label="say")
+    last = plans.Leaf("Combine.", None, 200, 20, label="last")
+    plan = plans.split("lines", SMALL) | plans.map(leaf) | plans.count() | plans.top(3)
+    _, client = answered(plan | plans.ask(last), lines(20), lambda _: 70 * '"')
+    (counted,) = (r for r in client.requests if r.messages[0].content.startswith("Combine."))
+    assert counted.messages[0].content == 'Combine.\n\n{"' + 57 * '\\"' + '…":2}'
+
+
+def test_a_reply_that_is_cut_names_the_bound_of_its_leaf() -> None:
+    leaf = plans.Leaf("Say it.", None, SMALL, 20, label="say")
+    plan = plans.split("lines", SMALL) | plans.map(leaf)
+    with pytest.raises(
+        RamifyError, match=r"cut at its limit of 20 tokens.*reply_tokens of the leaf"
+    ):
+        answered(plan, lines(3), lambda _: "word " * 100)
