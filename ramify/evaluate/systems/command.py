@@ -42,7 +42,7 @@ _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d
 class CommandSystem:
     """A command that answers one item. Implements ``System``."""
 
-    def __init__(self, command: str, *, name: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
         """Raises ConfigError for a command without ``{question}``, an unknown placeholder, and a
         program that does not exist."""
         words = split_command(command, PLACEHOLDERS, _WHERE)
@@ -53,7 +53,7 @@ class CommandSystem:
             )
         self._words = [absolute_word(word) for word in words]
         check_program(self._words[0], _WHERE)
-        self.name = name or _name_of(self._words)
+        self.name = _name_of(self._words)
         self._timeout_s = timeout_s
 
     async def answer(self, question: str, context: str, *, seat: MeterSeat) -> SystemAnswer:
