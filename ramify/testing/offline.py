@@ -81,8 +81,12 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"accuracy curve: the tokens {tokens} must rise, from 1 up, with at least one point"
             )
-        if not all(0 <= share <= 1 for _, share in self.points):
-            raise ConfigError("accuracy curve: each accuracy is from 0 to 1")
+        for num_tokens, share in self.points:
+            if not 0 <= share <= 1:
+                raise ConfigError(
+                    f"accuracy curve: the accuracy at {num_tokens:,} tokens is {share}: give a "
+                    "number from 0 to 1"
+                )
 
     def __call__(self, num_tokens: int) -> float:
         """Return the accuracy of a reply to ``num_tokens`` tokens."""
@@ -305,9 +309,13 @@ def _model_in(path: Path) -> OfflineModel:
     try:
         return msgspec.json.decode(path.read_bytes(), type=OfflineModel)
     except OSError as error:
-        raise ConfigError(f"offline:{path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"offline:{path}: {error}; see OfflineModel for the fields") from None
+        raise ConfigError(
+            f"offline:{path}: {error.strerror}; give a JSON file with fields of OfflineModel"
+        ) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(
+            f"offline:{path}: {error}; docs/offline-model.md shows the fields"
+        ) from None
 
 
 def connect(

@@ -151,11 +151,14 @@ def test_models_are_named_by_their_accuracy_or_by_a_file(tmp_path: Path) -> None
     assert model_of(str(file)).leaf_tokens == 500
     for name, fault in (
         ("best", r"^offline:best: there is no such model; write offline:default, "),
-        ("1.5", r"^accuracy curve: each accuracy is from 0 to 1"),
+        ("1.5", r"^accuracy curve: the accuracy at 1 tokens is 1.5: give a number from 0 to 1"),
         (str(tmp_path / "absent.json"), "No such file"),
     ):
         with pytest.raises(ConfigError, match=fault):
             model_of(name)
+    file.write_text('{"curve": {"points": [[10, 2.0]]}}')
+    with pytest.raises(ConfigError, match=r"reader.json: .* accuracy at 10 tokens is 2.0"):
+        model_of(str(file))
     file.write_text('{"curves": []}')
     with pytest.raises(ConfigError, match="unknown field `curves`"):
         model_of(str(file))
