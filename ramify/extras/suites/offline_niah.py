@@ -21,22 +21,25 @@ _FORMS = (rf"\b{_UUID}\b", r"(?<!\d)\d{7}(?!\d)", r"(?<!\d)\d{6}(?!\d)", r"\b[A-
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
     if "most common words" in question:
-        words = re.findall(r"\d+\. (\w+)", context)
-        return ", ".join(word for word, _ in collections.Counter(words).most_common(10))
+        counts = collections.Counter(found[1] for found in re.finditer(r"\d+\. (\w+)", context))
+        return ", ".join(word for word, _ in counts.most_common(10))
     if "coded text" in question:
-        counts = collections.Counter(re.findall(r"[a-z]+", context))
+        counts = collections.Counter(found[0] for found in re.finditer(r"[a-z]+", context))
         return ", ".join(word for word, _ in counts.most_common(3))
     if "Find all variables" in question:
         near = re.findall(r"VAR [A-Z]+ = [^.]*\.", context)
     elif "access code" in question:
         name = re.findall(r"access code of (\w+)", question)[0]
-        near = re.findall(rf"[^.]*access code of {name} [^.]*\.", context)
+        near = [
+            context[max(0, found.start() - 30) : found.end()]
+            for found in re.finditer(rf"access code of {name} [^.]*\.", context)
+        ]
     else:
         keys = re.findall(r"for (.+) mentioned in the provided text", question)[0]
         near = [
             found
             for key in re.split(r",? and |, ", keys)
-            for found in re.findall(rf"[^.]*\bfor {re.escape(key)} is: [^.]*\.", context)
+            for found in re.findall(rf"special magic \w+ for {re.escape(key)} is: \S+", context)
         ]
     lines = "\n".join(line.strip() for line in near)
     return ask([f"{lines}\n\nQuestion: By these lines alone: {question}"])[0]
