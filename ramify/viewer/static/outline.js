@@ -210,10 +210,11 @@ export class Outline {
 
   form(key, cell) {
     const known = this.forms.get(key);
+    if (known && known !== "single") return known;
     const calls = cell.map((index) => this.run.calls[index]),
       isPlain = calls[0].kind !== "rlm" && !cell.some((index) => this.children.has(index)),
       isMany = isPlain && cell.length > TOGETHER;
-    if (known && !(known === "single" && isMany)) return known;
+    if (known && !isMany) return known;
     const { parent, turn } = calls[0],
       made = this.run.calls[parent],
       isOver = !this.run.alive || !made || made.stop !== null || made.turns > turn + 1,
