@@ -221,7 +221,7 @@ async function share() {
   const known = /** @type {HTMLDialogElement | null} */ (document.getElementById("share"));
   if (known) return known.close();
   try {
-    (await load("share"))(view);
+    await (await load("share"))(view);
   } catch (error) {
     toast(error.message);
   }

@@ -118,6 +118,7 @@ async function openShare(view) {
       : null,
     h("button.small", { type: "button", onclick: () => dialog.close() }, "close"),
   );
+  if (document.getElementById("share")) return; // of an earlier click
   dialog.addEventListener("close", () => dialog.remove());
   dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
   document.body.append(dialog);

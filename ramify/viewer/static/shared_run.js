@@ -34,9 +34,7 @@ export function sharedRun(run, key, canvas = null) {
       seconds(head.seconds),
       head.id,
     ].join(" · "),
-    ...differing
-      .slice(0, 10)
-      .map((call) => `${call.id} differs from its siblings: ${call.outlier}`),
+    ...differing.slice(0, 10).map((call) => `call ${call.id}: ${call.outlier}`),
   ];
   const download = `/api/journal?key=${encodeURIComponent(key)}`;
   return {

@@ -24,8 +24,12 @@ export function sharedTraining({ data, runs, charts }) {
           rows: Object.entries(names).map(([each, [, values]]) => [each, number(values.at(-1))]),
         },
       },
-      { heading: "Options" },
-      { table: { head: ["option", "value"], rows: Object.entries(config) } },
+      ...(Object.keys(config).length
+        ? [
+            { heading: "Options" },
+            { table: { head: ["option", "value"], rows: Object.entries(config) } },
+          ]
+        : []),
     ],
     csv: metricsTable(runs),
   };
@@ -76,7 +80,8 @@ function pictureOfCharts(shown) {
   for (const [index, chart] of charts.entries()) {
     const x = (index % 2) * wide + MARGIN * dot,
       y = Math.floor(index / 2) * high;
-    pen.fillText(chart.element.querySelector("h3").textContent, x, y + 16 * dot, wide - 8 * dot);
+    const title = `${chart.name}  ${chart.latest.textContent}`;
+    pen.fillText(title, x, y + 16 * dot, wide - 8 * dot);
     pen.drawImage(canvases[index], x, y + TITLE * dot);
   }
   return canvas;
