@@ -308,7 +308,7 @@ class RunAttempts:
         self, job: EvaluationJob, item: Item, number: int, trajectory: Trajectory
     ) -> AttemptOutcome:
         """The outcome of an attempt that ``run`` has made."""
-        is_stored = self._rlm.store is not None and bool(trajectory.calls)
+        is_stored = self._rlm.store is not None
         return outcome_of(job.task, item, number, trajectory, is_stored=is_stored)
 
     async def __aenter__(self) -> RLM:
