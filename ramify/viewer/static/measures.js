@@ -1,8 +1,8 @@
 // What calls can be ordered and coloured by: their cost, time and tokens, and the picture's layout in
 // which a bar is as wide as what a call and those below it used, the largest first.
 //
-//   0    |============ $0.031 ============|
-//   1    |=== 0.7 ===|== 0.2 ==|= … |  own         wide: a call with all below it
+//   depth 0   |=============== $0.031 ===============|   a call with all below it
+//   depth 1   |=== 0.7 ===|== 0.2 ==|= … |
 
 import { count, dollars, seconds } from "./format.js";
 
@@ -37,7 +37,7 @@ export class MeasuredSpans {
 
   // Siblings keep their order, so that bars of a run in progress do not change places.
   update(run) {
-    const { of, adds } = this.measure,
+    const { of } = this.measure,
       { calls } = run,
       now = run.now(),
       own = calls.map((call) => Math.max(0, of(call, now) || 0)),
@@ -88,7 +88,6 @@ export class MeasuredSpans {
     this.total = right;
     for (let band = 0; band < this.bands.length || band % 2; band++)
       this.bands[band] ||= emptySpanBand();
-    this.adds = adds;
   }
 
   // What a call used with all below it.
