@@ -159,6 +159,11 @@ class RunStore(Protocol):
             found.append(replace(known[id][1], review=review, alive=run.is_written()))
         return found
 
+    def listing_state(self) -> object | None:
+        """A value that stays equal while ``runs`` would return equal summaries; None if that cannot
+        be told without making them."""
+        return None
+
     def review(self, run: str) -> RunReview:
         """Labels, note and corrected scores of ``run``; an empty one if there are none."""
         return RunReview()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,28 +76,27 @@ class RunIndex:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def summaries(self, journals: Iterable[Path]) -> list[RunSummary]:
-        """Summaries in the given order, without journals that no longer exist."""
-        stats = {}
-        for path in journals:
-            try:
-                stats[path] = path.stat()
-            except FileNotFoundError:
-                continue
-        cached = self._read([path.stem for path in stats])
+    def summaries(self, folder: Path, ids: Sequence[str]) -> list[RunSummary]:
+        """Summaries of the journals in ``folder``, in the given order, without those that no longer
+        exist."""
+        cached = self._read(ids)
         summaries: list[RunSummary] = []
         fresh: list[tuple[str, int, int, bytes]] = []
-        for path, stat in stats.items():
-            size, changed, data = cached.get(path.stem, (-1, -1, b""))
-            if (size, changed) == (stat.st_size, stat.st_mtime_ns):
-                summaries.append(msgspec.json.decode(data, type=RunSummary))
+        for id in ids:
+            # A Path for each of thousands of journals would take longer than all the rest.
+            name = f"{folder}/{id}.jsonl"
+            try:
+                stat = os.stat(name)
+            except FileNotFoundError:
                 continue
-            summary = summarise(JournalFile(path))
+            size, changed, data = cached.get(id, (-1, -1, b""))
+            if (size, changed) == (stat.st_size, stat.st_mtime_ns):
+                summaries.append(_decoder.decode(data))
+                continue
+            summary = summarise(JournalFile(Path(name)))
             summaries.append(summary)
             if summary.problem is None:
-                fresh.append(
-                    (path.stem, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary))
-                )
+                fresh.append((id, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary)))
         self._write(fresh)
         return summaries
 
@@ -113,7 +112,7 @@ class RunIndex:
         except sqlite3.Error:
             self.path.unlink(missing_ok=True)
 
-    def _read(self, ids: list[str]) -> dict[str, tuple[int, int, bytes]]:
+    def _read(self, ids: Sequence[str]) -> dict[str, tuple[int, int, bytes]]:
         import sqlite3
 
         try:
@@ -167,7 +166,15 @@ class RunIndex:
         return database
 
 
+_decoder = msgspec.json.Decoder(RunSummary)
 _STAMP = re.compile(r"\d{8}-\d{6}-")
+_WRITER = ".writer"
+SETTLED_NS = 2_000_000_000
+"""Age from which a folder's time of change says that nothing has changed since: younger than this,
+another change may have the same time."""
+_EVERY_S = 30.0
+"""How often all journals are looked at, even if the folder has not changed: another program may
+have written to one without its lock."""
 
 
 class Store(RunStore):
@@ -186,6 +193,8 @@ class Store(RunStore):
         self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
         self._index = RunIndex(self.root / "index.sqlite")
         self._size = StoreSize(self.root)
+        self._claimed: tuple[int, frozenset[str]] = (-1, frozenset())
+        """Time of a change of the folder of runs, and the runs that had a writer then."""
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
         """A journal for a new run. ``secrets`` (name -> value) are redacted in it, as are those of
@@ -269,20 +278,40 @@ class Store(RunStore):
         return follow(self.path(run), poll_s)
 
     def ids(self) -> list[str]:
-        return [path.stem for path in self._journals()]
+        return _ids_in(list(os.scandir(self._runs)))
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
-        journals = self._journals()[:limit]
-        summaries = self._index.summaries(journals)
-        claimed = {path.stem for path in self._runs.glob("*.writer")}
-        reviewed = {path.name for path in self._runs.glob("*.review.json")}
+        entries = list(os.scandir(self._runs))
+        summaries = self._index.summaries(self._runs, _ids_in(entries)[:limit])
+        claimed, reviewed = (_ids_of(entries, end) for end in (_WRITER, ".review.json"))
         for summary in summaries:
-            if f"{summary.id}.review.json" in reviewed:
+            if summary.id in reviewed:
                 summary.review = listed_reviews(self._runs / f"{summary.id}.jsonl")[summary.id]
             summary.alive = (
                 summary.id in claimed and writer(self._runs / f"{summary.id}.jsonl") is not None
             )
         return summaries
+
+    def listing_state(self) -> object | None:
+        # Whoever writes a journal first creates the file that names its writer, and a review
+        # replaces a file. So only journals with a writer can change while the folder does not.
+        changed = self._runs.stat().st_mtime_ns
+        if time.time_ns() - changed < SETTLED_NS:
+            return None
+        known, claimed = self._claimed
+        if known != changed:
+            claimed = frozenset(_ids_of(list(os.scandir(self._runs)), _WRITER))
+            self._claimed = changed, claimed
+        journals = []
+        for id in sorted(claimed):
+            path = self._runs / f"{id}.jsonl"
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                return None
+            is_alive = writer(path) is not None
+            journals.append((id, status.st_size, status.st_mtime_ns, is_alive))
+        return changed, tuple(journals), time.monotonic() // _EVERY_S
 
     def review(self, run: str | Path) -> RunReview:
         return self.stored(run).reviews().get(self.find(run), RunReview())
@@ -328,16 +357,25 @@ class Store(RunStore):
         return self._size.measure() if id is None else self.stored(id).state()[1]
 
     def _journals(self) -> list[Path]:
-        """Journals, newest first. An id that does not begin with its time is sorted by the file's
-        modification time."""
-        keyed = []
-        for entry in os.scandir(self._runs):
-            if entry.name.endswith(".jsonl"):
-                try:
-                    keyed.append((_when(entry), entry.path))
-                except FileNotFoundError:
-                    continue
-        return [Path(path) for _, path in sorted(keyed, reverse=True)]
+        return [self._runs / f"{id}.jsonl" for id in self.ids()]
+
+
+def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
+    """Ids of the journals among ``entries``, newest first. An id that does not begin with its time
+    is sorted by the file's modification time."""
+    keyed = []
+    for entry in entries:
+        if entry.name.endswith(".jsonl"):
+            try:
+                keyed.append((_when(entry), entry.name.removesuffix(".jsonl")))
+            except FileNotFoundError:
+                continue
+    return [id for _, id in sorted(keyed, reverse=True)]
+
+
+def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
+    """Ids of the runs that have a file with this end among ``entries``."""
+    return {entry.name.removesuffix(end) for entry in entries if entry.name.endswith(end)}
 
 
 def default_root() -> Path:

@@ -9,9 +9,11 @@ and the pages (see watched_run.py and training.py).
 
 from __future__ import annotations
 
+import copy
 import functools
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from ramify.store.private_files import EVALUATIONS as EVALUATIONS
 from ramify.store.private_files import MATRIX
 from ramify.store.reviews import RunReview, Verdict, listed_reviews, review_file
 from ramify.store.short_events import ShortTrajectory
+from ramify.store.store import SETTLED_NS
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.call_tree import ending
@@ -253,6 +256,10 @@ class RunLibrary:
         """Raises ConfigError for a path that does not exist."""
         self._places = RunLocations(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
+        self._stored: dict[int, tuple[object, list[RunRow]]] = {}
+        """Number of a place -> state of its store, and the rows of its runs in that state."""
+        self._trainings: dict[int, tuple[dict[Path, int], list[Path]]] = {}
+        """Number of a place -> times of change of the folders in it, and its training folders."""
         self._problems: list[UnreadableRow] = []
         self._reading_maps = threading.Lock()
 
@@ -266,7 +273,8 @@ class RunLibrary:
     def look(self) -> tuple[list[RunRow], list[EvaluationRow], list[UnreadableRow]]:
         """Return all runs and all evaluations, newest first, and the unreadable files.
 
-        A run or evaluation with a problem has a normal row that names the problem.
+        A run or evaluation with a problem has a normal row that names the problem. Rows are not
+        changed afterwards; a row that is the same object as before is unchanged.
         """
         self._problems = []
         rows = [row for place in self._places for row in self._rows_in(place)]
@@ -284,8 +292,23 @@ class RunLibrary:
         return [
             TrainingRow(place.key(folder), folder.name, str(folder))
             for place in self._places
-            for folder in _trainings_in(place)
+            for folder in self._trainings_in(place)
         ]
+
+    def _trainings_in(self, place: RunLocation) -> list[Path]:
+        """Training folders below a place; they are searched again if a folder has changed."""
+        if place.path is None or place.path.is_file():
+            return []
+        times, found = self._trainings.get(place.number, ({}, []))
+        if not times or any(_changed_at(folder) != time for folder, time in times.items()):
+            folders: list[Path] = []
+            begun = time.time_ns()
+            paths = walk(place.path, lambda name: name == METRICS, folders=folders)
+            found = [path.parent for path in paths]
+            times = {folder: _changed_at(folder) for folder in folders}
+            if all(begun - at > SETTLED_NS for at in times.values()):
+                self._trainings[place.number] = times, found
+        return found
 
     def matrices(self) -> list[MatrixListRow]:
         """All matrices, newest first."""
@@ -304,16 +327,12 @@ class RunLibrary:
     def _rows_in(self, place: RunLocation) -> Iterator[RunRow | EvaluationRow]:
         files: list[Path] = []
         if place.store is not None:
-            for summary in place.store.runs():
-                row = row_of_summary(summary, place.key_of_run(summary.id))
-                if summary.review is not None:
-                    row.take_review(summary.review)
-                yield row
+            yield from self._stored_rows(place, place.store)
             if place.path is not None:
                 files = sorted((place.path / EVALUATIONS).glob("*.jsonl"))
         elif place.path is not None:
             files = list(self._files(place, place.path))
-            if not files and not _trainings_in(place):
+            if not files and not self._trainings_in(place):
                 self._problems.append(
                     UnreadableRow(
                         str(place),
@@ -326,6 +345,19 @@ class RunLibrary:
                 yield from self._remembered(place, path)
             except OSError as error:
                 self._failed(path, error)
+
+    def _stored_rows(self, place: RunLocation, store: RunStore) -> list[RunRow]:
+        state = store.listing_state()  # before the runs: a change in between is seen next time
+        known, rows = self._stored.get(place.number, (None, []))
+        if state is None or state != known:
+            rows = []
+            for summary in store.runs():
+                row = row_of_summary(summary, place.key_of_run(summary.id))
+                if summary.review is not None:
+                    row.take_review(summary.review)
+                rows.append(row)
+            self._stored[place.number] = state, rows
+        return rows
 
     def _files(self, place: RunLocation, folder: Path) -> Iterator[Path]:
         if folder.is_file():
@@ -357,11 +389,15 @@ class RunLibrary:
             rows = list(_rows_of(place.key(path), path))
             self._rows[path] = (stamp, rows)
         reviews = listed_reviews(path) if review_file(path).exists() else None
-        for row in rows:
+        is_written = any(_may_be_alive(row) for row in rows) and writer(path) is not None
+        for index, row in enumerate(rows):
             if isinstance(row, RunRow):
+                now = copy.copy(row)
                 if reviews is not None or row.labels or row.note or row.corrected:
-                    row.take_review(reviews[row.id] if reviews is not None else RunReview())
-                row.alive = row.stop == "" and not row.problem and writer(path) is not None
+                    now.take_review(reviews[row.id] if reviews is not None else RunReview())
+                now.alive = is_written and _may_be_alive(row)
+                if now != row:
+                    rows[index] = now
         return rows
 
     def maps(self) -> list[dict[str, Any]]:
@@ -443,7 +479,14 @@ def _rows_of(key: str, path: Path) -> Iterator[RunRow | EvaluationRow]:
             yield RunRow(key, path.name, source=str(path), problem=problem)
 
 
-def _trainings_in(place: RunLocation) -> list[Path]:
-    if place.path is None or place.path.is_file():
-        return []
-    return [path.parent for path in walk(place.path, lambda name: name == METRICS)]
+def _may_be_alive(row: RunRow | EvaluationRow) -> bool:
+    return isinstance(row, RunRow) and row.stop == "" and not row.problem
+
+
+def _changed_at(folder: Path) -> int:
+    """Time in nanoseconds at which an entry of a folder was last added or removed; 0 if it cannot
+    be read."""
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -11,9 +11,9 @@ an earlier server, receives everything. Not here: reading the places (see run_li
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -47,7 +47,7 @@ class RunListing:
         """All runs, and the rest of the list."""
         with self._lock:
             runs, others = self._look()
-            return {"runs": [copy.copy(run) for run in runs], **others}
+            return {"runs": runs, **others}
 
     def changes(self, since: str) -> dict[str, Any]:
         """Everything that changed since version ``since``; everything for an unknown one."""
@@ -91,8 +91,7 @@ class RunListing:
         for key, run in found.items():
             known = self._rows.get(key)
             if known is None or not _same(known[1], run):
-                # A copy, since the library changes its rows in place.
-                self._rows[key] = after, copy.copy(run)
+                self._rows[key] = after, run
                 self._gone.pop(key, None)
                 self._version = after
         for key in [key for key in self._rows if key not in found]:
@@ -109,12 +108,12 @@ class RunListing:
 
 def _same(known: Any, found: Any) -> bool:
     """Whether two values are equal. NaN counts as equal to itself, so that it is sent once."""
-    return bool(known == found) or repr(known) == repr(found)
+    return known is found or bool(known == found) or repr(known) == repr(found)
 
 
 def _column(rows: list[RunRow], name: str) -> Any:
-    values = [getattr(row, name) for row in rows]
+    values = list(map(attrgetter(name), rows))
     first = values[0]
-    if all(value == first for value in values) and not isinstance(first, tuple | dict):
-        return first
-    return [None if value == () or value == {} else value for value in values]
+    if isinstance(first, tuple | dict):
+        return [value or None for value in values]
+    return first if values.count(first) == len(values) else values

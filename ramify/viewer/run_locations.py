@@ -204,11 +204,15 @@ def walk(
     matches: Callable[[str], bool],
     failed: Callable[[Path, OSError], None] | None = None,
     depth: int = 0,
+    folders: list[Path] | None = None,
 ) -> Iterator[Path]:
     """Yield the files below ``folder`` whose name ``matches``, in order of name.
 
-    Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read.
+    Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read. Every
+    folder that is searched is added to ``folders``.
     """
+    if folders is not None:
+        folders.append(folder)
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -219,7 +223,7 @@ def walk(
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             if depth < MAX_DEPTH and entry.name not in _NOT_SEARCHED:
-                yield from walk(Path(entry.path), matches, failed, depth + 1)
+                yield from walk(Path(entry.path), matches, failed, depth + 1, folders)
         elif matches(entry.name) and not (entry.is_symlink() and Path(entry.path).is_dir()):
             yield Path(entry.path)
 
