@@ -7,6 +7,7 @@ tools over files, such as ``sql`` (``engine/rerun.py``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -40,11 +41,13 @@ def rebuild(
     with_tools: bool = True,
     allow_weaker: bool = False,
     limits: Limits | None = None,
+    keys: Mapping[str, str] | None = None,
 ) -> RLM:
     """Build the RLM that ``started`` describes.
 
     ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
-    weaker than the recorded one. ``limits`` replace the recorded ones. Raises ConfigError if this
+    weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` are API keys by the
+    name of their model; other models take theirs from the environment. Raises ConfigError if this
     version cannot read the recorded settings.
     """
     config = started.config
@@ -56,7 +59,11 @@ def rebuild(
     aliases = {each["name"]: each.get("alias", "") for each in config.get("models", [])}
 
     def known(name: str) -> str | Model:
-        return own.get((name, aliases.get(name, "")), name)
+        model = own.get((name, aliases.get(name, "")), name)
+        key = (keys or {}).get(name)
+        if key is None:
+            return model
+        return (Model(model) if isinstance(model, str) else model).with_key(key)
 
     if not models:
         raise ConfigError(f"run {started.id} does not record its model: ask the question again")

@@ -59,7 +59,7 @@ def view(
         address=address,
         token=token,
         first=first,
-        rebuild=rebuild,
+        rebuild=lambda started, store, keys: rebuild(started, store, keys=keys),
     )
     raise_descriptor_limit()
     sys.setswitchinterval(_SWITCH_S)

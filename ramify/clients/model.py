@@ -163,6 +163,13 @@ class Model:
         """Return (api_key, headers, the provider's variables) for the client that sends them."""
         return self._key, self._headers, self._environ
 
+    def with_key(self, api_key: str) -> Model:
+        """Return the same model with another key."""
+        names = ("alias", "window", "price", "sampling", "vision", "stream")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        headers = self._headers or None
+        return Model(self.name, api_key=api_key, headers=headers, environ=self._environ, **given)
+
     def settings(self) -> dict[str, Any]:
         """Return all arguments except the name as plain data without secrets, for the journal."""
         given = {

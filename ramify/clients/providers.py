@@ -311,7 +311,17 @@ def split_url(model: str) -> tuple[str, str | None]:
     return model, None
 
 
-def no_key(name: str, variable: str) -> ConfigError:
+class MissingKey(ConfigError):
+    """A model of a provider's own address has no API key. ``name`` is the model."""
+
+    def __init__(self, text: str, name: str, variable: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self.variable = variable
+        """Environment variable that would have the key."""
+
+
+def no_key(name: str, variable: str) -> MissingKey:
     """Error for a missing API key of a provider's own address. It also covers the case that the
     text after an ``@`` was meant as another address."""
     before, _, tail = name.rpartition("@")
@@ -321,7 +331,8 @@ def no_key(name: str, variable: str) -> ConfigError:
         if is_other
         else ""
     )
-    return ConfigError(f"{name}: no API key: set {variable} (export {variable}=…){url}")
+    text = f"{name}: no API key: set {variable} (export {variable}=…){url}"
+    return MissingKey(text, name, variable)
 
 
 def resolve(

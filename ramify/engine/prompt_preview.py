@@ -114,12 +114,7 @@ class _PreviewPool(ClientPool):
         except ConfigError:
             # A missing key does not matter, since nothing is sent. Any other error occurs again
             # below and is reported there.
-            given = {
-                name: getattr(model, name) for name in ("alias", "window", "price", "sampling")
-            }
-            return super().bound(
-                Model(model.name, api_key=_UNUSED_KEY, vision=model.vision, **given)
-            )
+            return super().bound(model.with_key(_UNUSED_KEY))
 
     async def ask(
         self,

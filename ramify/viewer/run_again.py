@@ -4,19 +4,22 @@
 
 They spend money, so a page that every user of this machine may open cannot start them
 (view_server.py). They run on another event loop than the server, so that pages stay quick, and end
-with it; what is recorded can be resumed. Not here: where a fork begins and what it repeats (see
-engine/fork.py), and how a run's settings become an ``RLM`` (given by the command).
+with it; what is recorded can be resumed. An estimate needs no API key. A key that the environment
+lacks is given with the start: it is in memory until the run ends, and nowhere else. Not here: where
+a fork begins and what it repeats (see engine/fork.py), and how a run's settings become an ``RLM``
+(given by the command).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import msgspec
 
+from ramify.clients.providers import MissingKey
 from ramify.engine import threads
 from ramify.engine.fork import ForkOptions, ForkPoint
 from ramify.engine.limits import Limits
@@ -34,8 +37,12 @@ from ramify.viewer.run_locations import LocatedRun
 MAX_RUNNING = 4
 """Maximum number of runs in progress that pages of one server have started."""
 T = TypeVar("T")
-Rebuild = Callable[[RunStarted, RunStore], RLM]
-"""Builds the RLM that a stored run was made with."""
+_UNUSED_KEY = "no-key-is-needed-for-an-estimate"
+
+
+Rebuild = Callable[[RunStarted, RunStore, Mapping[str, str]], RLM]
+"""Builds the RLM that a stored run was made with. The last argument has API keys by the name of
+their model; the other models have theirs from the environment."""
 
 
 class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +59,11 @@ class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Edited texts of the messages that the turn adds to the prompt."""
     max_cost: float | None = None
     """Dollars that the new run may spend; None for the limit of the stored run."""
+    keys: dict[str, str] = {}
+    """API keys by the name of their model, for models without one in the environment."""
+
+    def __repr__(self) -> str:
+        return f"AgainRequest({self.key!r}, {self.call!r}, {self.turn})"  # without keys
 
 
 class RunAgain:
@@ -60,7 +72,10 @@ class RunAgain:
     def __init__(self, rebuild: Rebuild) -> None:
         self._rebuild = rebuild
         self._rlms: dict[str, RLM] = {}
-        """Address of a stored run -> the RLM that it was made with."""
+        """Address of a stored run -> the RLM that it was made with, without keys of pages."""
+        self._lacking: dict[str, dict[str, str]] = {}
+        """Address of a stored run -> its models without a key, each with the variable that would
+        have it."""
         self._opened = AsyncExitStack()
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
@@ -78,6 +93,10 @@ class RunAgain:
             "code": point.code,
             "max_cost": limits.max_cost,
             "estimate": await self.estimate(located, wanted),
+            "keys": [
+                {"model": model, "variable": variable}
+                for model, variable in self._lacking[located.key].items()
+            ],
         }
 
     async def estimate(self, located: LocatedRun, wanted: AgainRequest) -> dict[str, Any]:
@@ -93,26 +112,47 @@ class RunAgain:
         if self._rlms or self._running:
             await _elsewhere(self._close())
 
-    async def _rlm(self, located: LocatedRun) -> tuple[RLM, RunStarted]:
-        store = _store_of(located)
-        started = RecordedReplies(store.events(located.run.id)).started
-        if located.key not in self._rlms:
-            rlm = await asyncio.to_thread(self._rebuild, started, store)
-            self._rlms[located.key] = await self._opened.enter_async_context(rlm)
-        return self._rlms[located.key], started
-
     async def _estimate(self, located: LocatedRun, wanted: AgainRequest) -> Any:
-        rlm, _ = await self._rlm(located)
-        return await rlm.estimate_fork(located.run.id, wanted.turn, **_options(rlm, wanted))
+        lacking = self._lacking.setdefault(located.key, {})
+        while True:
+            if located.key not in self._rlms:
+                rlm = await self._built(located, dict.fromkeys(lacking, _UNUSED_KEY))
+                self._rlms[located.key] = await self._opened.enter_async_context(rlm)
+            rlm = self._rlms[located.key]
+            try:
+                return await rlm.estimate_fork(located.run.id, wanted.turn, **_options(rlm, wanted))
+            except MissingKey as missing:
+                if missing.name in lacking:
+                    raise
+                lacking[missing.name] = missing.variable
+                del self._rlms[located.key]
+
+    async def _built(self, located: LocatedRun, keys: Mapping[str, str]) -> RLM:
+        store = _store_of(located)
+
+        def build() -> RLM:
+            started = RecordedReplies(store.events(located.run.id)).started
+            return self._rebuild(started, store, keys)
+
+        return await asyncio.to_thread(build)
 
     async def _start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
         if len(self._running) >= MAX_RUNNING:
             raise ConfigError(
                 f"{MAX_RUNNING} runs that were started here are in progress: wait for one to end"
             )
-        rlm, _ = await self._rlm(located)
+        await self._estimate(located, wanted)
+        for name, variable in self._lacking[located.key].items():
+            if not wanted.keys.get(name):
+                raise ConfigError(
+                    f"{name} has no API key: {variable} is not set where ramify view runs, and no "
+                    "key was given: give one"
+                )
+        own = AsyncExitStack()  # an RLM that has keys of the page ends with its run
+        rlm = self._rlms[located.key]
+        if wanted.keys:
+            rlm = await own.enter_async_context(await self._built(located, wanted.keys))
         options = _options(rlm, wanted)
-        await rlm.estimate_fork(located.run.id, wanted.turn, **options)
         begun = asyncio.Event()
 
         def on_event(_: AnyEvent) -> None:
@@ -120,7 +160,7 @@ class RunAgain:
 
         options["on_event"] = on_event
         handle = rlm.start_fork(located.run.id, wanted.turn, **options)
-        ending = self._running[handle] = asyncio.create_task(_ended(handle))
+        ending = self._running[handle] = asyncio.create_task(_ended(handle, own))
         ending.add_done_callback(lambda _: self._running.pop(handle))
         waiting = asyncio.ensure_future(begun.wait())
         await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -138,10 +178,12 @@ class RunAgain:
         await self._opened.aclose()
 
 
-async def _ended(handle: RunHandle) -> str:
-    """Wait for the end of a run; returns its error, or an empty text."""
+async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
+    """Wait for the end of a run, and close what it used alone; returns its error, or an empty
+    text."""
     try:
-        return (await handle).error or ""
+        async with own:
+            return (await handle).error or ""
     except asyncio.CancelledError:
         return "cancelled"
     except Exception as error:  # noqa: BLE001 -- the run has recorded it; the page shows it

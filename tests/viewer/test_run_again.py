@@ -4,23 +4,28 @@ that are refused before any request is sent."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 
-from ramify import RLM, Limits, ScriptedClient, Store
+from ramify import RLM, Limits, Model, ScriptedClient, Store
+from ramify.cli.resume import rebuild
 from ramify.clients.base import Price
+from ramify.clients.providers import CLIENTS, ProviderSpec
 from ramify.http_server.access import ListenAddress
+from ramify.store.base import RunStore
+from ramify.testing import ScriptedServer
 from ramify.types.event import RunStarted
 from ramify.types.message import Message
+from ramify.viewer.run_again import AgainRequest, Rebuild
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.view_server import ViewServer
 from tests.data.golden import JOURNAL
 from tests.engine.helpers import SCAFFOLD, code
-from tests.viewer.browser import AXE, photograph, served, tab, violations
+from tests.viewer.browser import AXE, Loop, photograph, served, tab, violations
 
 SHEETS = code("sums = llm_query_batched(['sheet 1', 'sheet 2'])\nprint(sums)")
 Post = Callable[..., Awaitable[tuple[int, Any]]]
@@ -39,7 +44,7 @@ class Origin(NamedTuple):
     store: Store
     run: str
     model: ScriptedClient
-    rebuild: Callable[[RunStarted, Store], RLM]
+    rebuild: Rebuild
 
 
 @pytest.fixture
@@ -48,8 +53,8 @@ def origin(tmp_path: Path) -> Origin:
     model = ScriptedClient(sums, price=Price(1.0, 4.0))
     limits = Limits(max_cost=0.5, max_calls=50)
 
-    def rebuild(started: RunStarted, kept: Store) -> RLM:
-        return RLM(model, scaffold=SCAFFOLD, store=kept, limits=limits)
+    def rebuild(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
+        return RLM(model, scaffold=SCAFFOLD, store=store, limits=limits)
 
     with RLM(model, scaffold=SCAFFOLD, store=store, limits=limits) as rlm:
         run = rlm.completion("two sheets", "Add the sums of all sheets").run_id
@@ -230,3 +235,99 @@ def test_open_page_shows_why_it_cannot_run_again(browser: Any, origin: Origin) -
         page.get_by_role("button", name="run again").click()
         page.locator(".problem", has_text="without --open-to-this-machine").wait_for()
         shown.expects("Failed to load resource")  # the refused page
+
+
+KEY = "house-key-that-was-typed-0123456789"
+
+
+@pytest.fixture(scope="module")
+def keyless(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Store, str, ScriptedServer, Loop]]:
+    """A stored run of a provider that needs a key, which this process does not have."""
+    loop = Loop()
+    server = ScriptedServer(sums)
+    loop.run(server.__aenter__())
+    CLIENTS.register("house")(
+        ProviderSpec(
+            title="House", url=server.url, url_variable="HOUSE_URL", key_variables=("HOUSE_KEY",)
+        )
+    )
+    store = Store(tmp_path_factory.mktemp("keyless") / "store")
+    model = Model("house:m", api_key="house-key-of-the-first-run-0123")
+    with RLM(model, scaffold=SCAFFOLD, store=store, limits=Limits(max_calls=50)) as rlm:
+        run = rlm.completion("two sheets", "Add the sums of all sheets").run_id
+    yield store, run or "", server, loop
+    loop.run(server.__aexit__(None, None, None))
+    loop.close()
+
+
+def test_form_opens_without_a_key_and_asks_for_it_on_sending(
+    keyless: tuple[Store, str, ScriptedServer, Loop], browser: Any, tmp_path: Path
+) -> None:
+    store, run, model, _ = keyless
+    before = model.answered
+
+    def rebuilt(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
+        return rebuild(started, store, keys=keys)
+
+    with served(store.root, rebuild=rebuilt) as server, tab(browser, (1440, 900)) as shown:
+        asked: list[str] = []
+        shown.page.on("request", lambda request: asked.append(request.url))
+        shown.open(server.url)
+        page = shown.open(f"http://127.0.0.1:{server.port}/#/run/{run}/call/0.1")
+        page.get_by_role("button", name="run again").click()
+        start = page.get_by_role("button", name="run again, for at most")
+        start.wait_for()
+        assert page.get_by_label("edited user message").input_value() == "sheet 2"
+        key = page.get_by_label("API key for house:m")
+        assert not key.is_visible()
+        start.click()
+        key.wait_for()
+        assert "HOUSE_KEY is not set" in page.locator(".again-keys").inner_text()
+        assert page.evaluate("document.activeElement.type") == "password"
+        assert model.answered == before, "nothing was sent without a key"
+        assert violations(page) == [] if AXE.is_file() else True
+        photograph(page, "run-again-key-1440", tmp_path)
+        key.fill(KEY)
+        start.click()
+        page.locator(".forked a").wait_for()
+        page.locator(".story-answer", has_text="3").wait_for()
+        stored = page.evaluate(
+            "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, history.state,"
+            " location.href, document.documentElement.outerHTML])"
+        )
+        assert KEY not in stored
+        assert not [url for url in asked if KEY in url]
+    assert model.answered > before
+    assert {each.headers["authorization"] for each in model.requests[before:]} == {f"Bearer {KEY}"}
+    written = [path.read_bytes() for path in store.root.rglob("*") if path.is_file()]
+    assert not [each for each in written if KEY.encode() in each]
+
+
+def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
+    keyless: tuple[Store, str, ScriptedServer, Loop],
+) -> None:
+    store, run, model, _ = keyless
+
+    def rebuilt(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
+        return rebuild(started, store, keys=keys)
+
+    async def ask(get: Post, post: Post) -> None:
+        place = {"key": run, "call": "0.1", "turn": 0}
+        status, told = await get("/api/again", key=run, id="0.1", turn=0)
+        assert (status, told["keys"]) == (200, [{"model": "house:m", "variable": "HOUSE_KEY"}])
+        for keys, words in (
+            ({}, "house:m has no API key: HOUSE_KEY is not set where ramify view runs"),
+            ({"house:m": ""}, "has no API key"),
+            ({"house:m": f"{KEY} {KEY}"}, "api_key has spaces or characters that no key has"),
+            ({"house:m": 7}, "Expected `str`, got `int`"),
+        ):
+            status, answer = await post("/api/again", {**place, "keys": keys})
+            assert (status, words in answer["error"]["message"]) == (400, True), answer
+            assert KEY not in answer["error"]["message"]
+        assert KEY not in repr(AgainRequest(run, "0.1", 0, keys={"house:m": KEY}))
+
+    num = model.answered
+    with_server(Origin(store, run, ScriptedClient([]), rebuilt), ask)
+    assert model.answered == num

@@ -41,6 +41,27 @@ class AgainForm {
       oninput: () => this.later(),
     });
     this.fields = h("div.again-fields");
+    // Asked for when it is sent, kept in this form alone, and cleared once it was sent.
+    this.keys = place.keys.map(({ model, variable }) => ({
+      model,
+      input: h("input", {
+        type: "password",
+        autocomplete: "off",
+        "aria-label": `API key for ${model}`,
+        placeholder: variable,
+      }),
+    }));
+    this.keyFields = h(
+      "div.again-keys",
+      { hidden: true },
+      h(
+        "p",
+        null,
+        `${place.keys.map(({ variable }) => variable).join(" and ")} is not set where ramify view runs. `,
+        "The key is used for this run, and is not stored.",
+      ),
+      this.keys.map(({ model, input }) => h("label", null, h("b", null, model), input)),
+    );
     this.cost = h("p.again-cost", { role: "status" });
     this.start = h("button.small.go", { type: "button", onclick: () => this.run() });
     this.element = h(
@@ -54,6 +75,7 @@ class AgainForm {
       ),
       this.fields,
       this.cost,
+      this.keyFields,
       this.start,
     );
     this.draw();
@@ -136,14 +158,31 @@ class AgainForm {
     this.start.disabled = false;
   }
 
+  // The keys that were typed, or null after asking for one that is missing.
+  givenKeys() {
+    const lacking = this.keys.find(({ input }) => !input.value.trim());
+    if (!lacking)
+      return Object.fromEntries(this.keys.map(({ model, input }) => [model, input.value.trim()]));
+    this.keyFields.hidden = false;
+    lacking.input.focus();
+    return null;
+  }
+
   async run() {
+    const keys = this.givenKeys();
+    if (!keys) return;
     this.start.disabled = true;
     try {
-      const { key } = await post("/api/again", this.body());
+      const { key } = await post("/api/again", {
+        ...this.body(),
+        ...(this.keys.length ? { keys } : {}),
+      });
+      for (const { input } of this.keys) input.value = "";
       toast("the new run has started");
       location.hash = runAddress(key);
     } catch (error) {
       fill(this.cost, h("span.problem", { role: "alert" }, error.message));
+      this.start.disabled = false;
     }
   }
 }
