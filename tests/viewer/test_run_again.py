@@ -193,6 +193,59 @@ def test_page_that_is_open_to_this_machine_cannot_start_runs(origin: Origin) -> 
     with_server(journal, of_a_file)
 
 
+KEY = "house-key-that-was-typed-0123456789"
+
+
+@pytest.fixture(scope="module")
+def keyless(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Store, str, ScriptedServer, Loop]]:
+    """A stored run of a provider that needs a key, which this process does not have."""
+    loop = Loop()
+    server = ScriptedServer(sums)
+    loop.run(server.__aenter__())
+    CLIENTS.register("house")(
+        ProviderSpec(
+            title="House", url=server.url, url_variable="HOUSE_URL", key_variables=("HOUSE_KEY",)
+        )
+    )
+    store = Store(tmp_path_factory.mktemp("keyless") / "store")
+    model = Model("house:m", api_key="house-key-of-the-first-run-0123")
+    with RLM(model, scaffold=SCAFFOLD, store=store, limits=Limits(max_calls=50)) as rlm:
+        run = rlm.completion("two sheets", "Add the sums of all sheets").run_id
+    yield store, run or "", server, loop
+    loop.run(server.__aexit__(None, None, None))
+    loop.close()
+
+
+def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
+    keyless: tuple[Store, str, ScriptedServer, Loop],
+) -> None:
+    store, run, model, _ = keyless
+
+    def rebuilt(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
+        return rebuild(started, store, keys=keys)
+
+    async def ask(get: Post, post: Post) -> None:
+        place = {"key": run, "call": "0.1", "turn": 0}
+        status, told = await get("/api/again", key=run, id="0.1", turn=0)
+        assert (status, told["keys"]) == (200, [{"model": "house:m", "variable": "HOUSE_KEY"}])
+        for keys, words in (
+            ({}, "house:m has no API key: HOUSE_KEY is not set where ramify view runs"),
+            ({"house:m": ""}, "has no API key"),
+            ({"house:m": f"{KEY} {KEY}"}, "api_key has spaces or characters that no key has"),
+            ({"house:m": 7}, "Expected `str`, got `int`"),
+        ):
+            status, answer = await post("/api/again", {**place, "keys": keys})
+            assert (status, words in answer["error"]["message"]) == (400, True), answer
+            assert KEY not in answer["error"]["message"]
+        assert KEY not in repr(AgainRequest(run, "0.1", 0, keys={"house:m": KEY}))
+
+    num = model.answered
+    with_server(Origin(store, run, ScriptedClient([]), rebuilt), ask)
+    assert model.answered == num
+
+
 def test_turn_is_edited_and_run_again_in_browser(
     browser: Any, origin: Origin, tmp_path: Path
 ) -> None:
@@ -237,31 +290,6 @@ def test_open_page_shows_why_it_cannot_run_again(browser: Any, origin: Origin) -
         shown.expects("Failed to load resource")  # the refused page
 
 
-KEY = "house-key-that-was-typed-0123456789"
-
-
-@pytest.fixture(scope="module")
-def keyless(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Store, str, ScriptedServer, Loop]]:
-    """A stored run of a provider that needs a key, which this process does not have."""
-    loop = Loop()
-    server = ScriptedServer(sums)
-    loop.run(server.__aenter__())
-    CLIENTS.register("house")(
-        ProviderSpec(
-            title="House", url=server.url, url_variable="HOUSE_URL", key_variables=("HOUSE_KEY",)
-        )
-    )
-    store = Store(tmp_path_factory.mktemp("keyless") / "store")
-    model = Model("house:m", api_key="house-key-of-the-first-run-0123")
-    with RLM(model, scaffold=SCAFFOLD, store=store, limits=Limits(max_calls=50)) as rlm:
-        run = rlm.completion("two sheets", "Add the sums of all sheets").run_id
-    yield store, run or "", server, loop
-    loop.run(server.__aexit__(None, None, None))
-    loop.close()
-
-
 def test_form_opens_without_a_key_and_asks_for_it_on_sending(
     keyless: tuple[Store, str, ScriptedServer, Loop], browser: Any, tmp_path: Path
 ) -> None:
@@ -303,31 +331,3 @@ def test_form_opens_without_a_key_and_asks_for_it_on_sending(
     assert {each.headers["authorization"] for each in model.requests[before:]} == {f"Bearer {KEY}"}
     written = [path.read_bytes() for path in store.root.rglob("*") if path.is_file()]
     assert not [each for each in written if KEY.encode() in each]
-
-
-def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
-    keyless: tuple[Store, str, ScriptedServer, Loop],
-) -> None:
-    store, run, model, _ = keyless
-
-    def rebuilt(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
-        return rebuild(started, store, keys=keys)
-
-    async def ask(get: Post, post: Post) -> None:
-        place = {"key": run, "call": "0.1", "turn": 0}
-        status, told = await get("/api/again", key=run, id="0.1", turn=0)
-        assert (status, told["keys"]) == (200, [{"model": "house:m", "variable": "HOUSE_KEY"}])
-        for keys, words in (
-            ({}, "house:m has no API key: HOUSE_KEY is not set where ramify view runs"),
-            ({"house:m": ""}, "has no API key"),
-            ({"house:m": f"{KEY} {KEY}"}, "api_key has spaces or characters that no key has"),
-            ({"house:m": 7}, "Expected `str`, got `int`"),
-        ):
-            status, answer = await post("/api/again", {**place, "keys": keys})
-            assert (status, words in answer["error"]["message"]) == (400, True), answer
-            assert KEY not in answer["error"]["message"]
-        assert KEY not in repr(AgainRequest(run, "0.1", 0, keys={"house:m": KEY}))
-
-    num = model.answered
-    with_server(Origin(store, run, ScriptedClient([]), rebuilt), ask)
-    assert model.answered == num
