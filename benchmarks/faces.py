@@ -1,5 +1,6 @@
 """Benchmarks of the front ends: the page (``faces_view.py``), the page of a run in detail
-(``faces_run_page.py``), its list of runs (``faces_runs.py``), its verdict on training runs
+(``faces_run_page.py``), its list of runs (``faces_runs.py``), what people do at it
+(``faces_tasks.py``), its layout (``faces_layout.py``), its verdict on training runs
 (``faces_training.py``), labelling (``faces_labels.py``), sharing and comparing
 (``faces_share.py``), its links between values and calls (``faces_provenance.py``), and the server
 of runs (``faces_serve.py``).
@@ -19,11 +20,13 @@ import json
 import sys
 
 import faces_labels
+import faces_layout
 import faces_provenance
 import faces_run_page
 import faces_runs
 import faces_serve
 import faces_share
+import faces_tasks
 import faces_training
 import faces_view
 from engine import show
@@ -40,6 +43,8 @@ def main() -> int:
         faces_view,
         faces_run_page,
         faces_runs,
+        faces_tasks,
+        faces_layout,
         faces_training,
         faces_labels,
         faces_share,

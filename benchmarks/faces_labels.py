@@ -4,7 +4,6 @@
                     read from the store; once in an evaluation's matrix, once in a queue of runs
     cause           clicks from the list of runs to the question, expected answer, answer and score
                     of an attempt that is wrong
-    axe-core        findings of any weight on the matrix and the queue, light and dark
 
 ``figures(quick)`` yields them one after the other. Without Chromium or Playwright they are not
 measured.
@@ -22,10 +21,11 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from engine import Figure  # noqa: E402
+from faces_tasks import Hand  # noqa: E402
 
 from ramify import Store  # noqa: E402
 from tests.viewer import golden  # noqa: E402
-from tests.viewer.browser import AXE, chromium, served, why_not  # noqa: E402
+from tests.viewer.browser import chromium, served, why_not  # noqa: E402
 
 NUM = 20
 ANSWERS = "101s" * 5
@@ -34,25 +34,7 @@ NAMES = (
     (f"clicks and keys to label {NUM} attempts of an evaluation", 25),
     (f"clicks and keys to label {NUM} runs of the list", 25),
     ("clicks from the list of runs to why an attempt is wrong", 3),
-    ("findings of axe-core of any weight on the matrix and the queue, two schemes", 0),
 )
-
-
-class Hand:
-    """Clicks and presses keys on a page, and counts both."""
-
-    def __init__(self, page: Any) -> None:
-        self.page = page
-        self.actions = 0
-
-    def click(self, selector: str, text: str = "") -> None:
-        found = self.page.locator(selector, has_text=text) if text else self.page.locator(selector)
-        found.first.click()
-        self.actions += 1
-
-    def press(self, key: str) -> None:
-        self.page.keyboard.press(key)
-        self.actions += 1
 
 
 def figures(quick: bool) -> Iterator[Figure]:
@@ -70,7 +52,6 @@ def figures(quick: bool) -> Iterator[Figure]:
                 _labelled(browser, stores[0], _to_matrix),
                 _labelled(browser, stores[1], _to_queue),
                 _why_wrong(browser, stores[0]),
-                _findings(browser, stores[0]) if AXE.exists() else float("nan"),
             ]
     for (name, floor), value in zip(NAMES, values, strict=True):
         yield Figure(name, value, "", {}, floor)
@@ -123,26 +104,6 @@ def _why_wrong(browser: Any, store: Store) -> int:
         assert all(part in shown for part in ("expected", "answer", "ended", "Parts")), shown
         page.close()
     return hand.actions
-
-
-def _findings(browser: Any, store: Store) -> int:
-    num = 0
-    with served(store.root) as server:
-        for scheme in ("light", "dark"):
-            page = browser.new_page(color_scheme=scheme)
-            page.goto(server.url)
-            page.locator(".run-row").first.wait_for()
-            for begin in (_to_matrix, _to_queue):
-                begin(Hand(page))
-                page.evaluate(AXE.read_text(encoding="utf-8"))
-                found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-                for each in found["violations"]:
-                    print(f"{scheme}: {each['id']}: {each['nodes'][0]['target']}", file=sys.stderr)
-                    num += 1
-                page.evaluate("location.hash = '#/'")
-                page.locator(".run-row").first.wait_for()
-            page.close()
-    return num
 
 
 def main() -> None:

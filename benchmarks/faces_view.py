@@ -6,7 +6,7 @@
                     of calls is scrolled
     live events     from an event's line in the journal to the change on the page
     scenes          24 runs at three sizes: are answer, reason and score in sight; clicks and keys to
-                    the code of the call that differs; axe-core's rules; requests to other hosts
+                    the code of the call that differs; requests to other hosts
 
 ``figures(quick)`` yields them one after the other. Without Chromium or Playwright they are not
 measured.
@@ -45,7 +45,7 @@ from ramify.types.event import (  # noqa: E402
 from ramify.types.message import Message, Reply, Usage  # noqa: E402
 from ramify.types.trajectory import Cell, Parent, Stop  # noqa: E402
 from tests.viewer import golden  # noqa: E402
-from tests.viewer.browser import AXE, FLAGS, executable, violations, why_not  # noqa: E402
+from tests.viewer.browser import FLAGS, executable, why_not  # noqa: E402
 
 NUM_CALLS = 10_000
 NAMES = (
@@ -58,7 +58,6 @@ NAMES = (
     ("scenes x sizes whose answer, reason or score needs scrolling", "", 0),
     ("clicks from the list to the code of the call that differs", "", 2),
     ("keys from the list to the code of the call that differs", "", 3),
-    ("serious and critical violations of axe-core on six pages, two schemes", "", 0),
     ("requests of the pages to other hosts", "", 0),
 )
 SIZES = ((1440, 900), (1024, 768), (390, 844))
@@ -183,11 +182,10 @@ def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
 
 
 def _scenes(browser: Any, folder: Path) -> list[float]:
-    """Return [scenes x sizes with something out of sight, clicks, keys, violations, requests to
-    other hosts]."""
+    """Return [scenes x sizes with something out of sight, clicks, keys, requests to other hosts]."""
     store = Store(folder / "scenes")
     runs = [_scene(store, number) for number in range(24)]
-    hidden, barriers, foreign = 0, 0, []
+    hidden, foreign = 0, []
     with _viewer(store.root) as (address, _):
         for width, height in SIZES:
             page = browser.new_page(viewport={"width": width, "height": height})
@@ -200,25 +198,8 @@ def _scenes(browser: Any, folder: Path) -> list[float]:
                     hidden += 1
             page.close()
         clicks, keys = _ways(browser, address, runs[0])
-        for scheme in ("light", "dark") if AXE.exists() else ():
-            page = browser.new_page(color_scheme=scheme)
-            for route in (
-                "#/",
-                f"#/run/{runs[0]}",
-                f"#/run/{runs[0]}/call/0.7",
-                f"#/compare/{runs[0]}/{runs[1]}",
-                "#/training",
-                "#/evaluation",
-            ):
-                page.goto("about:blank")
-                page.goto(f"{address}{route}")
-                page.wait_for_timeout(500)
-                for each in violations(page):
-                    print(f"{scheme} {route}: {each}", file=sys.stderr)
-                    barriers += 1
-            page.close()
     others = [url for url in foreign if not url.startswith((address, "data:"))]
-    return [hidden, clicks, keys, barriers if AXE.exists() else float("nan"), len(others)]
+    return [hidden, clicks, keys, len(others)]
 
 
 def _ways(browser: Any, address: str, run: str) -> tuple[int, int]:

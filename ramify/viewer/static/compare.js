@@ -497,7 +497,7 @@ class CompareView {
     this.list.onmove = (index) => this.stepTo(this.shown[index]);
     const table = h(
       "div.pair-rows",
-      { style: { "min-width": `${170 + 132 * this.runs.length}px` } },
+      { style: { "min-width": `${210 + 132 * this.runs.length}px` } },
       h(
         "div.pair-row.head",
         { style: { "grid-template-columns": columns }, "aria-hidden": "true" },

@@ -21,6 +21,7 @@ export class Provenance {
     this.hero = null; // element that shows the answer of the run, in which `of` its links are drawn
     this.at = null; // { link, steps, step } on the way back
     this.of = "";
+    this.isLoading = false;
   }
 
   // Fetches and draws the links of the shown call, once it has ended.
@@ -32,12 +33,15 @@ export class Provenance {
       this.of = state;
       this.links = [];
       this.at = null;
+      this.isLoading = true;
       try {
         const found = await get("/api/provenance", { key: run.head.key, id: call.id });
         if (this.of !== state) return;
         this.links = found.links;
+        this.isLoading = false;
       } catch (error) {
         this.of = "";
+        this.isLoading = false;
         return void toast(error.message);
       }
     }
@@ -181,6 +185,11 @@ export class Provenance {
 
   // One step back, from the answer to where its value was before.
   walk() {
+    // The links come after the call; then load() takes the step.
+    if (!this.view.call || this.isLoading) {
+      this.wanted = this.view.id;
+      return;
+    }
     if (!this.at && !this.begin())
       return void toast("no call and no output gave a value of this answer");
     const { steps } = this.at,
