@@ -161,7 +161,7 @@ class RunStore(Protocol):
 
     def listing_state(self) -> object | None:
         """A value that stays equal while ``runs`` would return equal summaries; None if that cannot
-        be told without making them."""
+        be known without making them."""
         return None
 
     def review(self, run: str) -> RunReview:

@@ -293,7 +293,7 @@ class Store(RunStore):
         return summaries
 
     def listing_state(self) -> object | None:
-        # Whoever writes a journal first creates the file that names its writer, and a review
+        # A writer of a journal first creates the file that has its name, and a review
         # replaces a file. So only journals with a writer can change while the folder does not.
         changed = self._runs.stat().st_mtime_ns
         if time.time_ns() - changed < SETTLED_NS:

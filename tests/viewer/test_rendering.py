@@ -114,5 +114,3 @@ def test_values_are_linked_beside_formulas_and_never_in_them(
         assert answer.locator("math mn").all_text_contents() == ["1414", "31164"]
         assert page.locator("#turn-0 .said.reply strong").inner_text() == "one"
         page.locator("#turn-0 .code .c-keyword", has_text="SELECT").wait_for()
-        page.keyboard.press("b")
-        answer.locator("a.from.walked").first.wait_for()
