@@ -45,7 +45,7 @@ def test_run_list_covers_stores_files_and_training_folders(world: World) -> None
 
 def test_run_columns_match_those_that_page_reads(world: World) -> None:
     found = get_json([world.store], "/api/run", key=world.tree)
-    assert set(found["columns"]) == {*COLUMNS, "parent", "reward"}
+    assert set(found["columns"]) == {*COLUMNS, "parent", "reward", "advantage", "gap"}
     made = re.search(
         r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL
     )
