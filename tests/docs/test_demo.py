@@ -86,7 +86,7 @@ def test_scripted_example_counts_correctly_and_cleans_up(tmp_path):
     assert command.startswith("$ ramify ask 'How many public functions")
     assert first == answer
     assert f"  answer: {answer}" in shown
-    for part in ("final · 3 turns, 9 calls", "0.2.0 lm: Say in one line"):
+    for part in ("final · 3 turns, 9 requests", "0.2.0 lm: Say in one line"):
         assert part in said
 
 
