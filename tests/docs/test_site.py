@@ -24,6 +24,7 @@ NAMESPACES = [
     "ramify.train",
     "ramify.inference",
     "ramify.testing",
+    "ramify.plans",
     "ramify.ray",
 ]
 pytestmark = pytest.mark.slow

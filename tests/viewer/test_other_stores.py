@@ -120,7 +120,7 @@ def test_page_follows_a_run_in_progress(store: RunStore) -> None:
 def test_page_runs_a_turn_again_in_the_same_store(store: RunStore) -> None:
     (origin,) = asked(store, "Add the sheets")
 
-    def rebuild(started: RunStarted, kept: RunStore) -> RLM:
+    def rebuild(started: RunStarted, kept: RunStore, keys: object) -> RLM:
         assert kept is store
         return RLM(ScriptedClient(answering), scaffold=SCAFFOLD, store=kept)
 

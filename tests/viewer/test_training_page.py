@@ -200,7 +200,10 @@ def test_advantages_and_gaps_are_painted_on_the_tree_and_the_tokens(
         modes = page.get_by_label("what colours mean")
         assert modes.locator("option:not([hidden])").all_inner_texts() == [
             f"colour: {name}"
-            for name in ("outcome", "reward", "advantage", "gap of log-probability")
+            for name in (
+                *("outcome", "reward", "advantage", "gap of log-probability"),
+                *("cost", "time", "tokens"),
+            )
         ]
         modes.select_option("gap")
         assert "nats" in text(page, ".legend")
