@@ -57,9 +57,9 @@ def test_it_is_listed_shown_and_deleted(tmp_path: Path) -> None:
     head, line = [line.split("\t") for line in shell.run("runs", "--maps").out.splitlines()]
     found = dict(zip(head, line, strict=True))
     assert (found["map"], found["rows"], found["failed"]) == (ID, "3", "1")
-    assert (found["calls"], found["cost"]) == ("4", "$0.5")
+    assert (found["requests"], found["cost"]) == ("4", "$0.50")
     shown = shell.run("show", ID).out.splitlines()
-    assert shown[1] == "3 rows · 1 failed · 4 calls · $0.5"
+    assert shown[1] == "3 rows · 1 failed · 4 requests · $0.50"
     assert shown[5:] == [
         "1 row 1: row 1 → too hot",
         "0 row 0: row 0 → yes",
