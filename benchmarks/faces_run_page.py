@@ -148,6 +148,7 @@ def _answers(browser: Any, store: Store, runs: list[str]) -> list[float]:
         for width, height in SIZES:
             page = browser.new_page(viewport={"width": width, "height": height})
             for number, run in enumerate(runs):
+                page.goto("about:blank")  # what was shown before must not be measured
                 page.goto(f"{address}#/run/{run}")
                 page.locator(".turn, .call-foot section, .call-foot .note").first.wait_for()
                 if page.evaluate(_CUT):
