@@ -171,6 +171,7 @@ async def overhead(url: str, count: int) -> list[Figure]:
                         1000 * waited,
                         "ms",
                         {},
+                        2.0,
                     ),
                 ]
     return found
