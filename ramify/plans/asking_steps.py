@@ -17,6 +17,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.plans.leaf import BETWEEN_BYTES, Leaf
 from ramify.plans.plan_flow import LEAF_FAILED, PlanFlow
+from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.shapes import CostSheet, Shape, known, unknown
 from ramify.plans.text_parts import (
@@ -36,24 +37,8 @@ T = TypeVar("T")
 _MIN_TOKENS = 16
 
 
-class AskingStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
+class AskingStep(PlanStep, frozen=True):
     """A step that may ask leaves, or that cuts the context for them."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, str(self.__struct_config__.tag))
-
-    @property
-    def title(self) -> str:
-        """Name of the step, with that of its leaf."""
-        return str(self.__struct_config__.tag)
-
-    def shown(self) -> str:
-        """The step with its options, for a picture."""
-        return self.title
-
-    def typed(self, given: ValueType) -> ValueType:
-        """Return the type of the result. Raises ConfigError if it cannot use ``given``."""
-        raise NotImplementedError
 
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
         """Add the calls of the step to ``sheet``, and return what is known of its result. ``shape``

@@ -22,6 +22,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.plans.leaf import rendered
 from ramify.plans.plan_flow import PlanFlow
+from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, value_at
 from ramify.plans.shapes import MAX_ITEMS, CostSheet, Shape, known, unknown
 from ramify.plans.text_parts import Part, num_bytes
@@ -44,24 +45,8 @@ _FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m
 _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
 
 
-class SymbolicStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
+class SymbolicStep(PlanStep, frozen=True):
     """A step that computes its result without a model."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, str(self.__struct_config__.tag))
-
-    @property
-    def title(self) -> str:
-        """Name of the step, as in a picture."""
-        return str(self.__struct_config__.tag)
-
-    def shown(self) -> str:
-        """The step with its options, for a picture."""
-        return self.title
-
-    def typed(self, given: ValueType) -> ValueType:
-        """Return the type of the result. Raises ConfigError if it cannot use ``given``."""
-        raise NotImplementedError
 
     def apply(self, value: Any) -> Any:
         """Return the result."""

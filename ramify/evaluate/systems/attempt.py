@@ -47,7 +47,7 @@ OpenSeat = Callable[[str, SeatBudget], AbstractAsyncContextManager[MeterSeat]]
 
 def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     """The system that ``--with`` names: a peer, or a command with ``{question}``. ``timeout_s`` is
-    its limit for one item. Raises ConfigError if there is no such system, or if it is not
+    its limit for one item. Raises ConfigError for an unknown system, or if it is not
     installed."""
     if words in PEERS:
         return PeerSystem(words, timeout_s=timeout_s)
