@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from pathlib import Path
 from typing import Any
 
-from engine import Figure
+from figures import Figure
 
 NUM_AGENTS = 64
 NUM_TURNS = 4

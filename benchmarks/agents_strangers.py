@@ -20,7 +20,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine import Figure, show
+from figures import Figure, show
 
 from examples.agents import recipe
 from examples.agents.small_policy import make

@@ -20,7 +20,7 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine import Figure
+from figures import Figure
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient

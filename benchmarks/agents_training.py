@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import Figure
+from figures import Figure
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from engine import Figure
+from figures import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
 

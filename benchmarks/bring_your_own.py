@@ -26,7 +26,7 @@ import json
 import sys
 import traceback
 
-from engine import Figure, show
+from figures import Figure, show
 
 PARTS = ("environments", "frozen_lake", "data", "rewards", "quickstarts", "mistakes")
 

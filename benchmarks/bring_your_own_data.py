@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine import Figure
+from figures import Figure
 
 ROOT = Path(__file__).parents[1]
 NUM_ROWS = 500
@@ -159,7 +159,7 @@ def _requests_of_a_resumed_run() -> Figure:
 
 
 if __name__ == "__main__":
-    from engine import show
+    from figures import show
 
     started = time.monotonic()
     show(measure(True))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gymnasium
-from engine import Figure
+from figures import Figure
 
 from ramify import Limits, tasks, train
 from ramify.testing.scripted_server import ScriptedServer

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from engine import Figure
+from figures import Figure
 from studies import python, tell
 
 from ramify.train.metrics import read_metrics

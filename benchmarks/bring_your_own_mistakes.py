@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from engine import Figure
+from figures import Figure
 
 ROOT = Path(__file__).parents[1]
 MAX_S = 2.0

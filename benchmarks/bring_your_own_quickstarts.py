@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine import Figure
+from figures import Figure
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).with_name("quickstarts")
@@ -181,7 +181,7 @@ def start(quickstart: Quickstart, folder: Path) -> subprocess.CompletedProcess[s
 
 
 if __name__ == "__main__":
-    from engine import show
+    from figures import show
 
     started = time.monotonic()
     show(measure(True))

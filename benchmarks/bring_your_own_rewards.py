@@ -13,7 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from engine import Figure
+from figures import Figure
 
 NUM = 1000
 SERVER = """\
@@ -79,6 +79,6 @@ def measure(quick: bool) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    from engine import show
+    from figures import show
 
     show(measure(True))

@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import objectives_table
-from engine import Figure, show
+from figures import Figure, show
 
 from ramify.train.advantages.base import remembering
 from ramify.train.advantages.credit import Baseline, Numbers, Tree, returns_of

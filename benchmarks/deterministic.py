@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from engine import Figure, show
+from figures import Figure, show
 
 from ramify import Limits, train
 from ramify.models.weights import read_weights

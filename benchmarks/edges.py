@@ -22,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 
-from engine import Figure, show
+from figures import Figure, show
 
 PARTS = [
     name

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-from engine import Figure
+from figures import Figure
 
 ROOT = Path(__file__).parents[1]
 FEW = 256

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import Figure
+from figures import Figure
 
 STRANGER = Path(__file__).with_name("edges_stranger.py")
 NOBODY = 65534

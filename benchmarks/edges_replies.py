@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine import Figure
+from figures import Figure
 
 import ramify
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 import peers
 from contexts import log_text
-from figures import Figure as Figure
-from figures import show as show
+from figures import Figure, show
 from processes import Server, run_command, run_side, scripted_server
 
 Measured = dict[str, Any]

@@ -29,7 +29,7 @@ import faces_share
 import faces_tasks
 import faces_training
 import faces_view
-from engine import show
+from figures import show
 
 
 def main() -> int:

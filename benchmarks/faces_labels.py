@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from engine import Figure  # noqa: E402
 from faces_tasks import Hand  # noqa: E402
+from figures import Figure  # noqa: E402
 
 from ramify import Store  # noqa: E402
 from tests.viewer import golden  # noqa: E402
@@ -107,7 +107,7 @@ def _why_wrong(browser: Any, store: Store) -> int:
 
 
 def main() -> None:
-    from engine import show
+    from figures import show
 
     show(list(figures("--quick" in sys.argv)))
 

@@ -24,7 +24,7 @@ import msgspec
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from engine import Figure  # noqa: E402
+from figures import Figure  # noqa: E402
 
 from ramify.store.journal import JournalFile  # noqa: E402
 from ramify.types.message import Message, Reply  # noqa: E402
@@ -323,6 +323,6 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    from engine import show
+    from figures import show
 
     show(list(figures(False)))

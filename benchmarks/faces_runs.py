@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import msgspec  # noqa: E402
-from engine import Figure  # noqa: E402
 from faces_view import _chromium, _exchange, _processor_s, _viewer  # noqa: E402
+from figures import Figure  # noqa: E402
 
 from ramify import Store  # noqa: E402
 from ramify.types.event import CallEnded, CallStarted, RunEnded, RunStarted  # noqa: E402
@@ -165,7 +165,7 @@ def _to_yesterdays_errors(page: Any) -> int:
 
 
 def main() -> None:
-    from engine import show
+    from figures import show
 
     show(list(figures("--quick" in sys.argv)))
 

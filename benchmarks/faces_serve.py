@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
-from engine import Figure, show
+from figures import Figure, show
 
 from ramify import RLM, Limits, Scaffold, ScriptedClient
 from ramify.http_server.access import ListenAddress

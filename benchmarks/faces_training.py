@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from engine import Figure  # noqa: E402
+from figures import Figure  # noqa: E402
 
 from tests.viewer.browser import chromium, served, tab, why_not  # noqa: E402
 

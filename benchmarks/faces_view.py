@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import msgspec  # noqa: E402
-from engine import Figure  # noqa: E402
+from figures import Figure  # noqa: E402
 
 from ramify import Store  # noqa: E402
 from ramify.types.event import (  # noqa: E402
@@ -337,7 +337,7 @@ def _chromium() -> Iterator[Any]:
 
 
 def main() -> None:
-    from engine import show
+    from figures import show
 
     show(list(figures("--quick" in sys.argv)))
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import check_house  # noqa: E402
 import check_prose  # noqa: E402
 import check_public  # noqa: E402
-from engine import Figure, show  # noqa: E402
+from figures import Figure, show  # noqa: E402
 from journals import different as different_journals  # noqa: E402
 from walk import undocumented as not_named  # noqa: E402
 from walk import walks  # noqa: E402

@@ -31,7 +31,7 @@ from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-from engine import Figure
+from figures import Figure
 from studies import ROOT, fill, folder_of, parser, python, tell, train
 
 from ramify.evaluate.statistics import pass_at_k

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from email.message import EmailMessage
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 from ramify.sources.base import LoadedContext
 from ramify.sources.load_sources import load

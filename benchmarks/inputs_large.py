@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import Figure
+from figures import Figure
 
 _FILE_BYTES = 256 << 20
 _STEP_BYTES = 16 << 20

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 import ramify
 from ramify.clients.vision import picture_tokens

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 _SERVER = """
 import sys

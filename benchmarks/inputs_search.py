@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 _SECONDS = 90.0
 _QUERY_MS = 50.0

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 NUM_ROWS = 10_000_000
 _RUNS = 5

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from engine import Figure
+from figures import Figure
 
 _FLOOR_S = 1.0
 _FLOOR_SIZES = 1.1

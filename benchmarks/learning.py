@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from engine import Figure
+from figures import Figure
 from studies import ROOT, fill, folder_of, is_trained, parser, tell, train
 
 from ramify.evaluate.statistics import share_with_interval

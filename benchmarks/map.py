@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine import Figure, show
+from figures import Figure, show
 
 QUESTION = "Is this a complaint?"
 CONCURRENCY = 64

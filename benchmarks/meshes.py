@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch
 import trees
-from engine import Figure, show
+from figures import Figure, show
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import msgspec  # noqa: E402
-from engine import Figure, show  # noqa: E402
+from figures import Figure, show  # noqa: E402
 
 from ramify.engine.limits import Limits  # noqa: E402
 from ramify.errors import SandboxError, TrainError  # noqa: E402

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from engine import Figure, show
+from figures import Figure, show
 from torch import Tensor
 
 from ramify import train

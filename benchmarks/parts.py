@@ -8,7 +8,7 @@ import importlib
 import json
 from collections.abc import Sequence
 
-from engine import Figure, show
+from figures import Figure, show
 
 
 def run_parts(name: str, parts: Sequence[str], quick: str) -> int:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import prompts_answers
-from engine import Figure, show
+from figures import Figure, show
 
 import ramify
 from ramify import JailSpec, Limits, SandboxSpec, Scaffold, ScriptedClient

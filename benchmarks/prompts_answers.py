@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from engine import Figure
+from figures import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

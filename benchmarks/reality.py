@@ -27,7 +27,7 @@ import reality_providers
 import reality_table
 import reality_transport
 import reality_work
-from engine import Figure, show
+from figures import Figure, show
 
 FIGURES: tuple[Callable[[bool], Iterable[Figure]], ...] = (
     reality_table.misbehaviours,

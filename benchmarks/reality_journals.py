@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from engine import Figure, show
+from figures import Figure, show
 from reality_work import ANSWER, CountingModel, program
 
 from ramify import Store

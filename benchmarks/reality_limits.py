@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from engine import Figure, show
+from figures import Figure, show
 from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits

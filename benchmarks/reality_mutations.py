@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine import Figure, show
+from figures import Figure, show
 
 RESULTS = Path(__file__).parent / "results" / "mutations.json"
 CRITICAL = (

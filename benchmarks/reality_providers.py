@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
-from engine import Figure
+from figures import Figure
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, Stop
 from ramify.clients.loopback import LoopbackExchange, LoopbackServer

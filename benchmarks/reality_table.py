@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine import Figure
+from figures import Figure
 from reality_catalogue import BEHAVIOURS, HALF, RIGHT, TRUTH, Behaviour, Outcome, reply
 from reality_providers import run_fast
 from reality_wire import (

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from engine import Figure, show
+from figures import Figure, show
 from processes import quiet_env
 
 HERE = Path(__file__).parent

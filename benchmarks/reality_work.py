@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from engine import Figure
+from figures import Figure
 from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits, ScriptedClient, Stop, Store, Suspended

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from engine import Figure
+from figures import Figure
 from learning import mean_of_pairs
 from studies import folder_of, parser, python, tell
 

@@ -18,7 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 
-from engine import Figure, show
+from figures import Figure, show
 
 
 def ranks(quick: bool, compiled: bool) -> Iterable[Figure]:

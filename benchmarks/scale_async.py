@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 import torch
-from engine import Figure, show
+from figures import Figure, show
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify import RLM, Limits, ScriptedClient

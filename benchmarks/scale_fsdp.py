@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import trees
-from engine import Figure
+from figures import Figure
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from engine import Figure, show
+from figures import Figure, show
 from scale_stepped import Shape, carry_out
 
 from ramify.extras.cluster.simulate import SimulationResult, SimulationSetting, simulate

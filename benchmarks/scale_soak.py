@@ -230,7 +230,7 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
 
 
 def soak_figures(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
-    from engine import Figure
+    from figures import Figure
 
     from ramify.train.metrics import read_metrics
     from ramify.train.run_record import read_group_records
@@ -276,7 +276,7 @@ def soak_figures(folder: Path, steps: int, every_s: float, seed: int) -> list[ob
 
 
 def main() -> int:
-    from engine import show
+    from figures import show
 
     parser = argparse.ArgumentParser(description="Training while parts of it are killed.")
     parser.add_argument("--quick", action="store_true", help="three minutes")

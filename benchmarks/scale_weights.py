@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine import Figure, show
+from figures import Figure, show
 
 WEIGHT_SYNCS: dict[str, dict[str, Any]] = {
     "shared": {},

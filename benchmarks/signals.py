@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from engine import Figure, show
+from figures import Figure, show
 
 from ramify.models.load import from_config
 from ramify.models.tokenizer import train_tokenizer

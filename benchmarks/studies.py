@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine import Figure, show
+from figures import Figure, show
 
 from ramify.train.checkpoint import CheckpointStore
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine import Figure
+from figures import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
 GROWTH = "growth of a step with "

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from engine import Figure, show  # noqa: E402
+from figures import Figure, show  # noqa: E402
 from processes import scripted_server  # noqa: E402
 
 import ramify  # noqa: E402
