@@ -12,6 +12,8 @@ program may reach. A CPU has no sheet: a matrix product and a copy of this run t
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import json
 import platform
@@ -132,6 +134,7 @@ class Kit:
         self.num_failed = 0
         self._trace = trace
         self._figures: list[GpuFigure] = []
+        self._drawn: tuple[str, Policy] | None = None
         self._write()
         self.sheet = sheet_of(self.device)
 
@@ -273,11 +276,18 @@ class Kit:
         fields |= {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 0}
         return AutoConfig.for_model(**fields)
 
-    def policy(self, shape: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Policy:
-        """A policy of ``shape`` with random weights, on the device."""
-        config = self.config(shape)
-        made = from_config(config, tokenizer(), seed, device=self.device)
-        made.model.to(dtype)
+    def policy(self, shape: str, dtype: torch.dtype = torch.float32) -> Policy:
+        """A policy of ``shape`` with random weights, on the device.
+
+        The weights of the latest shape are kept in main memory: a CPU draws 4B of them in half a
+        minute.
+        """
+        if self._drawn is None or self._drawn[0] != shape:
+            self._drawn = None
+            self._drawn = shape, from_config(self.config(shape), tokenizer(), seed=0)
+        drawn = self._drawn[1]
+        model = copy.deepcopy(drawn.model).to(self.device, dtype)
+        made = dataclasses.replace(drawn, model=model)
         # No token ends a reply, so that each has the length that was asked for.
         made.renderer.stop_ids = ()  # type: ignore[misc]
         return made

@@ -4,8 +4,10 @@ prompt to sampled tokens: seconds, memory and model FLOPs utilisation."""
 from __future__ import annotations
 
 import msgspec
+import torch
 import trees
 from kit import Kit, Skipped
+from products import products
 from stage_parity import LOSS
 
 from ramify.models.attention_kernels import CudaFlashKernel
@@ -28,8 +30,6 @@ def measure(kit: Kit) -> None:
 
 
 def _kernel(kit: Kit) -> None:
-    import torch
-
     if not kit.is_cuda:
         raise Skipped("the kernel for many lengths runs on a GPU; a CPU takes its own")
     if not CudaFlashKernel.takes(torch.bfloat16, 128):
@@ -76,6 +76,14 @@ def _ratio(kit: Kit, backend: SingleBackend, ratio: int, least: float) -> None:
             "merged rows": took["merged rows"] / took["forest"],
             "forest tok/s": tokens["forest"] / took["forest"],
         },
+    )
+    dtype = torch.bfloat16 if kit.is_cuda else torch.float32
+    alone_s = kit.timed(products(backend.model, sides["forest"], dtype), 3).median
+    kit.add(
+        f"{ratio}:1: the forest's step to its matrix products alone",
+        took["forest"] / alone_s,
+        "×",
+        against={"step s": took["forest"], "products s": alone_s},
     )
     if memory:
         kit.add(f"{ratio}:1: memory of a step", float(memory.pop("forest")), "GB", against=memory)

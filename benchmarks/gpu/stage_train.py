@@ -4,8 +4,10 @@ FLOPs utilisation, and peak memory beside what ``ramify cluster plan`` says."""
 from __future__ import annotations
 
 import msgspec
+import torch
 import trees
 from kit import SHAPES, Kit, Skipped
+from products import products
 from stage_parity import LOSS
 
 from ramify.extras.cluster import memory
@@ -56,9 +58,11 @@ def _step(kit: Kit, name: str, shape: ModelShape, recompute: bool, label: str) -
     took = kit.timed(step, 2 if kit.quick else 3).median
     with kit.traced(label.replace(", ", "-")):
         step()
-    share: dict[str, float | str] = {}
+    dtype = torch.bfloat16 if kit.is_cuda else torch.float32
+    alone_s = kit.timed(products(backend.model, batches, dtype), 2).median
+    share: dict[str, float | str] = {"step to its matrix products alone": took / alone_s}
     if peak is not None:
-        share = {"model FLOPs utilisation": flops / peak / took}
+        share["model FLOPs utilisation"] = flops / peak / took
     kit.add(f"{label}: tokens learnt", tokens / took, "tok/s", expected=expected, against=share)
     with kit.figure(f"{label}: peak memory"):
         _memory(kit, name, shape, compute, step, label)
