@@ -10,6 +10,7 @@ import subprocess
 
 import msgspec
 import pytest
+import yaml
 
 import ramify
 from ramify.clients.providers import PriceTable
@@ -17,7 +18,7 @@ from ramify.evaluate.attempt import attempt
 from ramify.tasks.mixture import MixturePart
 from ramify.testing.scripted import ScriptedClient
 from tests.docs import world
-from tests.docs.pages import ALL, PAGES, ROOT, Block, prose
+from tests.docs.pages import ALL, PAGES, ROOT, Block, prose, script
 
 RUN = [block for block in ALL if not block.why_not]
 SHELL = [block for block in RUN if block.language == "bash"]
@@ -199,6 +200,24 @@ def test_json_block_loads(block: Block, tmp_path):
         table = PriceTable.load(path)
         price = table.price("openai:gpt-5-mini")
         assert (price.input, price.output) == (0.25, 2.0)
+
+
+def test_navigation_lists_every_page_once():
+    """A page outside the navigation is built and searched, but no reader comes by it."""
+
+    def entries(node):
+        if isinstance(node, str):
+            return [node]
+        children = node.values() if isinstance(node, dict) else node
+        return [entry for child in children for entry in entries(child)]
+
+    listed = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    recipes = [f"recipes/{path.stem}.md" for path in (ROOT / "recipes").glob("*.py")]
+    tutorials = [f"tutorials/{path.stem}.md" for path in (ROOT / "examples").glob("*.ipynb")]
+    namespaces = [f"api/{name}.md" for name in script("site_pages").NAMESPACES]
+    made = ["changelog.md", "recipes/index.md"]
+    assert sorted(listed) == sorted([*pages, *recipes, *tutorials, *namespaces, *made])
 
 
 def test_every_public_name_is_documented():
