@@ -185,7 +185,7 @@ def largest_differences(
 
 def gradients(single: SingleBackend) -> dict[str, torch.Tensor]:
     return {
-        name: each.grad for name, each in single._model.named_parameters() if each.grad is not None
+        name: each.grad for name, each in single.model.named_parameters() if each.grad is not None
     }
 
 

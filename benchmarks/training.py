@@ -83,7 +83,7 @@ class Bench(NamedTuple):
 
     def learn(self, batches: list[Batch]) -> None:
         self.backend.forward_backward(batches, LOSS)
-        self.backend._model.zero_grad(set_to_none=True)
+        self.backend.model.zero_grad(set_to_none=True)
 
     def forest(self, rows: list[TokenSequence]) -> list[Batch]:
         return pack(rows, self.backend.packing)
@@ -179,8 +179,8 @@ def _logprobs(b: Bench, batches: list[Batch]) -> dict[tuple[str, int], float]:
 
 def _gradient(b: Bench, batches: list[Batch]) -> list[torch.Tensor]:
     b.backend.forward_backward(batches, LOSS)
-    found = [each.grad.clone() for each in b.backend._model.parameters() if each.grad is not None]
-    b.backend._model.zero_grad(set_to_none=True)
+    found = [each.grad.clone() for each in b.backend.model.parameters() if each.grad is not None]
+    b.backend.model.zero_grad(set_to_none=True)
     return found
 
 
