@@ -370,19 +370,18 @@ def _ask(
             cite=cite,
             cache=cache,
             direct="always" if mode == "direct" else True,
-            strategy=_plan_of(question) if mode == "plan" else None,
+            strategy=_plan_of(question, settings) if mode == "plan" else None,
         )
         asked = ask_runner.AskRequest(question, loaded, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 
-def _plan_of(question: str) -> PlanStrategy:
+def _plan_of(question: str, settings: dict[str, Any]) -> PlanStrategy:
     """Return the ready plan that the words of ``question`` ask for."""
-    from ramify.plans.plan_strategy import PlanStrategy
-    from ramify.plans.ready_plans import plan_for, ready_plan
+    from ramify.plans.ready_plans import strategy_for
 
-    chosen = plan_for(question)
-    return PlanStrategy(ready_plan(chosen.name), f"{chosen.name}: {chosen.reason}")
+    model = (settings.get("sub_model") or [settings["model"]])[0]
+    return strategy_for(question, model=named_models().get(model, model))
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +59,10 @@ class MatrixOptions(NamedTuple):
     """True if attempts are made on a Ray cluster."""
     workers: int | None = None
     """Workers on that cluster."""
+    command: str = "ramify eval"
+    """Command that continues the matrix with --resume."""
+    show: Callable[[MatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
+    """Prints the results; None for the table. Nothing begins without a confirmation then."""
 
 
 class _NotConfirmed(Exception):
@@ -75,7 +79,7 @@ class MatrixCommand:
         self._screen = screen
         self._notes = screen.notes
         self._options = options
-        self._store = open_folder(settings, "ramify eval")
+        self._store = open_folder(settings, options.command)
         if options.html is not None and not Path(options.html).expanduser().parent.is_dir():
             raise UsageError(f"--html {options.html}: its folder does not exist")
         self._rlms: dict[bytes, RLM] = {}
@@ -104,6 +108,12 @@ class MatrixCommand:
                     if skipped:
                         self._notes.say(f"ramify: {skipped}")
         return self._run(plan, tasks, is_new=True)
+
+    def begin_plan(self, plan: MatrixPlan) -> ExitCode:
+        """Evaluate a new matrix whose cells are chosen."""
+        from ramify.evaluate.matrix import MatrixTasks
+
+        return self._run(plan, MatrixTasks(), is_new=True)
 
     def resume(self, plan: MatrixPlan) -> ExitCode:
         """Continue a stored matrix, and print its results."""
@@ -158,7 +168,7 @@ class MatrixCommand:
                         jobs = list(self._jobs(plan, tasks, tools, opened, shown, meters))
                         return await evaluate_all(jobs, concurrency=self._options.concurrency)
 
-            command = "" if records is None else f"ramify eval --resume {plan.id}"
+            command = "" if records is None else self._continuation(plan)
             try:
                 with ends_if_blocked(command, self._screen.clear):
                     evaluations = asyncio.run(whole())
@@ -213,8 +223,14 @@ class MatrixCommand:
             raise _NotConfirmed
         self._notes.say(f"ramify: {shown}")
         is_asked = not self._options.is_confirmed and found.attempts
+        if is_asked and self._options.show is not None and not sys.stdin.isatty():
+            self._notes.say("nothing was sent; to begin, add --yes")
+            raise _NotConfirmed
         if is_asked and sys.stdin.isatty() and sys.stderr.isatty() and not _is_confirmed():
             raise _NotConfirmed
+
+    def _continuation(self, plan: MatrixPlan) -> str:
+        return f"{self._options.command} --resume {plan.id}"
 
     @property
     def _json(self) -> bool:
@@ -274,6 +290,9 @@ class MatrixCommand:
         outcomes = {
             cell.record: done.outcomes for cell, done in zip(plan.cells, evaluations, strict=True)
         }
+        if self._options.show is not None:
+            self._options.show(plan, outcomes)
+            return self._ended(plan, evaluations, is_stored=is_stored)
         found = matrix_report(plan, outcomes, k=self._options.k)
         if self._options.html is not None:
             from ramify.viewer.matrices import matrix_file
@@ -288,18 +307,24 @@ class MatrixCommand:
             self._show_money(plan, outcomes)
         if is_stored:
             self._notes.say(f"matrix {plan.id}")
+        return self._ended(plan, evaluations, is_stored=is_stored)
+
+    def _ended(
+        self, plan: MatrixPlan, evaluations: tuple[Evaluation, ...], *, is_stored: bool
+    ) -> ExitCode:
+        """Say which attempts are missing, and return the exit code."""
         everything = [outcome for done in evaluations for outcome in done.outcomes]
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in everything)
         if num and is_stored:
             self._notes.say(
                 f"ramify: {many(num, 'attempt')} suspended and left out; continue with: "
-                f"ramify eval --resume {plan.id}"
+                f"{self._continuation(plan)}"
             )
         if any(outcome.reward is not None for outcome in everything):
             return ExitCode.ANSWERED
+        first = next((outcome.error for outcome in everything if outcome.error), "")
         error_line(
-            f"no attempt was scored: all {len(everything):,} failed, the first with: "
-            f"{found.first_error}"
+            f"no attempt was scored: all {len(everything):,} failed, the first with: {first}"
         )
         return ExitCode.SUSPENDED if num and is_stored else ExitCode.ERROR
 

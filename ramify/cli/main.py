@@ -25,6 +25,10 @@ from ramify.extras import EXTRA_COMMANDS
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "plan": ("ramify.cli.plan_command", "show a plan for a question with its cost, and run it"),
+    "calibrate": (
+        "ramify.cli.calibrate_command",
+        "measure a model's accuracy against the size of a text, for plans",
+    ),
     "map": ("ramify.cli.map_command", "ask a question of every row of a table"),
     "prompt": ("ramify.cli.ask", "print the prompt of a question, and send nothing"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),

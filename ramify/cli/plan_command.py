@@ -37,7 +37,7 @@ from ramify.logging import collect_warnings
 from ramify.plans.plan import Plan
 from ramify.plans.plan_cost import PlanCost, PlanModel, model_of
 from ramify.plans.plan_strategy import PlanStrategy
-from ramify.plans.ready_plans import plan_for, ready_plan
+from ramify.plans.ready_plans import strategy_for
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -101,14 +101,15 @@ def run(
         "top": top,
         "cut": cut,
     }
-    chosen = _chosen(question, plan, options)
+    leaf_model = (settings.get("sub_model") or [settings["model"]])[0]
+    leaf_model = named_models().get(leaf_model, leaf_model)
+    chosen = _chosen(question, plan, leaf_model, options)
     settings = {**settings, "branches": 1}
     rlm = make_rlm(settings, sandbox_spec({}), open_store(settings))
     loaded = load_sources(paths, notes, settings)
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
-    leaf_model = (settings.get("sub_model") or [settings["model"]])[0]
-    model = model_of(named_models().get(leaf_model, leaf_model), rlm.limits)
+    model = model_of(leaf_model, rlm.limits)
     cost, _ = chosen.plan.measured(loaded.context, question, model)
     is_sent = bool(yes)
     as_json = bool(settings.get("json"))
@@ -144,19 +145,19 @@ def _answer(
         return ask_runner.run(rlm, asked, screen, as_json=as_json)
 
 
-def _chosen(question: str, name: str | None, options: dict[str, Any]) -> PlanStrategy:
-    """Return the plan that is named, or that the question asks for, and why."""
+def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]) -> PlanStrategy:
+    """Return the plan that is named, or that the question asks for, and why. ``model`` answers the
+    leaves."""
     if name is not None and (name.endswith(".json") or os.path.sep in name):
         if used := [key for key, value in options.items() if value is not None]:
             raise UsageError(f"--{used[0].replace('_', '-')} is for ready plans: edit {name}")
         try:
-            return PlanStrategy(Plan.from_json(Path(name).expanduser().read_bytes()), "named")
+            return PlanStrategy(
+                Plan.from_json(Path(name).expanduser().read_bytes()), f"from {name}"
+            )
         except OSError as error:
             raise ConfigError(f"the plan {name} cannot be read: {error.strerror}") from None
-    if name is not None:
-        return PlanStrategy(ready_plan(name, **options), "named")
-    found = plan_for(question, options["labels"])
-    return PlanStrategy(ready_plan(found.name, **options), f"{found.name}: {found.reason}")
+    return strategy_for(question, name=name, model=model, **options)
 
 
 def _budget(rlm: RLM, model: PlanModel) -> Any:
@@ -166,8 +167,7 @@ def _budget(rlm: RLM, model: PlanModel) -> Any:
 
 
 def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> Iterator[str]:
-    if chosen.reason != "named":
-        yield f"plan {chosen.reason}"
+    yield f"plan {chosen.reason}"
     yield from chosen.plan.picture().splitlines()
     yield ""
     steps = ", ".join(f"{step.step} {step.calls:,}" for step in cost.steps if step.calls)

@@ -10,7 +10,9 @@
     symbolic      count total top distinct combine join periods
     predicates    Pattern (regular expression) Relevance (BM25) Comparison (fields), or a Leaf
     ready         search classify aggregate pairwise summarise multi_hop; ready_plan plan_for
+                  strategy_for
     values        Plan Leaf PlanStrategy PlanCost CallBound SplitText Part
+    measured      Calibration CalibrationPoint calibration_of
 
 These are all the public names (``__all__``); modules below this package are private.
 """

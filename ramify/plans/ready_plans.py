@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from ramify.errors import ConfigError, nearest
 from ramify.plans import composition as c
+from ramify.plans.calibration import part_size
 from ramify.plans.leaf import Leaf
 from ramify.plans.plan import Plan
+from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.predicates import Comparison, Relevance
 from ramify.plans.text_parts import By
 
@@ -250,9 +252,10 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
     return ChosenPlan("search", "no words of the question ask for another plan")
 
 
-def ready_plan(name: str, **options: Any) -> Plan:
-    """Return a ready plan by its name. Raises ConfigError for an unknown name, or an option that
-    the plan does not have.
+def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:
+    """Return a ready plan by its name. Without ``part_tokens``, its parts have the size that
+    ``ramify calibrate`` found for ``model``, the model of the leaves. Raises ConfigError for an
+    unknown name, or an option that the plan does not have.
 
     >>> plans.ready_plan("search", top=5) == plans.search(top=5)
     True
@@ -260,11 +263,29 @@ def ready_plan(name: str, **options: Any) -> Plan:
     make = READY_PLANS.get(name)
     if make is None:
         raise ConfigError(f"unknown plan '{name}': {nearest(name, READY_PLANS)}")
+    if model is not None:
+        options["part_tokens"] = part_size(model, options.get("part_tokens"))[0]
     given = {key: value for key, value in options.items() if value is not None}
     try:
         return make(**given)
     except TypeError as error:
         raise ConfigError(f"plan {name}: {error}") from None
+
+
+def strategy_for(
+    question: str, *, name: str | None = None, model: Any = None, **options: Any
+) -> PlanStrategy:
+    """Return the strategy that answers ``question`` by the ready plan called ``name``, by default
+    the one that its words ask for. Its reason says which rule chose it, and the size of its parts
+    if ``model`` is calibrated."""
+    if name is None:
+        name, rule = plan_for(question, options.get("labels"))
+        reason = f"{name}: {rule}"
+    else:
+        reason = f"{name}: named"
+    size, note = part_size(model, options.get("part_tokens"))
+    plan = ready_plan(name, **{**options, "part_tokens": size})
+    return PlanStrategy(plan, "; ".join(filter(None, [reason, note])))
 
 
 def _split(by: By, part_tokens: int, cut: bool) -> Plan:

@@ -1,0 +1,256 @@
+"""``ramify calibrate MODEL``: how accurate a model's leaves are at each size, and the best size.
+
+    model ──> sizes up to its window ──> what it may cost ──> begin? ──> plain calls about generated
+    texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
+
+A calibration that was killed continues with ``--resume``, and pays for no reply twice. Not here:
+the attempts (see eval_matrix.py), and how a plan uses the result (``plans/calibration.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, open_notes, sandbox_spec
+from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
+from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.settings import fill, folder_store, named_models
+from ramify.cli.telemetry import exporting
+from ramify.cli.terminal_text import dollars, json_line, many, write
+from ramify.errors import ConfigError, UnknownRun
+
+if TYPE_CHECKING:
+    from ramify.evaluate.matrix import MatrixPlan
+    from ramify.evaluate.run import AttemptOutcome
+
+_ITEMS = 20
+"""Questions of each family and size."""
+_MIN_TEXT = 1_000
+"""Shortest text of a suite, in tokens of four characters."""
+_REPLY_TOKENS = 1_024
+"""Most tokens of a reply, without hidden reasoning. The longest right one has 150 words."""
+_ASKED_WITH = (
+    *("max_reply_tokens", "max_reasoning_tokens", "max_concurrency", "patience", "temperature"),
+)
+"""Settings of ``ask`` that concern plain calls."""
+_KEPT = (*_ASKED_WITH, "json", "quiet", "verbose", "progress")
+OPTIONS = (
+    OptionSpec(
+        "sizes",
+        str,
+        "sizes of a leaf in tokens of three bytes, such as 2000,8000 (default: 2000, doubled up to "
+        "the model's window)",
+        "SIZES",
+    ),
+    OptionSpec("items", int, f"questions of each kind and size (default: {_ITEMS})"),
+    OptionSpec(
+        "tolerance",
+        float,
+        "accuracy that the best size may lose against the most accurate one (default: 0.02)",
+    ),
+    OptionSpec("seed", int, "seed of the questions (default: 0)"),
+    OptionSpec("concurrency", int, "concurrent questions (default: 16)"),
+    OptionSpec("svg", str, "also write the curve to an image", "FILE"),
+    OptionSpec("yes", bool, "begin without asking", has_no=False, short="-y"),
+    OptionSpec("resume", str, "continue an interrupted calibration; last is the latest", "ID"),
+    *(option for option in SETTINGS if option.name in _KEPT),
+)
+
+
+def run(
+    words: list[str],
+    sizes: str | None = None,
+    items: int | None = None,
+    tolerance: float | None = None,
+    seed: int | None = None,
+    concurrency: int | None = None,
+    svg: str | None = None,
+    yes: bool | None = None,
+    resume: str | None = None,
+    **given: Any,
+) -> int:
+    """``ramify calibrate``."""
+    from ramify.plans.calibration import TOLERANCE
+
+    settings = {name: value for name, value in fill(given, KINDS).items() if name in _KEPT}
+    notes = open_notes(settings, KINDS)
+    if bool(words) == (resume is not None):
+        if not words:
+            write(NO_MODEL.replace("ramify ask", "ramify calibrate"))
+            return ExitCode.USAGE
+        raise UsageError("--resume continues with the recorded model: remove the model")
+    if resume is not None and (sizes or items is not None or seed is not None):
+        raise UsageError("--resume continues with the recorded questions: remove the other options")
+    tolerance = TOLERANCE if tolerance is None else tolerance
+    if not 0 <= tolerance < 1:
+        raise UsageError(f"--tolerance {tolerance:g}: give a number from 0 to less than 1")
+    for name, number in (("items", items), ("concurrency", concurrency)):
+        if number is not None and number < 1:
+            raise UsageError(f"--{name} {number}: give at least 1")
+    if svg is not None and not Path(svg).expanduser().parent.is_dir():
+        raise UsageError(f"--svg {svg}: its folder does not exist")
+    with (
+        exporting(notes),
+        ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
+    ):
+        shown = _Curve(screen, tolerance, svg, as_json=bool(settings.get("json")))
+        options = MatrixOptions(
+            k=None,
+            concurrency=concurrency or 16,
+            html=None,
+            is_dry_run=False,
+            is_confirmed=bool(yes),
+            command="ramify calibrate",
+            show=shown,
+        )
+        command = MatrixCommand(settings, screen, options)
+        if resume is not None:
+            return command.resume(_recorded(resume))
+        plan, likely = _plan(words[0], settings, sizes, items or _ITEMS, seed or 0)
+        shown.announce(plan, likely)
+        return command.begin_plan(plan)
+
+
+class _Curve:
+    """Prints the curve of a finished calibration and stores it."""
+
+    def __init__(
+        self, screen: ProgressScreen, tolerance: float, svg: str | None, *, as_json: bool
+    ) -> None:
+        self._notes = screen.notes
+        self._tolerance = tolerance
+        self._svg = svg
+        self._as_json = as_json
+
+    def announce(self, plan: MatrixPlan, likely: float | None) -> None:
+        """Say what will be asked, and what it probably costs."""
+        from ramify.evaluate.calibration_curve import size_of
+
+        sizes = sorted({size_of(cell) for cell in plan.cells})
+        per_size = sum(cell.plan.items for cell in plan.cells) // len(sizes)
+        self._notes.say(
+            f"calibrate {plan.first.model}: {', '.join(f'{size:,}' for size in sizes)} tokens, "
+            f"{many(per_size, 'question')} each, one call for each question"
+            + ("" if likely is None else f", about {dollars(likely)} in all")
+        )
+
+    def __call__(self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]) -> None:
+        from ramify.evaluate.calibration_curve import curve_lines, curve_svg, points_of
+        from ramify.plans.calibration import Calibration, store_calibration
+
+        points = points_of(plan, outcomes)
+        if not points:
+            return
+        today = time.strftime("%Y-%m-%d", time.localtime())
+        model = plan.first.model
+        name = named_models()[model].name if model in named_models() else model
+        found = Calibration(name, today, points, self._tolerance)
+        path = store_calibration(found, folder_store("ramify calibrate").root)
+        if self._svg is not None:
+            image = Path(self._svg).expanduser()
+            try:
+                image.write_text(curve_svg(found), encoding="utf-8")
+            except OSError as error:
+                # The calls are paid for, so the curve is printed anyway.
+                self._notes.warning(f"the image {image} cannot be written: {error.strerror}")
+        if self._as_json:
+            data = msgspec.to_builtins(found)
+            print(json_line({**data, "part_tokens": found.part_tokens, "file": str(path)}))
+            return
+        print("\n".join(curve_lines(found)))
+        self._notes.say(f"stored in {path}; plans with {found.model} use {found.note}")
+
+
+def _plan(
+    model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
+) -> tuple[MatrixPlan, float | None]:
+    """Return the matrix of plain calls that measures ``model``, and its likely cost. Raises
+    ConfigError for a model that cannot be asked, and for a size that does not fit it."""
+    from ramify.evaluate.calibration_curve import (
+        QUESTIONS,
+        likely_dollars,
+        sizes_for,
+        text_tokens,
+    )
+    from ramify.evaluate.matrix import MatrixAxes, MatrixTasks, plan_of
+    from ramify.evaluate.modes import room_of
+    from ramify.evaluate.run import EvaluationPlan
+
+    if model not in named_models() and ":" not in model:
+        raise UsageError(f"'{model}' is not a model: name it as provider:model")
+    kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
+    kept.setdefault("max_reply_tokens", _REPLY_TOKENS)
+    rlm = make_rlm({**kept, "model": model}, sandbox_spec({}), None)
+    room = asyncio.run(room_of(rlm))
+    chosen = sizes_for(room) if sizes is None else _sizes(sizes)
+    for size in chosen:
+        if not room.fits(text_tokens(size)):
+            raise UsageError(
+                f"--sizes {size}: a leaf of {size:,} tokens does not fit the window of {model} "
+                f"({room.window:,} tokens, of which {room.reply:,} are for the reply)"
+            )
+    axes = MatrixAxes(
+        suites=tuple(QUESTIONS),
+        lengths=tuple(map(text_tokens, chosen)),
+        models=(model,),
+        modes=("direct",),
+        base=EvaluationPlan(
+            model=model, task="", options={"seed": seed}, items=items, settings=kept
+        ),
+    )
+    plan = plan_of(axes, MatrixTasks())
+    cells = tuple(
+        cell for cell in plan.cells if cell.place["family"] in QUESTIONS[cell.place["suite"]]
+    )
+    plan = msgspec.structs.replace(plan, cells=cells)
+    return plan, likely_dollars(plan, room)
+
+
+def _sizes(text: str) -> list[int]:
+    """``2000,8000`` or ``2k,8k`` -> [2000, 8000]"""
+    from ramify.evaluate.calibration_curve import text_tokens
+
+    found = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        number, thousand = (word[:-1], 1_000) if word[-1:] in "kK" else (word, 1)
+        if not number.isdecimal() or text_tokens(int(number) * thousand) < _MIN_TEXT:
+            raise UsageError(f"--sizes {text}: '{word}' is not a number of tokens from 1,334 up")
+        found.append(int(number) * thousand)
+    if len(set(found)) < max(1, len(found)):
+        raise UsageError(f"--sizes {text}: name each size once")
+    return sorted(found)
+
+
+def _recorded(id: str) -> MatrixPlan:
+    """Return the stored calibration that ``id`` names."""
+    from ramify.evaluate.calibration_curve import is_calibration
+    from ramify.evaluate.matrix import MatrixRecords
+
+    plan = MatrixRecords(folder_store("ramify calibrate").root).find(id)
+    if plan is None:
+        raise UnknownRun(f"no calibration is called {id!r}: ramify calibrate prints its id")
+    if not is_calibration(plan):
+        raise ConfigError(f"{plan.id} is not a calibration: continue it with ramify eval --resume")
+    return plan
+
+
+COMMAND = CommandSpec(
+    "calibrate",
+    """\
+Measure how accurate MODEL answers about texts of each size, and store the best size for plans.
+
+The texts and their questions are generated: some ask for four values, others for all facts of one
+kind. The number of calls and an upper bound on their cost come first. Later plans with this model
+(`ramify plan`, `ask --mode plan`) cut the context into parts of the best size, and say so.""",
+    run,
+    "MODEL",
+    max_words=1,
+    options=OPTIONS,
+)
