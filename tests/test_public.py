@@ -52,7 +52,7 @@ PUBLIC = {
         WeightSync connect from_config load_policy save_policy
     """,
     "ramify.plans": """
-        CallBound Calibration CalibrationPoint Comparison Leaf Part Pattern Plan PlanCost
+        Calibration CalibrationPoint CallBound Comparison Leaf Part Pattern Plan PlanCost
         PlanStrategy Relevance SplitText aggregate ask best both calibration_of classify combine
         concat count cross distinct field filter join map multi_hop pairwise peek periods plan_for
         ready_plan reduce search split strategy_for summarise top total
