@@ -82,7 +82,7 @@ def points_of(
 
 
 def _point(size: int, scored: Sequence[AttemptOutcome]) -> CalibrationPoint:
-    # A leaf that leaves out a value is wrong, so scores between 0 and 1 count as 0.
+    # A leaf that misses a value is wrong, so scores between 0 and 1 count as 0.
     found = share_with_interval(sum(map(is_right, scored)), len(scored))
     costs = [each.cost for each in scored if each.cost is not None]
     dollars = sum(costs) / len(costs) / size * 1e6 if costs and sum(costs) else None
