@@ -2,7 +2,7 @@
 hindsight teacher, with variants and with controls that must not help, on named-operation programs
 (``recipes/programs.py``).
 
-    python benchmarks/hybrid.py            train all arms; write docs/hybrid.md, docs/hybrid.svg and
+    python benchmarks/hybrid.py            train all arms; write docs/learning.md, docs/hybrid.svg and
                                            results/hybrid.json
     python benchmarks/hybrid.py --quick    one seed of three arms, cut short, to test the study
                                            itself
@@ -39,7 +39,7 @@ from ramify.train.checkpoint import CheckpointStore
 from ramify.train.metrics import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "hybrid.json"
-PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
+PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "hybrid.svg"
 NUM_ITEMS, NUM_ATTEMPTS = 256, 8
 NUM_QUICK = 32
 MINUTES = 60.0

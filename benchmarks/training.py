@@ -5,7 +5,7 @@ sampling engine.
     python benchmarks/training.py --quick    fewer repeats, within five minutes on two cores
     python benchmarks/training.py --json     also print {"figures": […]} as the last line, like
                                              engine.py
-    python benchmarks/training.py --write    also update docs/training.md and docs/training.svg
+    python benchmarks/training.py --write    also update docs/learning.md and docs/training.svg
 
     step-wise rows   each turn is a row that repeats everything before it; nothing is shared
     merged rows      each path is a row; nothing is shared
@@ -325,7 +325,7 @@ def main() -> int:
         "--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}"
     )
     parser.add_argument(
-        "--write", action="store_true", help="put the figures into docs/training.md"
+        "--write", action="store_true", help="put the figures into docs/learning.md"
     )
     peers.add_option(parser)
     options = parser.parse_args()

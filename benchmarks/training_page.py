@@ -1,4 +1,4 @@
-"""Table and picture of docs/training.md from the figures of ``training.py``."""
+"""Table and picture of docs/learning.md from the figures of ``training.py``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def write(figures: Sequence[Figure]) -> None:
     (DOCS / "training.svg").write_text(
         picture([figure for figure in figures if figure.name.startswith(GROWTH)])
     )
-    page = (DOCS / "training.md").read_text(encoding="utf-8")
+    page = (DOCS / "learning.md").read_text(encoding="utf-8")
     begin, end = "<!-- begin figures -->\n", "<!-- end figures -->"
     head, _, rest = page.partition(begin)
-    (DOCS / "training.md").write_text(
+    (DOCS / "learning.md").write_text(
         head + begin + table(figures) + end + rest.partition(end)[2], encoding="utf-8"
     )
 

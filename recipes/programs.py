@@ -7,8 +7,8 @@ error names.
         --out runs/programs-outcome                         outcome reward only
 
 A transformer of 170,000 parameters imitates a demonstrator that knows about half of 24 words, and
-learns the others by reinforcement learning. See ``docs/hybrid.md`` for the effect of other signals,
-and ``benchmarks/hybrid.py``, which compares them.
+learns the others by reinforcement learning. See ``docs/learning.md`` for the effect of other
+signals, and ``benchmarks/hybrid.py``, which compares them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run() -> train.Run:
             steps=30,
             sample=train.StepSampleSpec(items=8, first_item=1_000_000, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=256),
-            # As in the study (docs/hybrid.md): the hybrid gains less with the default reduction.
+            # As in the study (docs/learning.md): the hybrid gains less with the default reduction.
             algorithm=train.GRPO(reduction="rollout"),
             loss=train.LossSpec(policy=train.PpoClip(), kl_beta=0.01, kl="k3"),
             optim=train.OptimizerSpec(lr=2e-4),

@@ -12,7 +12,7 @@ attempt and says in a sentence what would have helped, or abstains; the frozen i
 that sentence in its prompt, then scores every token (``teacher``). The policy itself is the judge
 unless another model is named. The teacher's gap is clipped at 2, and its weight is annealed to zero
 over the first four fifths of the run: a constant weight slowed learning in the small version of
-this experiment (``docs/hybrid.md``).
+this experiment (``docs/learning.md``).
 """
 
 from __future__ import annotations

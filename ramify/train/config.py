@@ -389,7 +389,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     deterministic: bool = False
     """Compute in fixed shapes, in the engine and in the trainer: the same run gives the same bits
     at any concurrency, and a sampled token has the same log-probability in both. It costs time; see
-    docs/training.md."""
+    docs/train.md."""
     policy: PolicySpec
     task: TaskSpec = TaskSpec()
     """The questions of rollouts and evaluations. A run that only imitates conversations and names

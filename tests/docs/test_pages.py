@@ -66,7 +66,7 @@ def test_every_block_is_run_or_states_a_reason():
         "objectives.md",
         "offline-model.md",
         "own-algorithm.md",
-        "placement.md",
+        "scale.md",
         "plans.md",
         "plugins.md",
         "prices.md",
@@ -160,7 +160,7 @@ def test_python_blocks_of_page_run(page, reader):
         start = asyncio.run(namespace["task"].prepare(namespace["splits"]["test"][3]))
         assert start.about.startswith("row 0, column 0: S\n`step(action)` does one action")
         assert namespace["sums"].splits["train"][8].question == "10 + 2?"
-    elif page == "placement.md":
+    elif page == "scale.md":
         assert namespace["placement"].rollouts.count == 8
         assert namespace["services"]["judge"].variable == "VLLM_BASE_URL"
     elif page == "plugins.md":

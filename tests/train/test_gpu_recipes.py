@@ -80,7 +80,7 @@ def test_page_has_the_memory_and_seconds_of_the_plan(name: str, tmp_path: Path) 
     assert run.rl is not None
     rollouts = run.rl.sample.items * run.rl.rollout.group
     row = f"| `{name}` | {memory} | {planned.seconds.step:.0f} for {rollouts} rollouts |"
-    assert row in (RECIPES.parent / "docs/gpu.md").read_text()
+    assert row in (RECIPES.parent / "docs/scale.md").read_text()
 
 
 @pytest.mark.slow
