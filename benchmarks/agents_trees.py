@@ -2,7 +2,7 @@
 
 64 agents at once, each with parallel sub-agents, several replies to one request, a history that
 it rewrites, and a repeated request: sampled ids in the trees against the engine's own log
-12 ways to send a history back: how many give the documented tree (docs/agent-trees.md)
+12 ways to send a history back: how many give the documented tree (docs/agents.md)
 the same task by our own loop and by an agent over HTTP that imitates it: the largest difference
 of losses and gradients
 """

@@ -1,5 +1,5 @@
-"""Write the tables of `docs/algorithms.md`, `docs/presets.md` and `docs/objectives.md` from the
-registries, the presets and the objectives: `scripts/algorithms_page.py [--check]`.
+"""Write the tables of `docs/algorithms.md` and `docs/objectives.md` from the registries, the
+presets and the objectives: `scripts/algorithms_page.py [--check]`.
 
 Each row runs one estimator, loss, correction, KL or reduction on the same small batch and shows the
 result. With `--check` nothing is written, and an outdated page is an error. Decides the batch and
@@ -35,7 +35,6 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 PAGE = Path(__file__).parents[1] / "docs/algorithms.md"
-PRESETS_PAGE = PAGE.with_name("presets.md")
 OBJECTIVES_PAGE = PAGE.with_name("objectives.md")
 
 # --- the batch: two items with four and two rollouts of one call each -----------------------------
@@ -354,8 +353,7 @@ Tables = Mapping[str, Callable[[], Iterator[Sequence[str]] | str]]
 """Map the name of a place in a page to its rows or its text."""
 PAGES: Sequence[tuple[Path, Tables]] = (
     (PAGE, TABLES),
-    (PRESETS_PAGE, PRESET_TABLES),
-    (OBJECTIVES_PAGE, OBJECTIVE_TABLES),
+    (OBJECTIVES_PAGE, {**OBJECTIVE_TABLES, **PRESET_TABLES}),
 )
 
 

@@ -526,7 +526,7 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
         if price is None and provider in CLIENTS.ours and provider != "litellm":
             raise UsageError(
                 f"--max-cost {max_cost:g} cannot be kept: {given} has no known price; remove it, or"
-                " add the price to a table (RAMIFY_PRICES, docs/prices.md)"
+                " add the price to a table (RAMIFY_PRICES, docs/models.md)"
             )
 
 

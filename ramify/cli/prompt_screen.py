@@ -76,7 +76,7 @@ def _show_costs(
     how = "one plain call" if preview.is_direct else "a session"
     print(f"would be answered by {how}; nothing was sent")
     if preview.price is None:
-        print("cost: unknown, since the model has no known price (docs/prices.md)")
+        print("cost: unknown, since the model has no known price (docs/models.md)")
         return
     least, most = _first_turn(preview, num_tokens)
     print(

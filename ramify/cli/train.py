@@ -351,7 +351,7 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective
             "preset",
             str,
             "the defaults of another trainer for the objective and the optimizer; see "
-            "docs/presets.md",
+            "docs/objectives.md",
             "trl|skyrl|prime|verl|areal",
         ),
         OptionSpec(

@@ -9,7 +9,7 @@ none.
                   └─ … of none ───────────────────────────────────────> a new call
 
 Sampled text is therefore never tokenized again, unless a client has changed it. Without a client
-that renders prompts here (``Client``), messages are compared instead of ids. docs/agent-trees.md
+that renders prompts here (``Client``), messages are compared instead of ids. docs/agents.md
 has the rule with pictures. Not here: the requests themselves (see model_conversations.py).
 """
 

@@ -313,9 +313,7 @@ def _model_in(path: Path) -> OfflineModel:
             f"offline:{path}: {error.strerror}; give a JSON file with fields of OfflineModel"
         ) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(
-            f"offline:{path}: {error}; docs/offline-model.md shows the fields"
-        ) from None
+        raise ConfigError(f"offline:{path}: {error}; docs/suites.md shows the fields") from None
 
 
 def connect(

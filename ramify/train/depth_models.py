@@ -182,7 +182,7 @@ def _connected(pool: ClientPool, spec: DepthSpec, frozen: FrozenSpec) -> Client:
     if frozen.limits_cost and client.price is None and not is_free:
         raise ConfigError(
             f"depths: {spec.model} has no known price, so frozen.step_cost and frozen.run_cost "
-            "cannot be kept: give its price (docs/prices.md), or limit step_calls and run_calls"
+            "cannot be kept: give its price (docs/models.md), or limit step_calls and run_calls"
         )
     return client
 

@@ -67,7 +67,7 @@ _TRUNCATED = {
 
 class CallCause(enum.StrEnum):
     """Why a request of an outside agent began a call instead of continuing an earlier one
-    (``docs/agent-trees.md``)."""
+    (``docs/agents.md``)."""
 
     NEW = "new"
     """The request has no reply of an earlier call: it is a first request, a sub-agent's, or begins

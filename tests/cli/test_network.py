@@ -1,4 +1,4 @@
-"""The sockets on which each command listens, compared with the table of docs/network.md.
+"""The sockets on which each command listens, compared with the table of docs/serve.md.
 
 Each command of the table is started; while it works, the listening sockets of its processes are read
 from ``/proc/net``. Not here: the sockets that libraries open in training runs over several
@@ -26,7 +26,7 @@ from tests.cli.helpers import Shell, code
 from tests.cli.test_train import RECIPE, SHORT
 from tests.inference.helpers import policy
 
-PAGE = Path(__file__).parents[2] / "docs" / "network.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 LISTENING = "0A"
 """State of a listening TCP socket in /proc/net/tcp."""
 ACCEPTS = 1 << 16
@@ -40,9 +40,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net
 
 
 def rows() -> list[tuple[str, str]]:
-    """(command, address or "nothing") of each row of the page's first table."""
+    """(command, address or "nothing") of each row of the first table about ports."""
     found = []
-    for line in PAGE.read_text().partition("## ")[0].splitlines():
+    section = PAGE.read_text().partition("\n## Ports and sockets\n")[2]
+    for line in section.partition("\n### ")[0].splitlines():
         if line.startswith("| `"):
             commands, listens = (cell.strip() for cell in line.split("|")[1:3])
             address = re.match(r"`([^`]+)`", listens)

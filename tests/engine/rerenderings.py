@@ -1,5 +1,5 @@
 """Twelve ways in which a client sends an agent's history back, and the tree that each gives
-(docs/agent-trees.md). Shared by the tests and benchmarks/agents_trees.py.
+(docs/agents.md). Shared by the tests and benchmarks/agents_trees.py.
 
     an agent over HTTP: three requests and replies, then the history, re-rendered, and a question
 """

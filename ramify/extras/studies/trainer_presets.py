@@ -3,7 +3,7 @@
     TRL.optim["lr"]                  1e-06
     TRL.objectives["gspo"].policy    {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2}
 
-``docs/presets.md`` and ``docs/objectives.md`` list all of it, and
+``docs/objectives.md`` lists all of it, and
 ``benchmarks/objectives_table.py`` compares losses and gradients with the other trainers' code.
 
 Decides the numbers alone. Not here: how a preset changes a run (``train/presets.py``), and the

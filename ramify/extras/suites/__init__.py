@@ -10,7 +10,7 @@
     oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
     oolong_pairs.py       all pairs of users that satisfy a condition, over such texts
     planted.py            summaries whose planted facts are counted
-    offline_*.py          what the model for offline use knows of a suite (docs/offline-model.md)
+    offline_*.py          what the model for offline use knows of a suite (docs/suites.md)
 
 Each suite is a row of ``ENTRY_POINTS`` in ``ramify/extras/__init__.py``. docs/suites.md has the
 rules of each, its score, and the score of the best constant answer.
