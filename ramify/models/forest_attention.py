@@ -13,15 +13,20 @@ at any depth are just more blocks. The results of several blocks are combined by
 (2205.14135), and the backward pass runs over the same blocks. Forward and backward cost as much as
 the tree, and the numbers are those of the separate paths.
 
+The last layer's outputs matter only where a token is predicted that carries loss. There, a segment
+is cut at its first such row: the part before it, such as a prompt, has keys but no queries.
+
 Not here: windows and dropout (``trunk.py`` only uses models without them, or runs them on rows).
 
 Legend: T tokens, S segments, H query heads, K key-value heads, d head size, N queries or keys of
-one level.
+one level, or the rows whose output matters.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Many
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -42,11 +47,12 @@ Kernel = BlockKernel | CudaFlashKernel | PlainVarlenKernel
 
 
 class DescendantRange(NamedTuple):
-    """The descendants [start, end) of the segment [key_start, start)."""
+    """Keys that all queries of a range see: those of a segment, for its descendants."""
 
-    key_start: int
-    start: int
-    end: int
+    keys: tuple[int, int]
+    """Tokens [start, end)."""
+    queries: tuple[int, int]
+    """Range of the tokens, or of the needed rows if not all tokens have queries."""
     level: int
     """Number of segments above this one."""
 
@@ -55,12 +61,17 @@ class ForestAttentionPlan(NamedTuple):
     """The attention blocks of a forest."""
 
     own: list[int]
-    """Lengths of the segments that have tokens, in order: causal blocks, one after another."""
+    """Lengths of the causal blocks, in order: the segments that have tokens, one after another."""
     below: list[DescendantRange]
     """Descendant blocks; a segment's block precedes those of its descendants."""
+    skipped: list[int]
+    """Number of tokens without queries before each causal block, and after the last one; empty if
+    all tokens have queries."""
 
     @classmethod
-    def of(cls, segments: Many[Segment]) -> ForestAttentionPlan:
+    def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
+        """``rows``: indices of the tokens whose output is needed, in order; None: all. Queries
+        between two such rows of a segment are computed along with them."""
         levels: list[int] = []
         ends = [segment.end for segment in segments]
         """Segment -> where its last descendant ends."""
@@ -69,24 +80,53 @@ class ForestAttentionPlan(NamedTuple):
         for index in range(len(segments) - 1, -1, -1):
             if (parent := segments[index].parent) >= 0:
                 ends[parent] = max(ends[parent], ends[index])
-        own = [segment.end - segment.start for segment in segments if segment.end > segment.start]
-        below = [
-            DescendantRange(segment.start, segment.end, end, level)
-            for segment, end, level in zip(segments, ends, levels, strict=True)
-            if segment.start < segment.end < end
-        ]
-        return cls(own, below)
+        own: list[int] = []
+        below: list[DescendantRange] = []
+        skipped: list[int] = []
+        computed = 0
+        for segment, end, level in zip(segments, ends, levels, strict=True):
+            first = segment.start
+            if rows is not None:
+                at = bisect_left(rows, segment.start)
+                first = min(rows[at], segment.end) if at < len(rows) else segment.end
+            if first < segment.end:
+                own.append(segment.end - first)
+                skipped.append(first - computed)
+                computed = segment.end
+            for keys in ((segment.start, first), (first, segment.end)):
+                queries = (keys[1], end)
+                if rows is not None:
+                    queries = (bisect_left(rows, keys[1]), bisect_left(rows, end))
+                if keys[0] < keys[1] and queries[0] < queries[1]:
+                    below.append(DescendantRange(keys, queries, level))
+        skipped.append(ends[-1] - computed if segments else 0)
+        return cls(own, below, skipped if rows is not None else [])
+
+
+class NeededRows(NamedTuple):
+    """The rows of one layer whose output is needed."""
+
+    layer: int
+    rows: Tensor
+    """[N] distinct indices in order."""
 
 
 class ForestAttention:
     """Attention over the forest of one batch; one object serves all layers. Implements
     ``dense.CausalAttention``."""
 
-    def __init__(self, segments: Many[Segment], kernel: Kernel | None = None) -> None:
-        """``kernel``: by default the fastest for the queries' device and type."""
-        self._plan = ForestAttentionPlan.of(segments)
+    def __init__(
+        self,
+        segments: Many[Segment],
+        kernel: Kernel | None = None,
+        needed: NeededRows | None = None,
+    ) -> None:
+        """``kernel``: by default the fastest for the queries' device and type. ``needed``: a layer
+        in which the output of other rows may be anything."""
+        self._segments = segments
         self._kernel = kernel
-        self._walks: dict[tuple[str, torch.dtype, int], _Walk] = {}
+        self._needed = needed
+        self._walks: dict[tuple[str, torch.dtype, int, bool], _Walk] = {}
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
@@ -95,9 +135,12 @@ class ForestAttention:
         if torch.is_autocast_enabled(device):
             kind = torch.get_autocast_dtype(device)
             q_THd, k_TKd, v_TKd = q_THd.to(kind), k_TKd.to(kind), v_TKd.to(kind)
-        key = (device, q_THd.dtype, q_THd.shape[-1])
+        is_needed = self._needed is not None and self._needed.layer == layer
+        key = (device, q_THd.dtype, q_THd.shape[-1], is_needed)
         if key not in self._walks:
-            self._walks[key] = _walk(self._plan, self._kernel or _fastest(*key), q_THd.device)
+            kernel = self._kernel or _fastest(*key[:3])
+            rows = self._needed.rows if is_needed and self._needed is not None else None
+            self._walks[key] = _walk(self._segments, kernel, q_THd.device, rows)
         return cast(Tensor, _Attend.apply(q_THd, k_TKd, v_TKd, self._walks[key], scale))  # type: ignore[no-untyped-call]
 
 
@@ -125,10 +168,17 @@ class _Walk(Protocol):
         ...
 
 
-def _walk(plan: ForestAttentionPlan, kernel: Kernel, device: torch.device) -> _Walk:
+def _walk(
+    segments: Many[Segment], kernel: Kernel, device: torch.device, rows_N: Tensor | None
+) -> _Walk:
     if isinstance(kernel, (CudaFlashKernel, PlainVarlenKernel)):
-        return _Levels(plan, kernel, device)
-    return _Blocks(plan, kernel)
+        # All rows: further calls for cut segments would cost more than one layer's queries.
+        return _Levels(ForestAttentionPlan.of(segments), kernel, device)
+    return _Blocks(
+        ForestAttentionPlan.of(segments, None if rows_N is None else rows_N.tolist()),
+        kernel,
+        rows_N,
+    )
 
 
 class _Attend(torch.autograd.Function):
@@ -148,69 +198,92 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Block after block, on views: no index, and no copy of queries or keys except for repeated
-    heads.
+    """Block after block, on views. Copied are only keys and values of repeated heads, and queries
+    if not all rows are needed.
 
     A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once if
     possible.
     """
 
-    def __init__(self, plan: ForestAttentionPlan, kernel: BlockKernel) -> None:
-        self._plan, self._kernel = plan, kernel
+    def __init__(
+        self, plan: ForestAttentionPlan, kernel: BlockKernel, rows_N: Tensor | None
+    ) -> None:
+        self._plan, self._kernel, self._rows_N = plan, kernel, rows_N
 
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        o_THd = torch.empty_like(q_THd)
-        lse_HT = q_THd.new_empty(
+        o_THd = self._filled(q_THd)
+        lse_HT = q_THd.new_zeros(
             q_THd.shape[1], q_THd.shape[0], dtype=torch.promote_types(q_THd.dtype, torch.float32)
         )
-        q, k, v, o = (
-            _heads_first(x)
-            for x in (q_THd, _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd), o_THd)
-        )
-        lse = lse_HT[None]
-        own = (_split(x, self._plan.own) for x in (q, k, v, o, lse))
+        k, v = (_repeated(x, q_THd) for x in (k_TKd, v_TKd))
+        q, o, lse = _heads_first(q_THd), _heads_first(o_THd), lse_HT[None]
+        own = (self._own(x) for x in (q, k, v, o, lse))
         for q_own, k_own, v_own, o_own, lse_own in zip(*own, strict=True):
             block_o, block_lse = self._kernel.forward(q_own, k_own, v_own, True, scale)
             o_own.copy_(block_o)
             lse_own.copy_(block_lse)
+        q_N, o_N, lse_N = (self._needed(x) for x in (q, o, lse))
         for below in self._plan.below:
-            at, seen = (below.start, below.end), (below.key_start, below.start)
             more, more_lse = self._kernel.forward(
-                _at(q, *at), _at(k, *seen), _at(v, *seen), False, scale
+                _at(q_N, below.queries), _at(k, below.keys), _at(v, below.keys), False, scale
             )
-            _join(_at(o, *at), _at(lse, *at), more, more_lse)
+            _join(_at(o_N, below.queries), _at(lse_N, below.queries), more, more_lse)
+        if self._rows_N is not None:
+            o.index_copy_(2, self._rows_N, o_N)
+            lse.index_copy_(2, self._rows_N, lse_N)
         return o_THd, lse_HT, []
 
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_THd, k_TKd, v_TKd, o_THd, lse_HT = saved
-        k_THd, v_THd = _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd)
-        gradients = [torch.empty_like(x) for x in (q_THd, k_THd, v_THd)]
-        do, q, k, v, o, dq, dk, dv = (
-            _heads_first(x) for x in (do_THd, q_THd, k_THd, v_THd, o_THd, *gradients)
-        )
+        k, v = (_repeated(x, q_THd) for x in (k_TKd, v_TKd))
+        dq_THd = self._filled(q_THd)
+        dk, dv = self._filled(k), self._filled(v)
+        do, q, o, dq = (_heads_first(x) for x in (do_THd, q_THd, o_THd, dq_THd))
         lse = lse_HT[None]
-        own = (_split(x, self._plan.own) for x in (do, q, k, v, o, lse, dq, dk, dv))
+        own = (self._own(x) for x in (do, q, k, v, o, lse, dq, dk, dv))
         for do_own, q_own, k_own, v_own, o_own, lse_own, *gradient_views in zip(*own, strict=True):
             block_gradients = self._kernel.backward(
                 do_own, q_own, k_own, v_own, o_own, lse_own, True, scale
             )
             for gradient, part in zip(gradient_views, block_gradients, strict=True):
                 gradient.copy_(part)
+        do_N, q_N, o_N, lse_N, dq_N = (self._needed(x) for x in (do, q, o, lse, dq))
         for below in self._plan.below:
-            at, seen = (below.start, below.end), (below.key_start, below.start)
-            k_seen, v_seen, o_at, lse_at = _at(k, *seen), _at(v, *seen), _at(o, *at), _at(lse, *at)
+            at, seen = below.queries, below.keys
             block_gradients = self._kernel.backward(
-                _at(do, *at), _at(q, *at), k_seen, v_seen, o_at, lse_at, False, scale
+                *(_at(x, at) for x in (do_N, q_N)),
+                *(_at(x, seen) for x in (k, v)),
+                *(_at(x, at) for x in (o_N, lse_N)),
+                False,
+                scale,
             )
             for gradient, part in zip(
-                (_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), block_gradients, strict=True
+                (_at(dq_N, at), _at(dk, seen), _at(dv, seen)), block_gradients, strict=True
             ):
                 gradient.add_(part)
-        return gradients[0], _summed(gradients[1], k_TKd), _summed(gradients[2], v_TKd)
+        if self._rows_N is not None:
+            dq.index_copy_(2, self._rows_N, dq_N)
+        return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
+
+    def _filled(self, x: Tensor) -> Tensor:
+        """A tensor like ``x``, with zeros where no causal block writes."""
+        return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
+
+    def _own(self, x: Tensor) -> Many[Tensor]:
+        """Views of the causal blocks' ranges of dimension 2."""
+        own, skipped = self._plan.own, self._plan.skipped
+        if not skipped:
+            return torch.split(x, own, 2)
+        lengths = [*chain.from_iterable(zip(skipped, own, strict=False)), skipped[-1]]
+        return torch.split(x, lengths, 2)[1::2]
+
+    def _needed(self, x: Tensor) -> Tensor:
+        """The needed rows of dimension 2."""
+        return x if self._rows_N is None else x.index_select(2, self._rows_N)
 
 
 class _Level(NamedTuple):
@@ -286,8 +359,8 @@ def _level(belows: list[DescendantRange], device: torch.device) -> _Level:
         rows = torch.cat([torch.arange(start, end) for start, end in ranges])
         return rows.to(device), _stretches([end - start for start, end in ranges], device)
 
-    rows, queries = gathered([(below.start, below.end) for below in belows])
-    key_rows, keys = gathered([(below.key_start, below.start) for below in belows])
+    rows, queries = gathered([below.queries for below in belows])
+    key_rows, keys = gathered([below.keys for below in belows])
     return _Level(rows, queries, key_rows, keys)
 
 
@@ -305,15 +378,17 @@ def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """[T, H, d]: each key head repeated for every query head that reads it."""
+    """[1, H, T, d]: each key head repeated for every query head that reads it."""
     groups = q_THd.shape[1] // x_TKd.shape[1]
-    return x_TKd if groups == 1 else x_TKd.repeat_interleave(groups, 1)
+    x_KTd = x_TKd.transpose(0, 1)
+    return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
 
 
-def _summed(grad_THd: Tensor, x_TKd: Tensor) -> Tensor:
+def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
     """[T, K, d]: the gradient before ``_repeated``."""
-    groups = grad_THd.shape[1] // x_TKd.shape[1]
-    return grad_THd if groups == 1 else grad_THd.view(*x_TKd.shape[:2], groups, -1).sum(2)
+    num, kv_heads, size = x_TKd.shape
+    grad_KTd = grad.view(kv_heads, -1, num, size).sum(1) if grad.shape[1] > kv_heads else grad[0]
+    return grad_KTd.transpose(0, 1)
 
 
 def _heads_first(x_THd: Tensor) -> Tensor:
@@ -321,11 +396,6 @@ def _heads_first(x_THd: Tensor) -> Tensor:
     return x_THd.transpose(0, 1)[None]
 
 
-def _split(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-    """Views of the consecutive ranges of dimension 2."""
-    return torch.split(x, lengths, 2)
-
-
-def _at(x: Tensor, start: int, end: int) -> Tensor:
+def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
     """Tokens [start, end) of [1, H, T] or [1, H, T, d], a view."""
-    return x.narrow(2, start, end - start)
+    return x.narrow(2, span[0], span[1] - span[0])

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from ramify.errors import ConfigError
 from ramify.models.dense import CausalAttention, DenseModel
 from ramify.models.fixed_shapes import BLOCK, FixedShapeTrunk, in_blocks
-from ramify.models.forest_attention import ForestAttention
+from ramify.models.forest_attention import ForestAttention, NeededRows
 from ramify.models.routing import MixtureRouters
 from ramify.types.sequence import Segment
 
@@ -61,7 +61,7 @@ class ModelTrunk(Protocol):
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """[N, D] after the last norm, of the rows ``rows_N``, [N] distinct indices."""
+        """[N, D] after the last norm, of the rows ``rows_N``, [N] distinct indices in order."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -101,7 +101,10 @@ class DenseTrunk:
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        return self._model.hidden(ids_T, positions_T, ForestAttention(segments), rows_N)
+        needed = NeededRows(self._model.shape.num_layers - 1, rows_N)
+        return self._model.hidden(
+            ids_T, positions_T, ForestAttention(segments, needed=needed), rows_N
+        )
 
     def logits(self, h_ND: Tensor) -> Tensor:
         return self._model.logits(h_ND)

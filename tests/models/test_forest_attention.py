@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ramify.models.attention_kernels import CpuFlashKernel, PlainAttentionKernel, PlainVarlenKernel
-from ramify.models.forest_attention import DescendantRange, ForestAttention, ForestAttentionPlan
+from ramify.models.forest_attention import (
+    DescendantRange,
+    ForestAttention,
+    ForestAttentionPlan,
+    NeededRows,
+)
 from ramify.types.sequence import Segment
 
 KERNELS = [CpuFlashKernel(), PlainAttentionKernel(), PlainVarlenKernel()]
@@ -63,16 +68,25 @@ def tensors(num: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Ten
     ]
 
 
-def check(segments: list[Segment], kernel: object, dtype: torch.dtype, tolerance: float) -> None:
-    attend = ForestAttention(segments, kernel)  # type: ignore[arg-type]
+def check(
+    segments: list[Segment],
+    kernel: object,
+    dtype: torch.dtype,
+    tolerance: float,
+    rows: list[int] | None = None,
+) -> None:
+    """``rows``: those whose output is needed; None: all."""
+    every = torch.tensor(rows if rows is not None else range(segments[-1].end), dtype=torch.long)
+    needed = None if rows is None else NeededRows(0, every)
+    attend = ForestAttention(segments, kernel, needed)  # type: ignore[arg-type]
     q, k, v = tensors(segments[-1].end, 4, 2, dtype)
     given_grad = torch.randn(
-        q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double
+        q[every].shape, generator=torch.Generator().manual_seed(1), dtype=torch.double
     )
-    o = attend(0, q, k, v, 0.3)
+    o = attend(0, q, k, v, 0.3)[every]
     grads = torch.autograd.grad(o, (q, k, v), given_grad.to(dtype))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o_exact = naive(segments, *exact, 0.3)
+    o_exact = naive(segments, *exact, 0.3)[every]
     grads_exact = torch.autograd.grad(o_exact, exact, given_grad.to(dtype).double())
     for found, wanted in zip((o, *grads), (o_exact, *grads_exact), strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -92,9 +106,13 @@ def test_attention_is_exact_in_fp64():
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12),
     st.sampled_from(KERNELS),
+    st.none() | st.sets(st.integers(0, 108)),
 )
-def test_random_forest_matches_naive_attention(shape: list[tuple[int, int]], kernel: object):
-    """Each pair: number of tokens of a segment, and how far up the current path its parent is."""
+def test_random_forest_matches_naive_attention(
+    shape: list[tuple[int, int]], kernel: object, needed: set[int] | None
+):
+    """Each pair: number of tokens of a segment, and how far up the current path its parent is.
+    ``needed``: rows whose output matters; None: all."""
     segments: list[Segment] = []
     path: list[int] = []
     for num, up in [(1, 0), *shape]:
@@ -102,13 +120,29 @@ def test_random_forest_matches_naive_attention(shape: list[tuple[int, int]], ker
         start = segments[-1].end if segments else 0
         segments.append(Segment(start, start + num, path[-1] if path else -1))
         path.append(len(segments) - 1)
-    check(segments, kernel, torch.float32, 5e-5)
+    num = segments[-1].end
+    rows = None if needed is None else sorted({row % num for row in needed} | {num - 1})
+    check(segments, kernel, torch.float32, 5e-5, rows)
 
 
 def test_attention_plan_of_a_forest():
     plan = ForestAttentionPlan.of(TREES["two levels"][:5])
     assert plan.own == [4, 5, 3, 3, 1]
-    assert plan.below == [DescendantRange(0, 4, 16, 0), DescendantRange(4, 9, 15, 1)]
+    assert plan.below == [
+        DescendantRange((0, 4), (4, 16), 0),
+        DescendantRange((4, 9), (9, 15), 1),
+    ]
+
+
+def test_segments_are_cut_at_their_first_needed_row():
+    plan = ForestAttentionPlan.of(TREES["two levels"][:5], [7, 8, 13, 15])
+    assert list(zip(plan.skipped, plan.own, strict=False)) == [(7, 2), (4, 2), (0, 1)]
+    assert plan.below == [
+        DescendantRange((0, 4), (0, 4), 0),
+        DescendantRange((4, 7), (0, 3), 1),
+        DescendantRange((7, 9), (2, 3), 1),
+        DescendantRange((12, 13), (2, 3), 2),
+    ]
 
 
 def test_long_blocks_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
