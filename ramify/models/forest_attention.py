@@ -254,12 +254,9 @@ class _Blocks:
         do_N, q_N, o_N, lse_N, dq_N = (self._needed(x) for x in (do, q, o, lse, dq))
         for below in self._plan.below:
             at, seen = below.queries, below.keys
+            do_at, q_at, o_at, lse_at = (_at(x, at) for x in (do_N, q_N, o_N, lse_N))
             block_gradients = self._kernel.backward(
-                *(_at(x, at) for x in (do_N, q_N)),
-                *(_at(x, seen) for x in (k, v)),
-                *(_at(x, at) for x in (o_N, lse_N)),
-                False,
-                scale,
+                do_at, q_at, _at(k, seen), _at(v, seen), o_at, lse_at, False, scale
             )
             for gradient, part in zip(
                 (_at(dq_N, at), _at(dk, seen), _at(dv, seen)), block_gradients, strict=True
