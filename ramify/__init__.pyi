@@ -59,6 +59,7 @@ from ramify.types.event import CallEnded as CallEnded
 from ramify.types.event import CallStarted as CallStarted
 from ramify.types.event import CellRan as CellRan
 from ramify.types.event import Event as Event
+from ramify.types.event import ModeChosen as ModeChosen
 from ramify.types.event import NoteAdded as NoteAdded
 from ramify.types.event import ReplyReceived as ReplyReceived
 from ramify.types.event import RequestStarted as RequestStarted

@@ -29,7 +29,6 @@ from ramify.logging import collect_warnings
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
-    from ramify.plans.plan_strategy import PlanStrategy
     from ramify.sandbox.base import SandboxSpec
     from ramify.sources.base import LoadedContext
     from ramify.store.base import RunStore
@@ -162,9 +161,10 @@ OF_ONE_QUESTION = (
     OptionSpec(
         "mode",
         str,
-        "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it) or "
-        "direct (one plain call of any length); default: direct for a small input, else free",
-        "free|plan|direct",
+        "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it), direct "
+        "(one plain call of any length) or auto (one of them, chosen by rules and at most one "
+        "call); default: direct for a small input, else free",
+        "auto|free|plan|direct",
     ),
     OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
     OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
@@ -173,7 +173,19 @@ OF_ONE_QUESTION = (
     OptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
     OptionSpec("prompt", str, "with --from: text in place of that prompt's last message", "FILE"),
 )
-MODES = ("free", "plan", "direct")
+MODES = ("auto", "free", "plan", "direct")
+_OF_SESSIONS = (
+    *("max_depth", "max_turns", "branches", "sandbox", "tier", "allow_weaker", "memory"),
+    *("package", "mount", "mcp"),
+)
+"""Settings that concern only sessions."""
+_OF_PROMPTS = ("cite", "scaffold", "instructions", "examples")
+"""Settings that concern the prompts of sessions and of plain calls."""
+NOT_OF_MODE = {
+    "plan": (*_OF_SESSIONS, *_OF_PROMPTS),
+    "direct": (*_OF_SESSIONS, "sub_model"),
+}
+"""Mode -> settings of ``ask`` that it does not have."""
 KINDS: dict[str, Any] = {
     option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
 }
@@ -185,10 +197,10 @@ def ask(
     answer_schema: str | None = None,
     resume: str | None = None,
     dry_run: bool | None = None,
-    mode: str | None = None,
+    mode: Any = None,
     **given: Any,
 ) -> int:
-    _check_mode(mode, resume, bool(dry_run), given["direct"])
+    _check_mode(mode, resume, bool(dry_run), given)
     turn = given.pop("from", None)
     edit = {name: given.pop(name, None) for name in ("call", "code", "prompt")}
     if turn is not None and resume is None:
@@ -225,30 +237,43 @@ def ask(
     if not settings.get("model"):
         write(NO_MODEL)
         return ExitCode.USAGE
-    if mode == "free":
-        settings["direct"] = False
+    if mode in NOT_OF_MODE:
+        settings = {n: value for n, value in settings.items() if n not in NOT_OF_MODE[mode]}
     if dry_run:
+        settings |= {"direct": False} if mode == "free" else {}
         return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
     with exporting(notes), ProgressScreen(notes, form) as screen:
         return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen, mode)
 
 
 def _check_mode(
-    mode: str | None, resume: str | None, is_dry_run: bool, direct: bool | None
+    mode: str | None, resume: str | None, is_dry_run: bool, given: Mapping[str, Any]
 ) -> None:
     """Raise UsageError for a mode that there is not, or that another option contradicts."""
     if mode is None:
         return
-    if mode not in MODES:
-        raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
     if resume is not None:
         raise UsageError("--resume continues the run in its own mode: remove --mode")
-    if direct is not None:
-        raise UsageError("--mode and --direct decide the same: give only --mode")
+    check_mode(mode, given)
     if is_dry_run and mode != "free":
         raise UsageError(
             f"--dry-run shows the prompt of a session, and --mode {mode} has none: remove one of "
             "them, or see a plan with ramify plan"
+        )
+
+
+def check_mode(mode: str, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for an unknown mode, and for a setting of the command line that the mode
+    does not have."""
+    if mode not in MODES:
+        raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
+    if given.get("direct") is not None:
+        raise UsageError("--mode and --direct decide the same: give only --mode")
+    without = NOT_OF_MODE.get(mode, ())
+    options = [each for each in SETTINGS if given.get(each.name) is not None]
+    if refused := [each.long for each in options if each.name in without]:
+        raise UsageError(
+            f"--mode {mode} has no session: remove {', '.join(refused)}, or give --mode free"
         )
 
 
@@ -352,10 +377,11 @@ def _ask(
     answer_schema: str | None,
     settings: dict[str, Any],
     screen: ProgressScreen,
-    mode: str | None,
+    mode: Any,
 ) -> int:
     spec = sandbox_spec(settings)
-    has_session = mode not in ("plan", "direct") and _needs_session(paths, settings)
+    needs_session = mode == "free" or _needs_session(paths, settings)
+    has_session = mode in (None, "free") and needs_session
     _warm_up(settings["model"], spec if has_session else None)
     from ramify.cli import ask_runner
     from ramify.engine.question import RunOptions
@@ -369,19 +395,10 @@ def _ask(
             answer_type=schema,
             cite=cite,
             cache=cache,
-            direct="always" if mode == "direct" else True,
-            strategy=_plan_of(question, settings) if mode == "plan" else None,
+            mode=mode,
         )
         asked = ask_runner.AskRequest(question, loaded, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
-
-
-def _plan_of(question: str, settings: dict[str, Any]) -> PlanStrategy:
-    """Return the ready plan that the words of ``question`` ask for."""
-    from ramify.plans.ready_plans import strategy_for
-
-    model = (settings.get("sub_model") or [settings["model"]])[0]
-    return strategy_for(question, model=named_models().get(model, model))
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:

@@ -186,7 +186,7 @@ class MatrixCommand:
         """The RLM of a cell's plan. Cells that differ only in their mode share one, so that they
         share its model and its rate limit."""
         is_direct = plan.settings["mode"] == "direct"
-        settings = {**plan.settings, "model": plan.model}
+        settings = _settings_of(plan)
         # A plain call has no tools.
         key = msgspec.json.encode(
             ({**settings, "mode": "", "with": ""}, is_direct and bool(tools)),
@@ -378,8 +378,13 @@ def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RunAttempts:
 
 def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RunAttempts:
     """``attempts_of`` in a worker, with the keys of its environment."""
-    settings = {**plan.settings, "model": plan.model}
+    settings = _settings_of(plan)
     return attempts_of(plan, make_rlm(settings, sandbox_spec(settings), store))
+
+
+def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
+    """The settings of a cell's RLM. Each mode says itself when a plain call answers."""
+    return {**plan.settings, "model": plan.model, "direct": None}
 
 
 def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ import msgspec
 from ramify.cli.ask import (
     KINDS,
     NO_MODEL,
+    NOT_OF_MODE,
     SETTINGS,
     load_sources,
     make_rlm,
@@ -45,11 +46,8 @@ if TYPE_CHECKING:
 
 _CALL_S = 2.0
 """Seconds of a call in the estimate of the time."""
-_OF_SESSIONS = (
-    *("sub_model", "max_depth", "max_turns", "branches", "cite", "scaffold", "instructions"),
-    *("examples", "sandbox", "tier", "allow_weaker", "memory", "package", "mount", "mcp", "direct"),
-)
-"""Settings of ``ask`` that concern sessions and their prompts."""
+_NOT_HERE = (*NOT_OF_MODE["plan"], "sub_model", "direct")
+"""Settings of ``ask`` that a plan does not have, or that are described differently."""
 _SUB_MODEL = OptionSpec("sub_model", list, "model of the leaves (default: --model)", "MODEL")
 OPTIONS = (
     OptionSpec(
@@ -68,7 +66,7 @@ OPTIONS = (
     OptionSpec("top", int, "parts that search reads, the best by BM25 (default: 20; 0: all)"),
     OptionSpec("cut", bool, "cut a record that is larger than a part instead of refusing it"),
     _SUB_MODEL,
-    *(option for option in SETTINGS if option.name not in _OF_SESSIONS),
+    *(option for option in SETTINGS if option.name not in _NOT_HERE),
 )
 
 

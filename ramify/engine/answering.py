@@ -5,7 +5,8 @@ its task holds, or by a strategy.
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
                       │                   continuations; the next question continues its session
                       ├─ "conversations"  the task's own code asks through ModelConversations
-                      └─ "strategy"       a strategy asks through LeafCalls
+                      ├─ "strategy"       a strategy asks through LeafCalls
+                      └─ "asked"          a call chooses between a session and a strategy
 
 Not here: when the run begins and ends (see ``run_handle.py``), and the turns of a call with a
 session (see ``rlm_call.py``).
@@ -25,13 +26,14 @@ from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.modes import ModeQuestion, applied, event_of, recorded_choice
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.engine.typed import TypeMismatch
-from ramify.errors import ConfigError, HostCallError, RamifyError, raised_at
+from ramify.errors import ConfigError, HostCallError, RamifyError, ReplayDiverged, raised_at
 from ramify.sandbox.base import SharedContext
 from ramify.types.picture import (
     MAX_PICTURES,
@@ -41,7 +43,7 @@ from ramify.types.picture import (
 )
 from ramify.types.trajectory import Fork, Stop
 
-WayToAnswer = Literal["plain call", "session", "conversations", "strategy"]
+WayToAnswer = Literal["plain call", "session", "conversations", "strategy", "asked"]
 
 
 class ConversationState:
@@ -61,9 +63,16 @@ class ConversationState:
 
 
 def way_to_answer(
-    setup: RlmSetup, question: Question, models: RunModels, conversation: ConversationState | None
+    setup: RlmSetup,
+    question: Question,
+    models: RunModels,
+    conversation: ConversationState | None,
+    asked: ModeQuestion | None = None,
 ) -> WayToAnswer:
-    """Choose how ``question`` is answered."""
+    """Choose how ``question`` is answered. ``asked`` is the call that chooses its mode, if one
+    does."""
+    if asked is not None:
+        return "asked"
     if question.strategy is not None:
         return "strategy"
     if question.conduct is not None:
@@ -125,9 +134,14 @@ async def answer(
     context: SharedContext | None,
     resources: LoopResources,
     conversation: ConversationState | None,
+    asked: ModeQuestion | None = None,
 ) -> CallOutcome:
-    """Return the outcome of the call that answers ``question``, or of the task's conversations."""
+    """Return the outcome of the call that answers ``question``, or of the task's conversations.
+    ``asked`` is the call that chooses the mode, if the way is ``asked``."""
     match way:
+        case "asked":
+            assert asked is not None
+            return await _answer_as_asked(run, question, context, asked)
         case "conversations":
             return await _answer_by_conversations(run, question, resources)
         case "strategy":
@@ -164,13 +178,20 @@ async def _answer_by_strategy(
     run: LiveRun, question: Question, context: SharedContext | None
 ) -> CallOutcome:
     """Let the question's strategy answer. The root is a call without turns."""
-    assert question.strategy is not None
-    root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
+    root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
     run.begin(root)
     run.pass_limit(root)
+    return await _ended_by_strategy(run, root, question, LeafCalls(run, root, question))
+
+
+async def _ended_by_strategy(
+    run: LiveRun, root: LiveCall, question: Question, calls: LeafCalls
+) -> CallOutcome:
+    """Let the question's strategy answer through ``calls``, and end ``root``, which has begun."""
+    assert question.strategy is not None
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
-        outcome = _typed(await question.strategy(LeafCalls(run, root, question)), question)
+        outcome = _typed(await question.strategy(calls), question)
     except RamifyError as error:
         outcome = failed(error, run.recorder.is_stored)
     except Exception as error:  # noqa: BLE001 -- a strategy may be the user's code
@@ -180,6 +201,32 @@ async def _answer_by_strategy(
     finally:
         run.end(root, outcome)
     return outcome
+
+
+async def _answer_as_asked(
+    run: LiveRun, question: Question, context: SharedContext | None, asked: ModeQuestion
+) -> CallOutcome:
+    """Ask which mode answers the question, and answer by that. The call that chooses is the first
+    child of the root."""
+    root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
+    run.begin(root)
+    calls = LeafCalls(run, root, question)
+    try:
+        chosen = await calls.ask(asked.leaf)
+    except ReplayDiverged as error:
+        outcome = failed(error, run.recorder.is_stored)
+        run.end(root, outcome)
+        return outcome
+    except BaseException:
+        run.end(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
+        raise
+    choice = recorded_choice(question) or asked.choice(chosen.answer, chosen.error or "")
+    run.recorder.emit(event_of(choice, run.recorder.now(), is_asked=True))
+    question = applied(question, choice)
+    if question.strategy is not None:
+        run.pass_limit(root)
+        return await _ended_by_strategy(run, root, question, calls)
+    return await _answer_in_session(run, question, context, None, root)
 
 
 def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
@@ -218,7 +265,9 @@ async def _answer_in_session(
     question: Question,
     context: SharedContext | None,
     conversation: ConversationState | None,
+    begun: LiveCall | None = None,
 ) -> CallOutcome:
+    """Answer in a session. ``begun`` is the root, if it has begun."""
     previous = conversation.last if conversation is not None else None
     number = conversation.num_questions if conversation is not None else 0
     history, fork = None, None
@@ -226,7 +275,7 @@ async def _answer_in_session(
         history = previous.call.history.copy()
         fork = Fork(previous.call.id, previous.call.turn - 1)
     client, text = run.models.rlm(0), question.text
-    call = LiveCall(str(number), "rlm", client, 0, text, context=context, history=history)
+    call = begun or LiveCall(str(number), "rlm", client, 0, text, context=context, history=history)
     root = RlmCall(run, call, previous)
     search = run.setup.search
     branched = BranchedCall(root, search) if search is not None else None
@@ -235,7 +284,8 @@ async def _answer_in_session(
         message = f"{message}\n\n{added}"
     if conversation is not None:
         conversation.last, conversation.num_questions = root, number + 1
-    run.begin(call, fork)
+    if begun is None:
+        run.begin(call, fork)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
         outcome = await (branched or root).answer(message, question.kind, question.before)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+import msgspec
+
 from ramify.engine import threads
 from ramify.engine.answering import ConversationState
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
@@ -75,6 +77,7 @@ class Conversation:
     async def _answer(self, query: str, options: RunOptions) -> Result:
         state = self._opened()
         parsed = question(self._prompt, query, options.answer_type, options.cite)
+        parsed = msgspec.structs.replace(parsed, mode=options.mode)
         for listener in checked_listener(options.on_event):
             state.recorder.listen(listener)
         try:

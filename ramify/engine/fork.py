@@ -28,6 +28,7 @@ from ramify.types.event import (
     CallEnded,
     CallStarted,
     CellRan,
+    ModeChosen,
     ReplyReceived,
     RequestStarted,
     RunStarted,
@@ -294,7 +295,7 @@ def _is_before(place: _Place, turn: int, cell: int, index: int) -> bool:
 
 def _is_kept(event: AnyEvent, path: dict[str, _Place], kept: dict[str, bool]) -> bool:
     match event:
-        case RunStarted():
+        case RunStarted() | ModeChosen():
             return True
         case CallStarted(id=call) | CallEnded(id=call):
             return kept.get(call, isinstance(event, CallStarted))

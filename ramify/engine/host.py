@@ -25,7 +25,7 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_requests import cut_reply, reply_cut
 from ramify.engine.observe import chars_of, plain_prompt
-from ramify.engine.plain_call import answer_plainly, asked_for
+from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, asked_for
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import (
@@ -542,6 +542,7 @@ async def ask_plain(
     before: Sequence[Message] = (),
     pictures: tuple[Picture, ...] = (),
     sampling: Sampling | None = None,
+    max_repairs: int = MAX_REPAIRS,
 ) -> CallOutcome:
     """Ask the model of ``call`` a plain question (see ``plain_call.py``). ``before`` are the
     messages before the prompt, which shows ``pictures``. ``sampling`` may shorten the reply. Never
@@ -559,4 +560,4 @@ async def ask_plain(
             return reply_cut(name, most, "reply_tokens of the leaf", text)
         return cut_reply(run.requests, call, text)
 
-    return await answer_plainly(ask, call.client.name, first, kind, cut)
+    return await answer_plainly(ask, call.client.name, first, kind, cut, max_repairs)

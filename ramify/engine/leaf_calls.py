@@ -22,6 +22,7 @@ from ramify.engine.host import ask_plain
 from ramify.engine.limits import Limits, ResourceAmount
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
+from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import Question
 from ramify.engine.typed import AnswerType
 from ramify.errors import ReplayDiverged
@@ -41,6 +42,8 @@ class LeafRequest(msgspec.Struct, frozen=True):
     """Type of its answer; None for text."""
     max_tokens: int
     """Most tokens of a reply, without hidden reasoning."""
+    max_repairs: int = MAX_REPAIRS
+    """How often it is asked again after a reply that does not fit ``kind``."""
 
 
 class LeafCalls:
@@ -90,6 +93,14 @@ class LeafCalls:
         for index, leaf in waiting:
             outcomes[index] = await self._ask(leaf)
 
+    async def ask(self, leaf: LeafRequest) -> CallOutcome:
+        """Ask ``leaf``, as a step of its own before the first one of ``ask_all``, and return its
+        outcome. Raises ReplayDiverged."""
+        outcome = await self._ask(leaf)
+        if isinstance(outcome.failure, ReplayDiverged):
+            raise outcome.failure
+        return outcome
+
     async def _ask(self, leaf: LeafRequest) -> CallOutcome:
         run, root = self._run, self._root
         where = Parent(root.id, self._step, 0)
@@ -98,7 +109,14 @@ class LeafCalls:
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
-            outcome = await ask_plain(run, call, leaf.prompt, leaf.kind, sampling=sampling)
+            outcome = await ask_plain(
+                run,
+                call,
+                leaf.prompt,
+                leaf.kind,
+                sampling=sampling,
+                max_repairs=leaf.max_repairs,
+            )
         finally:
             run.end(call, outcome)
         return outcome

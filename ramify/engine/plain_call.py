@@ -57,6 +57,7 @@ async def answer_plainly(
     first: list[Message],
     kind: AnswerType | None,
     cut: Callable[[str], ReplyCut],
+    max_repairs: int = MAX_REPAIRS,
 ) -> CallOutcome:
     """Ask a model a plain question. While the reply does not match ``kind``, ask again and show the
     error. Without ``kind``, repeat the request after an empty reply or a tool call. ``first`` are
@@ -68,7 +69,7 @@ async def answer_plainly(
     new = first
     error, text, is_cut = "no reply", "", False
     reused = 0 if kind is None else None
-    for _ in range(1 + MAX_REPAIRS):
+    for _ in range(1 + max_repairs):
         try:
             reply = await ask(new, reused)
         except LimitReached as reached:
@@ -100,13 +101,13 @@ async def answer_plainly(
         return _cut(cut(text), None)
     if kind is None:
         unanswered = ModelError(
-            f"{model}: the model {error} instead of answering, {1 + MAX_REPAIRS} times; "
+            f"{model}: the model {error} instead of answering, {1 + max_repairs} times; "
             "ask in another way, or ask another model"
         )
         return CallOutcome(Stop.ERROR, error=str(unanswered), failure=unanswered)
     return CallOutcome(
         Stop.ERROR,
-        error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}",
+        error=f"after {1 + max_repairs} replies the value still does not fit its schema: {error}",
     )
 
 

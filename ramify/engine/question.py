@@ -26,14 +26,14 @@ from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
-from ramify.engine.strategies import Strategy
+from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, NamedFields, nearest
 from ramify.sandbox.base import Session, SharedContext, Table
 from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
 from ramify.sources.library_values import as_context, is_opened
-from ramify.types.event import Listener
+from ramify.types.event import Listener, ModeChosen
 from ramify.types.message import Message, encodable
 
 ModelSpec = str | Model | Client
@@ -117,6 +117,10 @@ class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=Tru
     answers, however long the context is."""
     strategy: Strategy | None = None
     """Answers the question in place of a session, such as a ``ramify.plans.PlanStrategy``."""
+    mode: Mode | None = None
+    """``free`` (a session), ``plan`` (a ready plan that the words of the question ask for),
+    ``direct`` (one plain call), or ``auto``, which chooses by rules and at most one call. None:
+    ``direct`` and ``strategy`` decide."""
     budget: Ledger | None = None
     """Budget that several runs share, as the rows of a map do: every request reserves there, too.
     A stored run that it ends is suspended, and can be resumed."""
@@ -148,6 +152,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     ("strategy", callable, "a strategy, such as a ramify.plans.PlanStrategy(…)"),
     ("instructions", lambda value: isinstance(value, str), "a text"),
+    ("mode", lambda value: isinstance(value, str), "a mode: auto, free, plan or direct"),
     ("budget", lambda value: isinstance(value, Ledger), "the Ledger of several runs"),
 )
 """Option, whether a value has the right type, and the right type in words."""
@@ -176,6 +181,14 @@ def _check_kinds(options: RunOptions) -> None:
             raise ConfigError(f"{name} is a {type(value).__name__}: give True or False")
     if not isinstance(options.direct, bool) and options.direct != ALWAYS:
         raise ConfigError(f"direct is {options.direct!r:.40}: give True, False or 'always'")
+    if options.mode is not None:
+        if options.mode not in MODES:
+            raise ConfigError(f"unknown mode '{options.mode}': {nearest(options.mode, MODES)}")
+        other = "strategy" if options.strategy is not None else "direct"
+        if options.strategy is not None or options.direct is not True:
+            raise ConfigError(
+                f"mode='{options.mode}' and {other} decide the same: give only one of them"
+            )
     if options.sampling is not None:
         try:
             msgspec.convert(msgspec.to_builtins(options.sampling), Sampling)
@@ -199,6 +212,7 @@ class RlmKeywords(TypedDict, total=False):
     metadata: Mapping[str, Any] | None
     direct: DirectChoice
     strategy: Strategy | None
+    mode: Mode | None
     budget: Ledger | None
 
 
@@ -238,6 +252,10 @@ class Question(msgspec.Struct, frozen=True):
     direct: DirectChoice = True
     """True if one direct call may answer it. If False, the root always has a session. ``always``:
     it never has one."""
+    mode: Mode | None = None
+    """Mode that chooses ``direct`` or ``strategy`` when the run begins."""
+    chosen_mode: ModeChosen | None = None
+    """Choice that a repeated run has recorded."""
     instructions: str = ""
     """Instructions of the task, which are added to those of the user."""
     examples: tuple[PromptExample, ...] = ()
@@ -255,14 +273,22 @@ class Question(msgspec.Struct, frozen=True):
     """What a repeated run needs to load the tools of the sources again:
     ``LoadedContext.recorded_sources``."""
 
+    @property
+    def has_session_tools(self) -> bool:
+        """True if it comes with tools without which a session could not answer it."""
+        return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
+
+    def asked_with(self, options: RunOptions) -> Question:
+        """Return the question as ``options`` ask it."""
+        return msgspec.structs.replace(
+            self, direct=options.direct, strategy=options.strategy, mode=options.mode
+        )
+
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """True if the context is small enough for one direct call and nothing requires a
         session. Raises ConfigError if something does, and ``direct`` is ``always``."""
         needs_session = (
-            self.needs_session
-            or has_tools
-            or bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
-            or self.on_session is not None
+            self.needs_session or has_tools or self.has_session_tools or self.on_session is not None
         )
         if self.direct == ALWAYS:
             if needs_session:

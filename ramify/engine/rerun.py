@@ -35,7 +35,7 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     from ramify.store.base import RunStore
 
-_OF_THE_RECORD = ("cite", "cache", "metadata", "direct", *INSTRUCTIONS)
+_OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "mode", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""
 COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools", "depths")
 """Settings of a run that change what is asked."""
@@ -56,7 +56,8 @@ def options_of(
     for name in _OF_THE_RECORD:
         if name in changes:
             raise ConfigError(f"a repeated run takes {name} from its record: omit it")
-    unused = dict.fromkeys(("cite", "cache"), False) | {"metadata": None, "direct": True}
+    unused = dict.fromkeys(("cite", "cache"), False)
+    unused |= {"metadata": None, "direct": True, "mode": None}
     return msgspec.structs.replace(defaults.updated(options, changes), **unused)
 
 
@@ -224,6 +225,7 @@ def question_of(
         resolved,
         about=config.get("about", ""),
         direct=direct,
+        mode=config.get("mode"),
         before=before,
         pictures=dict.fromkeys(pictures),
     )

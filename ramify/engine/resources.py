@@ -26,7 +26,7 @@ from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.strategies import config_of as strategy_config
+from ramify.engine.strategies import record_of
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, NamedFields, WeakSandboxWarning
 from ramify.logging import RoomLogger
@@ -370,7 +370,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         search = self.search if options.search is None else search_of(options.search)
         special = {} if search is None else search_config(search)
         if options.strategy is not None:
-            special |= strategy_config(options.strategy)
+            special["strategy"] = record_of(options.strategy)
         setup = msgspec.structs.replace(self, **changes, search=search, budget=options.budget)
         plain = setup.plain() if changes else {}
         recorded = {name: plain[name] for name in changes}
@@ -380,6 +380,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if options.direct is not True:
             # A replayed or resumed run must make the same decision.
             config["direct"] = options.direct
+        if options.mode is not None:
+            config["mode"] = options.mode
         return msgspec.structs.replace(setup, config=config)
 
     def instructed(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:

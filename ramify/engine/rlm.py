@@ -262,11 +262,8 @@ class RLM:
         The handle's ``result`` is data: it raises nothing for what a model did.
         """
         options = self._options.updated(options, changes)
-        resolved = msgspec.structs.replace(
-            question(prompt, query, options.answer_type, options.cite),
-            direct=options.direct,
-            strategy=options.strategy,
-        )
+        parsed = question(prompt, query, options.answer_type, options.cite)
+        resolved = parsed.asked_with(options)
         setup = self._setup.for_run(options).with_task(resolved)
         cache = reply_cache(self.store, options.cache)  # first: it may raise, and holds no journal
         recorder = self._recorder(resolved.text, options)
@@ -295,11 +292,8 @@ class RLM:
         Raises the same ConfigError as ``completion``."""
         options = self._options.updated(options, changes)
         prompt = await read_prompt(prompt)
-        resolved = msgspec.structs.replace(
-            question(prompt, query, options.answer_type, options.cite),
-            direct=options.direct,
-            strategy=options.strategy,
-        )
+        parsed = question(prompt, query, options.answer_type, options.cite)
+        resolved = parsed.asked_with(options)
         return await preview(self._setup.for_run(options).with_task(resolved), resolved, depth)
 
     def prompt(
@@ -505,8 +499,8 @@ class RLM:
         given = {*setup.tools.functions, *setup.tools.values}
         tools = rerun.tools_of_sources(started, given) if prompt is None else {}
         last = rerun.question_of(self.store, started, options.answer_type, prompt, tools)
-        strategy = recorded_strategy(started.config, options.strategy)
-        last = msgspec.structs.replace(last, strategy=strategy)
+        strategy = recorded_strategy(started.config.get("strategy"), options.strategy)
+        last = msgspec.structs.replace(last, strategy=strategy, chosen_mode=recording.chosen_mode)
         state = ConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(
             setup,

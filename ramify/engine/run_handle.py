@@ -30,8 +30,9 @@ from ramify.engine.answering import (
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import LiveRun
+from ramify.engine.modes import ModeChoice, ModeQuestion, applied, event_of, first_choice
 from ramify.engine.prompt_facts import check_instructions
-from ramify.engine.question import Question
+from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_values import jsonable, typed_record
 from ramify.engine.resources import LoopResources, RlmSetup, SharedResources
 from ramify.engine.threads import LoopWatch
@@ -212,11 +213,20 @@ class RunHandle:
                 await self._repeat_earlier()
                 models = await self._setup.connect(resources)
                 check_pictures(self._question, models)
+                choice = await first_choice(
+                    self._setup,
+                    self._question,
+                    models,
+                    is_conversation=self._conversation is not None,
+                )
+                asked = choice if isinstance(choice, ModeQuestion) else None
+                if isinstance(choice, ModeChoice):
+                    self._question = applied(self._question, choice)
                 check_strategy(self._setup, self._question, self._conversation)
                 context = await self._context(resources)
                 check_instructions(self._setup, models)
-                way = way_to_answer(self._setup, self._question, models, self._conversation)
-                if way == "session":
+                way = way_to_answer(self._setup, self._question, models, self._conversation, asked)
+                if way in ("session", "asked"):
                     # Without a sandbox, nothing is asked and nothing is recorded.
                     resources.sandbox()
                 # Limits that cannot be enforced are rejected here, before the first event.
@@ -236,10 +246,12 @@ class RunHandle:
                 if self._question.pictures:
                     await asyncio.to_thread(run.pictures.store)
                 self._started(context, way)
+                if isinstance(choice, ModeChoice):
+                    self.recorder.emit(event_of(choice, self.recorder.now()))
                 if self._requested_stop is not None:
                     run.ending.close_in(self._requested_stop)
                 outcome = await answer(
-                    run, way, self._question, context, resources, self._conversation
+                    run, way, self._question, context, resources, self._conversation, asked
                 )
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -334,7 +346,7 @@ class RunHandle:
             return context
 
         large = observe.chars_of(value) > 1 << 20
-        if large and self._question.strategy is None:
+        if large and self._question.strategy is None and self._question.direct != ALWAYS:
             resources.prepare()
         context = await asyncio.to_thread(prepare) if large else prepare()
         if self._conversation is not None:

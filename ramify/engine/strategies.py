@@ -1,18 +1,18 @@
-"""Which strategies a question can be answered by, and how a run records its own.
+"""Which strategies and modes a question can be answered by, and how a run records its strategy.
 
     RLM.completion(text, query, strategy=S) ──> S(calls) ──> CallOutcome
     config of the run: {"strategy": {"name": "plan", …}} ──> the same strategy, when it is resumed
 
 A strategy is a function that gets the run's ``LeafCalls`` and returns the outcome of the question.
 One that is a struct of a registered kind is recorded with its fields. Another one is not, so it
-must be given again to resume its run. Not here: what a strategy may ask (see ``leaf_calls.py``),
-and the strategies themselves.
+must be given again to resume its run. A mode chooses the way to an answer (see ``modes.py``). Not
+here: what a strategy may ask (see ``leaf_calls.py``), and the strategies themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,23 +29,33 @@ STRATEGIES = Registry(
     structs=True,
 )
 """Strategies that a run can record."""
+Mode = Literal["auto", "free", "plan", "direct"]
+MODES: Mapping[str, str] = {
+    "auto": "ramify.plans.mode_rules:choose_mode",
+    "free": "ramify.engine.modes:choose_free",
+    "plan": "ramify.plans.mode_rules:choose_plan",
+    "direct": "ramify.engine.modes:choose_direct",
+}
+"""Mode -> the place of a function that gets ``ModeFacts`` and returns a ``ModeChoice`` or a
+``ModeQuestion``. It is imported when a question has the mode, so the engine imports no plans."""
 
 
-def config_of(strategy: Any) -> dict[str, Any]:
+def record_of(strategy: Any) -> dict[str, Any]:
     """Return the journal's record of ``strategy``."""
     if isinstance(strategy, msgspec.Struct):
         fields = msgspec.to_builtins(strategy)
         name = str(fields.get("name")) if isinstance(fields, dict) else ""
         if name in STRATEGIES and STRATEGIES.of(name) is type(strategy):
-            return {"strategy": fields}
-    return {"strategy": {"function": getattr(strategy, "__qualname__", type(strategy).__name__)}}
+            return fields
+    return {"function": getattr(strategy, "__qualname__", type(strategy).__name__)}
 
 
-def recorded_strategy(config: Mapping[str, Any], given: Strategy | None) -> Strategy | None:
+def recorded_strategy(
+    recorded: Mapping[str, Any] | None, given: Strategy | None = None
+) -> Strategy | None:
     """Return the strategy of a recorded run; None if it has none. ``given`` is used if the record
     only names a function. Raises ConfigError if the strategy is not known here."""
-    recorded = config.get("strategy")
-    if recorded is None:
+    if not recorded:
         return None
     name = recorded.get("name")
     if name is None:

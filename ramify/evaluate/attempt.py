@@ -32,6 +32,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text
+from ramify.engine.strategies import Mode
 from ramify.engine.threads import in_thread
 from ramify.errors import (
     ConfigError,
@@ -71,6 +72,7 @@ async def attempt(
     metadata: Mapping[str, Any] | None = None,
     grace_s: float = GRACE_S,
     direct: DirectChoice = False,
+    mode: Mode | None = None,
     resume: str = "",
     on_start: Callable[[str], object] | None = None,
     max_cost: float | None = None,
@@ -86,7 +88,8 @@ async def attempt(
     ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
     differ in their seed; ``metadata`` is stored with the run. The stacks of an attempt that did not
     end are logged. ``direct``: a single plain call may answer a short context, as in ``ask``. By
-    default each root has a session, since that is what is trained and measured. ``resume`` is a
+    default each root has a session, since that is what is trained and measured. ``mode`` decides in
+    place of ``direct`` (see ``RunOptions.mode``). ``resume`` is a
     stored run that began this attempt: it is continued, or scored if it has ended; if it cannot be,
     the attempt is made again. ``on_start`` gets the id of the attempt's stored run before its first
     request. ``max_cost``: dollars, instead of the limit of ``rlm``; ``limits`` replaces all of
@@ -113,7 +116,8 @@ async def attempt(
         start,
         item.question,
         metadata=about,
-        direct=direct,
+        direct=direct if mode is None else True,
+        mode=mode,
         cache=False,
         search=search,
         **options,

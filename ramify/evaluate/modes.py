@@ -3,6 +3,8 @@
     direct    one plain call with the question and the whole context; an item that is longer than
               the model's window is not asked, and scores 0
     free      a session, in which the model writes code and calls models
+    plan      the ready plan that the words of the question ask for
+    auto      one of them, chosen by rules and at most one call
 
 A mode is a function like ``attempt`` (see attempt.py), and is looked up by its name. Not here: the
 modes of systems other than this one.
@@ -85,7 +87,22 @@ async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Tra
     return await attempt(rlm, task, item, **{**options, "direct": False})
 
 
-MODES: Mapping[str, AttemptFunction] = {"direct": answer_directly, "free": answer_freely}
+async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+    """Make an attempt with a ready plan."""
+    return await attempt(rlm, task, item, **{**options, "mode": "plan"})
+
+
+async def answer_automatically(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+    """Make an attempt in the mode that is chosen for its question."""
+    return await attempt(rlm, task, item, **{**options, "mode": "auto"})
+
+
+MODES: Mapping[str, AttemptFunction] = {
+    "direct": answer_directly,
+    "free": answer_freely,
+    "plan": answer_by_plan,
+    "auto": answer_automatically,
+}
 """Name -> mode."""
 
 

@@ -231,6 +231,7 @@ _RULES = (
     (
         "aggregate",
         r"\bhow (?:many|often)\b|\bcounts?\b|\bmost (?:common|frequent)|\bleast (?:common|frequent)"
+        r"|\b(?:more|less|equally) (?:common|frequent|often)\b|\bhas the (?:most|fewest|least)\b"
         r"|\bfrequen\w*|\bhow much\b|\bproportion\b|\bpercent|\bdistribution\b",
     ),
     ("multi-hop", r"\bwh\w+\b.*\b(?:that|which|who|whose)\b.*\b(?:that|which|who|whose)\b"),
@@ -244,12 +245,20 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
     >>> plans.plan_for("How many errors are there?").name
     'aggregate'
     """
-    for name, pattern in _RULES:
-        if found := re.search(pattern, question, re.IGNORECASE):
-            return ChosenPlan(name, f"the question says {found[0]!r:.60}")
+    chosen = asked_plan(question)
+    if chosen is not None:
+        return chosen
     if labels:
         return ChosenPlan("classify", "labels are given")
     return ChosenPlan("search", "no words of the question ask for another plan")
+
+
+def asked_plan(question: str) -> ChosenPlan | None:
+    """Return the ready plan that words of ``question`` ask for; None if no words do."""
+    for name, pattern in _RULES:
+        if found := re.search(pattern, question, re.IGNORECASE):
+            return ChosenPlan(name, f"the question says {found[0]!r:.60}")
+    return None
 
 
 def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:

@@ -24,6 +24,7 @@ from ramify.types.event import (
     CallEnded,
     CallStarted,
     CellRan,
+    ModeChosen,
     NoteAdded,
     ReplyReceived,
     RequestStarted,
@@ -73,6 +74,8 @@ class RecordedReplies:
     """Limits with which the run was resumed last; empty if it was not."""
     last_s: float
     """Time of the last event, in seconds since the run began."""
+    chosen_mode: ModeChosen | None
+    """How the mode of the question was chosen, if it has one."""
 
     def __init__(self, events: Iterable[AnyEvent], strict: bool = False) -> None:
         self.strict = strict
@@ -84,6 +87,7 @@ class RecordedReplies:
         self.given = {}
         self.limits = {}
         self.last_s = 0.0
+        self.chosen_mode = None
         self._failed_end = False
         """Whether the last event is an end after which the run can be resumed."""
         self._finished = 0
@@ -401,6 +405,8 @@ class RecordedReplies:
                 self._parents.update({event.id: event.parent} if event.parent else {})
                 self._direct.update({event.id} if event.kind == "lm" else ())
                 self._leaves.update({event.id} if event.kind == "leaf" else ())
+            case ModeChosen():
+                self.chosen_mode = event
             case RunEnded():
                 self.ended = event
                 self._failed_end = self._can_be_resumed(event)
@@ -429,6 +435,8 @@ def _key(event: AnyEvent) -> Key:
             return (ToolAnswered, event.call, event.turn, event.cell, event.ordinal)
         case NoteAdded():
             return (NoteAdded, event.call, event.text)
+        case ModeChosen():
+            return (ModeChosen, "")
         case RunResumed():
             return (RunResumed, "", tuple(event.forgets.items()))
         case AttemptFailed():

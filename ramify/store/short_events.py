@@ -29,6 +29,7 @@ from ramify.types.event import (
     CallStarted,
     CellRan,
     Event,
+    ModeChosen,
     NoteAdded,
     ReplyReceived,
     RequestStarted,
@@ -118,6 +119,7 @@ AnyShortEvent = (
     | ShortCell
     | ShortToolAnswer
     | NoteAdded
+    | ModeChosen
     | CallEnded
     | RunEnded
     | RunResumed

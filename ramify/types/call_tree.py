@@ -22,6 +22,7 @@ from ramify.types.event import (
     CallStarted,
     CellRan,
     Event,
+    ModeChosen,
     NoteAdded,
     ReplyReceived,
     RequestStarted,
@@ -45,6 +46,7 @@ _ACTS = {
     "CellRan": "_ran",
     "ToolAnswered": "_use",
     "Noted": "_note",
+    "ModeChosen": "_choose",
     "CallEnded": "_end",
     "RunEnded": "_run",
     "RunResumed": "_resume",
@@ -139,6 +141,13 @@ class CallTree:
 
     def _note(self, event: NoteAdded) -> CallNode | None:
         return self.nodes.get(event.call)
+
+    def _choose(self, event: ModeChosen) -> CallNode | None:
+        self._fold.apply(event)
+        roots = [node for node in self.order if node.parent is None]
+        for root in roots if event.strategy else ():
+            root.kind = "strategy"
+        return roots[-1] if roots else None
 
     def _run(self, event: RunStarted | RunEnded) -> None:
         self._fold.apply(event)

@@ -193,6 +193,22 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
     """Call -> its first turn that no longer counts."""
 
 
+class ModeChosen(Event, frozen=True, tag="ModeChosen"):
+    """The mode of the question was chosen: how it is answered, and why.
+
+    Example:
+        ModeChosen(mode="plan", reason="aggregate: the question says 'How many'", strategy={…})
+    """
+
+    mode: str
+    """``free`` (a session), ``plan`` or ``direct`` (one plain call)."""
+    reason: str
+    strategy: dict[str, Any] = {}
+    """Record of the plan, or of another strategy that answers."""
+    is_asked: bool = False
+    """True if a call chose it, because the rules did not decide."""
+
+
 class CallEnded(Event, frozen=True, tag="CallEnded"):
     """A call ended, with its answer.
 
@@ -263,6 +279,7 @@ AnyEvent = (
     | ToolAnswered
     | NoteAdded
     | RunResumed
+    | ModeChosen
     | CallEnded
     | RunEnded
     | ScoreAdded
@@ -367,6 +384,11 @@ class TrajectoryFold:
                     if call.turns:
                         call.turns[-1] = msgspec.structs.replace(call.turns[-1], cells=())
                     call.stop, call.answer, call.error = None, None, None
+            case ModeChosen():
+                self.trajectory.metadata |= chosen_mode(event)
+                for root in self.trajectory.calls:  # it began before a call chose its strategy
+                    if root.parent is None and event.strategy:
+                        root.kind = "strategy"
             case ScoreAdded():
                 note_score(self.trajectory, event)
             case NoteAdded(is_warning=True):
@@ -409,6 +431,12 @@ class TrajectoryFold:
         if cost is not None:
             call.cost = (call.cost or 0.0) + cost
             self.trajectory.cost = (self.trajectory.cost or 0.0) + cost
+
+
+def chosen_mode(event: ModeChosen) -> dict[str, Any]:
+    """Return what a run's metadata says of its mode."""
+    strategy = {"strategy": event.strategy} if event.strategy else {}
+    return {"chosen_mode": event.mode, "mode_reason": event.reason, **strategy}
 
 
 def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:

@@ -27,8 +27,9 @@ SCHEMA_VERSION = 2
 """Version of events and trajectories on disk. Readers reject newer versions and accept older ones.
 Version 2 added ``Scored`` and ``Annotation``."""
 
-CallKind = Literal["rlm", "lm", "leaf", "judge"]
-"""``judge``: a call that judges its parent call after that ended. Training never learns from it."""
+CallKind = Literal["rlm", "strategy", "lm", "leaf", "judge"]
+"""``strategy``: a root without turns, which a plan or another strategy answers by its leaves.
+``judge``: a call that judges its parent call after that ended. Training never learns from it."""
 
 
 class Stop(enum.StrEnum):

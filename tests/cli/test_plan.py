@@ -108,10 +108,12 @@ def test_ask_has_the_mode_of_a_plan(shell: Shell) -> None:
     direct = shell.run("ask", "Who?", "mail.txt", "--mode", "direct", "--model", model)
     assert "1 request" in direct.err
     for more, message in (
-        (["--mode", "plans"], "--mode plans is unknown: give free, plan, direct"),
+        (["--mode", "plans"], "--mode plans is unknown: give auto, free, plan, direct"),
         (["--mode", "plan", "--no-direct"], "--mode and --direct decide the same"),
         (["--mode", "plan", "--dry-run"], "see a plan with ramify plan"),
-        (["--mode", "plan", "--cite"], "a strategy cannot be combined with citations"),
+        (["--mode", "plan", "--cite"], "--mode plan has no session: remove --cite"),
+        (["--mode", "plan", "--scaffold=minimal"], "remove --scaffold, or give --mode free"),
+        (["--mode", "direct", "--max-turns", "3"], "--mode direct has no session: remove --max-"),
     ):
         wrong = shell.run("ask", "How many?", "mail.txt", *more, "--model", model, "-q")
         assert (wrong.code, wrong.out) == (2, "")

@@ -64,7 +64,7 @@ def test_counts_are_those_of_all_records() -> None:
 def test_the_calls_of_a_plan_are_leaves_of_the_root() -> None:
     result, _ = answered(plans.classify(LABELS, SMALL), lines(30))
     root, *leaves = result.trajectory.calls
-    assert (root.id, root.kind, root.turns) == ("0", "rlm", [])
+    assert (root.id, root.kind, root.turns) == ("0", "strategy", [])
     assert [call.id for call in leaves] == ["0.0", "0.1", "0.2"]
     assert {call.kind for call in leaves} == {"leaf"}
     assert leaves[1].question == "label: lines 13-24"

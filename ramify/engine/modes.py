@@ -1,0 +1,162 @@
+"""The mode of a question: which way it is answered, who chose the way, and why.
+
+    RLM.completion(text, query, mode="auto")
+        chooser(ModeFacts) ─┬─> ModeChoice     by rules: nothing is asked
+                            └─> ModeQuestion   one bounded call of the run ──> ModeChoice
+        ModeChosen in the journal ──> plain call, session or strategy; a resumed run does the same
+
+Decides what a chooser knows and how its choice is applied. Not here: the names of modes
+(``strategies.py``) and the rules of ``auto`` and ``plan``, which know the plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ramify.clients.base import Client
+from ramify.engine.leaf_calls import LeafRequest
+from ramify.engine.limits import Ledger, Limits, ResourceAmount
+from ramify.engine.question import ALWAYS, Question
+from ramify.engine.strategies import MODES, Strategy, record_of, recorded_strategy
+from ramify.errors import ConfigError
+from ramify.plugins import load_object
+from ramify.types.event import ModeChosen
+
+if TYPE_CHECKING:
+    from ramify.engine.resources import RlmSetup, RunModels
+
+
+class ModeFacts(msgspec.Struct, frozen=True):
+    """What a chooser knows of a question. Nothing has been asked yet."""
+
+    question: Question
+    root: Client
+    """The model of a session, or of the plain call."""
+    client: Client
+    """The model that answers leaves."""
+    direct_chars: int
+    """Characters of the longest context that one plain call answers without a mode."""
+    limits: Limits
+    budget: ResourceAmount
+    """Calls, tokens and dollars that the run may use."""
+    reasoning_tokens: int | None
+    """Tokens of hidden reasoning that each reply may have in addition; None if not limited."""
+    of_sessions: Sequence[str]
+    """What the question has that only a session can use: ``tools``, ``citations``."""
+    of_prompts: Sequence[str]
+    """What the question has that only a session or a plain call can use: ``instructions``."""
+
+
+class ModeChoice(msgspec.Struct, frozen=True):
+    """The mode of a question, and why it was chosen."""
+
+    mode: str
+    """``free``, ``plan`` or ``direct``."""
+    reason: str
+    strategy: Strategy | None = None
+    """What answers the question with ``plan``."""
+
+
+class ModeQuestion(msgspec.Struct, frozen=True):
+    """One bounded call that chooses the mode, because the rules do not decide."""
+
+    leaf: LeafRequest
+    choice: Callable[[object, str], ModeChoice]
+    """(answer of the call or None, why it has none) -> the choice. Raises nothing."""
+
+
+def choose_free(_facts: ModeFacts) -> ModeChoice:
+    """A session, in which the model writes code and calls models."""
+    return ModeChoice("free", "it was asked for")
+
+
+def choose_direct(_facts: ModeFacts) -> ModeChoice:
+    """One plain call, however long the context is."""
+    return ModeChoice("direct", "it was asked for")
+
+
+async def first_choice(
+    setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
+) -> ModeChoice | ModeQuestion | None:
+    """Return the choice of the question's mode, or the call that chooses; None without a mode, and
+    in a conversation, which is held in a session. A resumed run takes the recorded choice. Raises
+    ConfigError for a mode that the question cannot have."""
+    if question.mode is None or (is_conversation and question.mode in ("free", "auto")):
+        return None
+    if is_conversation:
+        raise ConfigError(
+            f"a conversation is held in a session, and mode='{question.mode}' has none: omit the "
+            "mode, or ask a question alone"
+        )
+    recorded = question.chosen_mode
+    if recorded is not None and not recorded.is_asked:
+        return recorded_choice(question)
+    facts = _facts(setup, question, models)
+    # Cutting a large context for the cost of a plan takes seconds.
+    chooser = load_object(MODES[question.mode], f"mode '{question.mode}'")
+    choice: ModeChoice | ModeQuestion = await asyncio.to_thread(chooser, facts)
+    return choice
+
+
+def recorded_choice(question: Question) -> ModeChoice | None:
+    """Return the choice of a run that is repeated; None if it has not been recorded."""
+    recorded = question.chosen_mode
+    if recorded is None:
+        return None
+    return ModeChoice(recorded.mode, recorded.reason, recorded_strategy(recorded.strategy))
+
+
+def applied(question: Question, choice: ModeChoice) -> Question:
+    """Return ``question`` as it is answered with ``choice``."""
+    direct = ALWAYS if choice.mode == "direct" else False
+    return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
+
+
+def event_of(choice: ModeChoice, at_s: float, *, is_asked: bool = False) -> ModeChosen:
+    """Return the journal's record of ``choice``."""
+    strategy = {} if choice.strategy is None else record_of(choice.strategy)
+    return ModeChosen(
+        at_s=at_s, mode=choice.mode, reason=choice.reason, strategy=strategy, is_asked=is_asked
+    )
+
+
+def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
+    root, limits = models.rlm(0), setup.limits
+    is_priced = any(client.price is not None for client in models.all)
+    has_tools = question.has_session_tools or bool(setup.tools.functions or setup.tools.values)
+    return ModeFacts(
+        question,
+        root,
+        models.plain,
+        min(setup.scaffold.direct_chars, 2 * root.window),
+        limits,
+        Ledger(limits, priced=is_priced).limit,
+        limits.max_reasoning_tokens,
+        [
+            what
+            for is_given, what in (
+                (question.conduct is not None, "a task that holds its own conversations"),
+                (setup.search is not None, "branches"),
+                (question.cite, "citations"),
+                (bool(question.pictures), "pictures in the context"),
+                (question.needs_session, "a context that only a tool can read"),
+                (has_tools, "tools"),
+                (not setup.scaffold.takes_words, f"the scaffold {setup.scaffold.name}"),
+            )
+            if is_given
+        ],
+        [
+            what
+            for is_given, what in (
+                (question.kind is not None, "an answer with a schema"),
+                (bool(setup.instructions), "instructions"),
+                (bool(setup.examples), "examples"),
+                (bool(question.before), "messages before the question"),
+            )
+            if is_given
+        ],
+    )
