@@ -24,7 +24,7 @@ SPEC.loader.exec_module(CHECK)
 PUBLIC = {
     "ramify": """
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
-        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools MemoryStore Message Model ModelError NoteAdded ModeChosen OpenPage
+        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools MemoryStore Message ModeChosen Model ModelError NoteAdded OpenPage
         Picture PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError ReplayDiverged ReplyReceived
         RequestStarted Result RunEnded RunOptions RunStarted RunStore Sampling Sandbox SandboxCapabilities
         SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
