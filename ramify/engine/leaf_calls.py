@@ -94,7 +94,7 @@ class LeafCalls:
             outcomes[index] = await self._ask(leaf)
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
-        """Ask ``leaf``, as a step of its own before the first one of ``ask_all``, and return its
+        """Ask ``leaf``, as a separate step before those of ``ask_all``, and return its
         outcome. Raises ReplayDiverged."""
         outcome = await self._ask(leaf)
         if isinstance(outcome.failure, ReplayDiverged):

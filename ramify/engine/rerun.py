@@ -56,7 +56,7 @@ def options_of(
     for name in _OF_THE_RECORD:
         if name in changes:
             raise ConfigError(f"a repeated run takes {name} from its record: omit it")
-    unused = dict.fromkeys(("cite", "cache"), False)
+    unused: dict[str, Any] = dict.fromkeys(("cite", "cache"), False)
     unused |= {"metadata": None, "direct": True, "mode": None}
     return msgspec.structs.replace(defaults.updated(options, changes), **unused)
 

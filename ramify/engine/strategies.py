@@ -43,7 +43,7 @@ MODES: Mapping[str, str] = {
 def record_of(strategy: Any) -> dict[str, Any]:
     """Return the journal's record of ``strategy``."""
     if isinstance(strategy, msgspec.Struct):
-        fields = msgspec.to_builtins(strategy)
+        fields: dict[str, Any] = msgspec.to_builtins(strategy)
         name = str(fields.get("name")) if isinstance(fields, dict) else ""
         if name in STRATEGIES and STRATEGIES.of(name) is type(strategy):
             return fields

@@ -47,7 +47,7 @@ def choose_mode(facts: ModeFacts) -> ModeChoice:
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
     if question.context is None:
-        return ModeChoice("direct", "there is no context")
+        return ModeChoice("direct", "the question has no context")
     num_chars = chars_of(question.context)
     most, measured = _one_call(facts)
     if num_chars <= most:

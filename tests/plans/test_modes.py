@@ -30,7 +30,7 @@ def asked(
 @pytest.mark.parametrize(
     ("context", "question", "mode", "reason"),
     [
-        (None, "How many days has May?", "direct", "there is no context"),
+        (None, "How many days has May?", "direct", "the question has no context"),
         (
             lines(20),
             QUESTION,
