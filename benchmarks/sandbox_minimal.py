@@ -90,16 +90,16 @@ class MinimalServer:
     def __init__(self) -> None:
         import subprocess
 
-        from ramify.sandbox.host.forkserver_channel import ENVIRONMENT
+        from ramify.sandbox.host.forkserver_process import ENVIRONMENT, JAIL_MODULES
         from ramify.sandbox.host.server_files import FOLDER, LOADER
-        from ramify.sandbox.providers.jail import EMPTY, MODULES
+        from ramify.sandbox.providers.jail import EMPTY
 
         ours, theirs = socket.socketpair()
         boot = f"{LOADER}\nimport runpy\nload(sys.argv[1], sys.argv[3:-1])\n"
         boot += "runpy.run_path(sys.argv[2])['main'](int(sys.argv[-1]))"
         here = str(Path(__file__).resolve())
         with theirs:
-            command = [sys.executable, "-s", "-S", "-P", "-c", boot, str(FOLDER), here, *MODULES]
+            command = [sys.executable, "-s", "-S", "-P", "-c", boot, FOLDER, here, *JAIL_MODULES]
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 env=ENVIRONMENT,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.__main__ import SMALL_BYTES
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog, parse_size
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.settings import fill, named_models, unknown_variables
@@ -39,8 +40,6 @@ ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model 
   With a local server: --model ollama:llama3.2, vllm:NAME or openai:NAME@http://host:port/v1
   With neither: --model tiny, a packaged policy for ledger questions (scripts/demo trains one)"""
 
-_SMALL_BYTES = 32_000
-"""Largest file (bytes) that one direct call is likely to answer."""
 LOCAL_SANDBOXES = ("inprocess", "ipython", "jail", "process")
 """Sandboxes whose packages are those of this machine."""
 _PATIENCE_S = 1.0
@@ -481,7 +480,7 @@ def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
     if settings.get("direct") is False or settings.get("branches", 1) != 1 or settings.get("mcp"):
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
-        return os.path.getsize(paths[0]) > _SMALL_BYTES
+        return os.path.getsize(paths[0]) > SMALL_BYTES
     return bool(paths)
 
 

@@ -1,9 +1,8 @@
-"""The host's end of a fork server: its start and its control socket.
+"""The host's end of a fork server: its configuration and its control socket.
 
-Decides how a server process is started (an empty environment, one file descriptor), and how
-replies, which may carry descriptors, reach their requests. Not here: which files the server runs
-(see ``server_files.py``), which requests are made (see ``providers/process.py``) and how they are
-executed (see ``server/forkserver.py``).
+Decides how replies, which may carry descriptors, reach their requests. Not here: how the server's
+process is started (see ``forkserver_process.py``), which requests are made (see
+``providers/process.py``) and how they are executed (see ``server/forkserver.py``).
 """
 
 from __future__ import annotations
@@ -13,44 +12,24 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import anonymous_file
 from ramify.sandbox.guest.frames import frame, open_frame
-from ramify.sandbox.host.server_files import FOLDER, LOADER
+from ramify.sandbox.host.forkserver_process import (
+    StartedForkServer,
+    start_process,
+    take_early,
+)
 from ramify.sandbox.host.transport import FrameAssembler
 
-_BOOT = f"""{LOADER}
-load(sys.argv[1], sys.argv[2:-1]).main(int(sys.argv[-1]))
-"""
-ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
-    "LANG": "C.UTF-8",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=2",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""The whole environment of a session. Sets have the same order in every session. Large heaps fork
-fast (huge pages). Threads do not each reserve address space. No library starts threads before the
-fork."""
 START_S = 60.0
 MODULES = ("guest", "server/process_setup", "server/forkserver")
-
-
-class StartedForkServer(NamedTuple):
-    """A fork server that was started, with everything that its ``ForkServerChannel`` needs."""
-
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-    complaints: int
-    folder: str
 
 
 class ForkServerChannel:
@@ -216,34 +195,20 @@ def start_server(
     config: dict[str, Any],
     modules: Sequence[str] = MODULES,
 ) -> StartedForkServer:
-    """Start a fork server in a separate process, which inherits one descriptor of the host. Needs
-    no event loop.
+    """Start a fork server in a separate process and send it ``config``. Needs no event loop.
 
-    ``modules``: the modules that it loads; the ``main`` of the last one runs it.
-    """
-    host_end, server_end = socket.socketpair()
-    complaints = anonymous_file("ramify-errors")
-    with server_end:
-        command = [
-            sys.executable,
-            "-s",
-            "-S",
-            "-P",
-            "-c",
-            _BOOT,
-            str(FOLDER),
-            *modules,
-            str(server_end.fileno()),
-        ]
-        process = subprocess.Popen(
-            command,
-            env=ENVIRONMENT,
-            pass_fds=[server_end.fileno()],
-            cwd="/",
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=complaints,
-        )
-    host_end.sendall(b"".join(frame(msgspec.json.encode(config))))
-    return StartedForkServer(process, host_end, complaints, config["folder"])
+    ``modules``: the modules that it loads; the ``main`` of the last one runs it. A process that was
+    started early with the same modules is used."""
+    data = b"".join(frame(msgspec.json.encode(config)))
+    server = take_early(tuple(modules))
+    if server is not None:
+        server.folder = config["folder"]
+        try:
+            server.control.sendall(data)
+            return server
+        except OSError:  # it was killed
+            server.discard()
+    server = start_process(tuple(modules), anonymous_file("ramify-errors"))
+    server.folder = config["folder"]
+    server.control.sendall(data)
+    return server

@@ -16,11 +16,16 @@ which files a provider needs (``MODULES`` of each), and how a process is started
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1]
+TYPE_CHECKING = False  # not from typing: a fork server is started before anything heavy is imported
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+"""The folder ``sandbox/``."""
 LOADER = """
 import importlib.util, os, sys
 
@@ -38,9 +43,11 @@ def load(folder, names):
 
 def paths(modules: Sequence[str]) -> list[Path]:
     """Return the files of ``modules``; for a package, all its files."""
+    from pathlib import Path
+
     files = []
     for name in modules:
-        path = FOLDER / name
+        path = Path(FOLDER, name)
         files += sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     return files
 

@@ -77,8 +77,8 @@ class ZygoteWalls(NamedTuple):
 def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
     """Build the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be another
     process than the caller; in that case the caller's process calls ``let_go`` and waits for the
-    zygote's end. ``preload`` imports what sessions will need, inside the walls if it can be read
-    there. Raises TierUnavailable, and the errors of ``preload``."""
+    zygote's end. ``preload`` imports what sessions will need, if that cannot be read inside the
+    walls. Raises TierUnavailable, and the errors of ``preload``."""
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
         raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
@@ -88,12 +88,9 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
             if tier != "A":
                 is_kept = is_kept or _continue_kept(let_go)
                 return _no_spaces(config, missing, tier, preload)
-            walls = _spaces(config, missing, let_go)
+            return _spaces(config, missing, let_go)
         except OSError as error:
             missing[tier] = _cause(error)
-        else:
-            preload(False)
-            return walls
     raise TierUnavailable(missing)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -241,6 +242,7 @@ def main(control_fd: int) -> None:
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = forkserver.ForkServerControl(socket.socket(fileno=control_fd))
+    _use_wait(control.sock)
     config, _ = control.receive()
     try:
         _live(control, config)
@@ -251,6 +253,16 @@ def main(control_fd: int) -> None:
         )
     except OSError:
         pass  # the host went away during the start
+
+
+def _use_wait(sock: socket.socket) -> None:
+    """Import what sessions will need, as long as the configuration has not come."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    for name in forkserver.PRELOAD:
+        if poll.poll(0):
+            break
+        importlib.import_module(name)
 
 
 def _live(control: Any, config: dict[str, Any]) -> None:
@@ -279,6 +291,8 @@ def _live(control: Any, config: dict[str, Any]) -> None:
         )
     if config["probes"]:
         return
+    if built.tier == "A":
+        preload(False)
     forkserver.settle(built.proc if built.proc >= 0 else None)
     control.send(
         {"op": "ready", "tier": built.tier, "missing": built.missing, "landlock": built.landlock}

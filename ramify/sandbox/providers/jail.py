@@ -39,11 +39,8 @@ from ramify.sandbox.base import (
     Session,
 )
 from ramify.sandbox.guest.frames import FrameReader, open_frame
-from ramify.sandbox.host.forkserver_channel import (
-    ForkServerChannel,
-    StartedForkServer,
-    start_server,
-)
+from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
+from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
 from ramify.sandbox.host.process_transport import SessionProcess, pid_of
 from ramify.sandbox.host.session import GuestSession
 from ramify.sandbox.host.session_packages import listed, locate, readable
@@ -52,16 +49,6 @@ from ramify.sandbox.providers.jail_watch import JailBudgetWatcher, machine_bytes
 from ramify.sandbox.providers.process import ProcessSandbox, leave_to_parent
 from ramify.sandbox.providers.rollback import RollbackSession
 
-MODULES = (
-    "jail/primitives",
-    "jail/seccomp",
-    "jail/confine",
-    "guest",
-    "server/process_setup",
-    "server/forkserver",
-    "jail/walls",
-    "jail/zygote",
-)
 _WAIT_S = 30.0
 _USER_NAMESPACES = (
     "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
@@ -107,7 +94,7 @@ def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedT
     ``landlock``: newest version of Landlock to use."""
     if (deny, landlock) not in _probed:
         poorer = {"deny": sorted(deny), "landlock": landlock}
-        server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, MODULES)
+        server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, JAIL_MODULES)
         try:
             _probed[deny, landlock] = read_walls(server)
         finally:
@@ -413,7 +400,7 @@ def _start(
             "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],
         }
     )
-    return start_server(config, MODULES)
+    return start_server(config, JAIL_MODULES)
 
 
 _lock = threading.Lock()

@@ -32,11 +32,8 @@ from ramify.sandbox.base import (
     SharedContext,
 )
 from ramify.sandbox.file_reference import ReferencedFile
-from ramify.sandbox.host.forkserver_channel import (
-    ForkServerChannel,
-    StartedForkServer,
-    start_server,
-)
+from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
+from ramify.sandbox.host.forkserver_process import StartedForkServer
 from ramify.sandbox.host.process_transport import (
     ProcessTransport,
     SessionMemoryFiles,
@@ -331,9 +328,7 @@ def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
     """In a forked child: forget servers that the parent launched for its own sandboxes. Both would
     otherwise talk to the same one."""
     for server in launched.values():
-        server.control.close()
-        os.close(server.complaints)
-        server.process.returncode = 0  # not a child of this process
+        server.leave_to_parent()
     launched.clear()
 
 
@@ -344,10 +339,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 def _discard() -> None:
     """End the fork servers that were launched and never used."""
     for server in _launched.values():
-        server.process.kill()
-        server.process.wait()
-        server.control.close()
-        os.close(server.complaints)
+        server.discard()
         shutil.rmtree(server.folder, ignore_errors=True)
     _launched.clear()
 

@@ -29,7 +29,7 @@ from ramify.logging import RoomLogger
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
 from ramify.sandbox.guest.frames import SharedMemoryBuffers, frame, open_frame, to_lines
 from ramify.sandbox.guest.values import Buffer, ProtocolError
-from ramify.sandbox.host.forkserver_channel import ENVIRONMENT
+from ramify.sandbox.host.forkserver_process import ENVIRONMENT
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.server_files import LOADER, texts
 from ramify.sandbox.host.session import GuestSession, SessionHooks

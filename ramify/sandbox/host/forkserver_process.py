@@ -1,0 +1,143 @@
+"""The start of a fork server's process, which can come before everything else.
+
+Decides how the process is started: an empty environment, one file descriptor of the host, and
+nothing that depends on the sandbox's configuration, which is sent afterwards. So a command that
+will probably need a session starts the process first (``start_early``), and it loads its modules
+while this process imports its own. This module therefore imports nothing of this package but
+``server_files.py``. Not here: the configuration and the control socket (see
+``forkserver_channel.py``), and which files the server runs (see ``server_files.py``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+
+from ramify.sandbox.host.server_files import FOLDER, LOADER
+
+_BOOT = f"""{LOADER}
+load(sys.argv[1], sys.argv[2:-1]).main(int(sys.argv[-1]))
+"""
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "LANG": "C.UTF-8",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=2",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""The whole environment of a session. Sets have the same order in every session. Large heaps fork
+fast (huge pages). Threads do not each reserve address space. No library starts threads before the
+fork."""
+JAIL_MODULES = (
+    "jail/primitives",
+    "jail/seccomp",
+    "jail/confine",
+    "guest",
+    "server/process_setup",
+    "server/forkserver",
+    "jail/walls",
+    "jail/zygote",
+)
+"""The modules that the fork server of a jail loads; the last one runs it."""
+
+
+class StartedForkServer:
+    """A fork server that was started, with everything that its ``ForkServerChannel`` needs."""
+
+    __slots__ = ("complaints", "control", "folder", "process")
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, complaints: int
+    ) -> None:
+        self.process = process
+        self.control = control
+        self.complaints = complaints
+        """File with the standard error output of the server, in case it does not start."""
+        self.folder = ""
+        """Folder of its sessions' folders; empty if there is none."""
+
+    def discard(self) -> None:
+        """End a server that was not used."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+        os.close(self.complaints)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: forget a server that the parent started."""
+        self.control.close()
+        os.close(self.complaints)
+        self.process.returncode = 0  # not a child of this process
+
+
+def start_process(modules: tuple[str, ...], complaints: int) -> StartedForkServer:
+    """Start a fork server's process, which waits for its configuration. ``complaints``: file for
+    its standard error output."""
+    host_end, server_end = socket.socketpair()
+    with server_end:
+        command = [
+            sys.executable,
+            "-s",
+            "-S",
+            "-P",
+            "-c",
+            _BOOT,
+            FOLDER,
+            *modules,
+            str(server_end.fileno()),
+        ]
+        process = subprocess.Popen(
+            command,
+            env=ENVIRONMENT,
+            pass_fds=[server_end.fileno()],
+            cwd="/",
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+        )
+    return StartedForkServer(process, host_end, complaints)
+
+
+_early: dict[tuple[str, ...], StartedForkServer] = {}
+
+
+def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
+    """Start the process of the next fork server with these ``modules``, if this system has memory
+    files. One that is never used ends with this process. Errors are ignored here: the next start
+    reports them."""
+    if modules in _early or not hasattr(os, "memfd_create"):
+        return
+    if not _early:
+        atexit.register(_discard)
+    try:
+        complaints = os.memfd_create("ramify-errors", os.MFD_CLOEXEC)
+        try:
+            _early[modules] = start_process(modules, complaints)
+        except OSError:
+            os.close(complaints)
+    except OSError:
+        return
+
+
+def take_early(modules: tuple[str, ...]) -> StartedForkServer | None:
+    """Return the process that was started early with ``modules``, once."""
+    return _early.pop(modules, None)
+
+
+def _discard() -> None:
+    while _early:
+        _early.popitem()[1].discard()
+
+
+def _leave_to_parent() -> None:
+    while _early:
+        _early.popitem()[1].leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
