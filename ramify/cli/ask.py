@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.__main__ import SMALL_BYTES
+from ramify.cli.early_start import SMALL_BYTES
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog, parse_size
 from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.settings import fill, named_models, unknown_variables

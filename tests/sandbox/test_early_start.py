@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ramify.__main__ import SMALL_BYTES, asks_over_much
+from ramify.cli.early_start import SMALL_BYTES, asks_over_much
 from ramify.sandbox.base import JailSpec, launch, open_sandbox
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, start_early, take_early
 from ramify.sandbox.providers.process import ProcessSandbox
