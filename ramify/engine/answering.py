@@ -21,7 +21,6 @@ import msgspec
 from ramify.engine.branch import BranchedCall
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder
-from ramify.engine.host import ask_plain
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
@@ -30,6 +29,7 @@ from ramify.engine.modes import ModeQuestion, applied, event_of, recorded_choice
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import ALWAYS, Question
+from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.engine.typed import TypeMismatch

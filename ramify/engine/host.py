@@ -18,29 +18,33 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Client, Sampling
+from ramify.clients.base import Client
 from ramify.engine import observe
 from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.leaf_calls import LeafCalls
+from ramify.engine.limits import ResourceAmount
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
-from ramify.engine.model_requests import cut_reply, reply_cut
 from ramify.engine.observe import chars_of, plain_prompt
-from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, asked_for
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
+from ramify.engine.question import Question
+from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import (
     ConfigError,
     HostCallError,
     LimitReached,
+    LoopBlocked,
     ModelError,
+    RamifyError,
     ReplayDiverged,
     ReplyCut,
     ReplyFiltered,
     SandboxError,
+    StoreError,
 )
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import ToolAnswered
-from ramify.types.message import Message, Reply
 from ramify.types.picture import NotAPicture, Picture
 from ramify.types.trajectory import Parent, Stop
 
@@ -290,7 +294,59 @@ class CellHost:
                 "TypeError", f"the name of a tool must be a str, not {type(name).__name__}"
             )
         tools = self._run.tools_at(self._call.depth)
+        if hasattr(tool := tools.functions.get(name), "strategy"):
+            return await self._by_strategy(name, tool, args, kwargs)
         return await self._recorded(name, args, kwargs, tools.call)
+
+    async def _by_strategy(
+        self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Answer a call by leaf calls. They are children of a call without turns, which is recorded
+        when the first of them begins."""
+        run = self._run
+        with _arguments_of(name):
+            strategy = _made(tool, args, kwargs)
+        # Its id is taken before anything is awaited: several threads of a cell may ask at once.
+        id = self._call.next_child() if strategy.may_ask else self._call.peek_child()
+        depth = self._call.depth + 1
+        call = LiveCall(id, "rlm", run.models.plain, depth, strategy.title, parent=self._where)
+        context = None if self._call.context is None else self._call.context.value
+        question = Question(strategy.question or self._call.question, context)
+        calls = LeafCalls(run, call, question, self._rest_for(call))
+        outcome = CallOutcome(Stop.CANCELLED, error="cut off")
+        try:
+            outcome = await _answered(strategy, calls)
+        finally:
+            if calls.has_begun:
+                run.end(call, outcome)
+        if isinstance(outcome.failure, ReplayDiverged):
+            raise outcome.failure
+        if isinstance(outcome.failure, HostCallError):
+            raise outcome.failure
+        if outcome.stop is not Stop.FINAL:
+            why = f"{strategy.title}: {outcome.error or outcome.stop}"
+            kind = "limit" if outcome.stop.is_truncated() else failure_kind(outcome)
+            failures = {"failures": {0: why}, "kinds": {0: kind}}
+            raise HostCallError("SubcallError", why, {"results": [outcome.answer], **failures})
+        return {
+            "answer": outcome.answer,
+            "note": outcome.error or "",
+            "has_asked": calls.has_begun,
+            "is_parts": strategy.gives_parts,
+        }
+
+    def _rest_for(self, call: LiveCall) -> ResourceAmount:
+        """Return what a strategy may use. A cell that is repeated asks what it asked before."""
+        recording, ledger = self._run.recording, self._run.requests.ledger
+        if recording is not None and recording.has_call(call.id, self._where):
+            return ledger.limit
+        is_repeated = recording is not None and recording.cell(
+            *msgspec.structs.astuple(self._where)
+        )
+        if self._closed_by is not None or is_repeated:
+            return ResourceAmount()
+        left = ledger.limit.minus(ledger.spent).minus(ledger.outstanding).minus(ledger.held)
+        return left._replace(calls=ledger.calls_left())
 
     async def _budget(self) -> dict[str, int | float]:
         """Return the rest of the budget. It is recorded like a tool's result, because a repeated
@@ -454,6 +510,37 @@ class CellHost:
         return results
 
 
+def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the strategy that answers a call of ``tool`` with these arguments."""
+    try:
+        return tool.strategy(*args, **kwargs)
+    except ConfigError as error:
+        raise HostCallError("ValueError", str(error)) from error
+
+
+async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
+    """Return the outcome of a strategy in a session. A mistake of the session's code is a failure
+    with the error that its cell gets."""
+    try:
+        outcome: CallOutcome = await strategy(calls)
+        return outcome
+    except ReplayDiverged as error:
+        return CallOutcome(Stop.ERROR, error=str(error), failure=error)
+    except ConfigError as error:
+        text = str(error)
+        text = text if text.startswith(strategy.title) else f"{strategy.title}: {text}"
+        mistake = HostCallError("ValueError", text)
+        return CallOutcome(Stop.ERROR, error=str(mistake), failure=mistake)
+    except RamifyError as error:
+        if isinstance(error, StoreError | LoopBlocked):
+            raise
+        return CallOutcome(Stop.ERROR, error=str(error), failure=error)
+    except Exception as error:  # noqa: BLE001 -- values of a session can fail in arbitrary ways
+        text = f"{strategy.title}: the value cannot be used ({type(error).__name__}: {error})"
+        mistake = HostCallError("TypeError", text[:1000])
+        return CallOutcome(Stop.ERROR, error=str(mistake), failure=mistake)
+
+
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
     """Data of a SubcallError of ``num`` calls of which none was made."""
     numbers = range(num)
@@ -532,32 +619,3 @@ def _schema_check(schema: Any) -> AnswerType:
             "ValueError", f"schema: it cannot be used ({type(error).__name__}: {error})"
         ) from error
     return kind
-
-
-async def ask_plain(
-    run: LiveRun,
-    call: LiveCall,
-    prompt: str,
-    kind: AnswerType | None,
-    before: Sequence[Message] = (),
-    pictures: tuple[Picture, ...] = (),
-    sampling: Sampling | None = None,
-    max_repairs: int = MAX_REPAIRS,
-) -> CallOutcome:
-    """Ask the model of ``call`` a plain question (see ``plain_call.py``). ``before`` are the
-    messages before the prompt, which shows ``pictures``. ``sampling`` may shorten the reply. Never
-    raises for a failed model."""
-    run.pass_limit(call)
-    first = [*before, Message("user", asked_for(prompt, kind), pictures=pictures)]
-    schema = kind.enforced if kind else None
-
-    async def ask(new: list[Message], reused: int | None) -> Reply:
-        return await run.requests.ask(call, new, reused=reused, schema=schema, asked=sampling)
-
-    def cut(text: str) -> ReplyCut:
-        if sampling is not None and sampling.max_tokens < run.requests.reply_tokens(call):
-            name, most = call.client.name, sampling.max_tokens
-            return reply_cut(name, most, "reply_tokens of the leaf", text)
-        return cut_reply(run.requests, call, text)
-
-    return await answer_plainly(ask, call.client.name, first, kind, cut, max_repairs)

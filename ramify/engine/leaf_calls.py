@@ -18,12 +18,12 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.host import ask_plain
 from ramify.engine.limits import Limits, ResourceAmount
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import Question
+from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.typed import AnswerType
 from ramify.errors import ReplayDiverged
 from ramify.types.trajectory import Parent, Stop
@@ -49,10 +49,17 @@ class LeafRequest(msgspec.Struct, frozen=True):
 class LeafCalls:
     """The leaf calls of one run."""
 
-    def __init__(self, run: LiveRun, root: LiveCall, question: Question) -> None:
+    def __init__(
+        self, run: LiveRun, root: LiveCall, question: Question, rest: ResourceAmount | None = None
+    ) -> None:
+        """The leaves are children of ``root``. ``rest`` is what a strategy in a session may use;
+        its ``root`` begins with the first leaf."""
         self.question = question
+        self.has_begun = rest is None
+        """Whether ``root`` is recorded."""
         self._run = run
         self._root = root
+        self._rest = rest
         self._step = -1
 
     @property
@@ -65,9 +72,14 @@ class LeafCalls:
         return self._run.setup.limits
 
     @property
+    def is_of_session(self) -> bool:
+        """True if code in a session asked for the strategy."""
+        return self._rest is not None
+
+    @property
     def budget(self) -> ResourceAmount:
-        """Calls, tokens and dollars that the run may use."""
-        return self._run.requests.ledger.limit
+        """Calls, tokens and dollars that the strategy may use."""
+        return self._run.requests.ledger.limit if self._rest is None else self._rest
 
     @property
     def reasoning_tokens(self) -> int:
@@ -78,6 +90,10 @@ class LeafCalls:
         """Ask all ``num`` leaves at the same time, and return their outcomes in order. A leaf that
         failed, or that a limit did not allow, is an outcome too. Raises ReplayDiverged."""
         self._step += 1
+        if num and not self.has_begun:
+            self.has_begun = True
+            self._run.begin(self._root)
+            self._run.pass_limit(self._root)
         outcomes: list[CallOutcome] = [CallOutcome(Stop.CANCELLED)] * num
         waiting = iter(enumerate(leaves))
         most = min(num, _BEGUN_PER_SLOT * self.limits.max_concurrency)
@@ -104,7 +120,8 @@ class LeafCalls:
     async def _ask(self, leaf: LeafRequest) -> CallOutcome:
         run, root = self._run, self._root
         where = Parent(root.id, self._step, 0)
-        call = LiveCall(root.next_child(), "leaf", self.client, 1, leaf.label, parent=where)
+        id, depth = root.next_child(), root.depth + 1
+        call = LiveCall(id, "leaf", self.client, depth, leaf.label, parent=where)
         sampling = Sampling(max_tokens=leaf.max_tokens + self.reasoning_tokens)
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")

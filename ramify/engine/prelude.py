@@ -69,16 +69,21 @@ class SubcallError(RuntimeError):
         self.kind: str = next(iter(self.kinds.values()), "error")
 
 
-_received: list[Any] = []
+received: list[Any] = []
 """Replies to the calls of the current cell; None where a call failed."""
 _context: Any = globals().get("namespace", {}).get("context", _MISSING)
 
 
 def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    replies = list(ask_host(name, *args, **kwargs))
+    received.extend(replies)
+    return replies
+
+
+def ask_host(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the host's answer to a call. Raises SubcallError if sub-calls failed."""
     try:
-        replies = list(call_host(name, *args, **kwargs))
-        _received.extend(replies)
-        return replies
+        return call_host(name, *args, **kwargs)
     except HostError as error:
         if error.kind != "SubcallError":
             kind = getattr(builtins, error.kind, None)
@@ -89,7 +94,7 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
             ) from None
         names = ("results", "failures", "partial", "kinds")
         given = [error.data.get(name) for name in names]
-        _received.extend(given[0] or [None])
+        received.extend(given[0] or [None])
         raise SubcallError(str(error), *given) from None
 
 
@@ -107,7 +112,9 @@ def llm_query_batched(
     if isinstance(prompts, str):
         raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
     given = {} if images is None else {"images": [_pictures(each) for each in images]}
-    return _ask("llm_query_batched", _texts(prompts), model=model, schema=_schema(schema), **given)
+    return _ask(
+        "llm_query_batched", _texts(prompts), model=model, schema=schema_of(schema), **given
+    )
 
 
 def _pictures(images: Any) -> list[Any]:
@@ -335,14 +342,14 @@ def after_cell() -> dict[str, Any]:
 
 def _keep_replies(note: dict[str, Any]) -> None:
     """Bind what the cell's calls received to a name that no code has bound."""
-    if not _received:
+    if not received:
         return
     name = _CONTROL["replies"]
     while name in namespace and namespace[name] is not _CONTROL["kept"]:
         name += "_"
-    replies = _CONTROL["kept"] = namespace[name] = list(_received)
+    replies = _CONTROL["kept"] = namespace[name] = list(received)
     _CONTROL["replies"] = name
-    _received.clear()
+    received.clear()
     note["replies"] = {
         "name": name,
         "num": len(replies),
@@ -378,7 +385,7 @@ _SIMPLE = {
 }
 
 
-def _schema(kind: Any) -> Any:
+def schema_of(kind: Any) -> Any:
     """Return the JSON schema of a type; a schema (a dict) and None are returned unchanged."""
     if kind is None or isinstance(kind, dict):
         return kind
@@ -388,11 +395,11 @@ def _schema(kind: Any) -> Any:
     if origin is typing.Literal:
         return {"enum": list(args)}
     if origin in (list, set, tuple, Sequence):
-        return {"type": "array", "items": _schema(args[0])} if args else {"type": "array"}
+        return {"type": "array", "items": schema_of(args[0])} if args else {"type": "array"}
     if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _schema(args[1])}
+        return {"type": "object", "additionalProperties": schema_of(args[1])}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_schema(arg) for arg in args]}
+        return {"anyOf": [schema_of(arg) for arg in args]}
     if isinstance(kind, type) and hasattr(kind, "model_json_schema"):
         return kind.model_json_schema()
     if isinstance(kind, type) and (
@@ -409,7 +416,7 @@ def _object_schema(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(
         kind, vars(sys.modules.get(kind.__module__, types.ModuleType("none"))) | namespace
     )
-    fields = {name: _schema(hint) for name, hint in hints.items()}
+    fields = {name: schema_of(hint) for name, hint in hints.items()}
     optional = (
         {f.name for f in dataclasses.fields(kind) if not _required(f)}
         if dataclasses.is_dataclass(kind)

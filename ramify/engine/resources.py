@@ -26,7 +26,7 @@ from ramify.engine.limits import Ledger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.strategies import record_of
+from ramify.engine.strategies import record_of, session_plans
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, NamedFields, WeakSandboxWarning
 from ramify.logging import RoomLogger
@@ -348,6 +348,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
         given = own.plus({n: t for n, t in tools.items() if not own.replaces(n, t)})
         if not self.scaffold_at(depth).lists_tools:
             given = given.without_optional()
+        if self.scaffold_at(depth).plans:
+            given = given.plus(session_plans())
         names = self.at(depth).tools
         return given if names is None else given.only(names)
 

@@ -131,6 +131,9 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
     continue and invent the output."""
     raw_code: bool = False
     """Run each reply as one cell of code, without fences or text around it."""
+    plans: bool = False
+    """Let sessions import ``ramify_plans``: the combinators of plans, which ask many bounded questions
+    at once. The system message says so if it lists the tools."""
     terse_chars: int = 0
     """Maximum length of an observation that contains only the cell's output. 0 gives full
     observations with notes, remaining limits and the turn count."""
@@ -307,6 +310,8 @@ DEFAULT = Scaffold()
 states the facts of the run."""
 MINIMAL = Scaffold(name="minimal", system=_MINIMAL_SYSTEM)
 """For small models: text with code in Markdown blocks, which runs, and the shortest instructions."""
+PLANS = Scaffold(name="plans", plans=True)
+"""The default one, with the combinators of plans in the session: ``from ramify_plans import classify``."""
 _HERE = "ramify.engine.scaffold"
 SCAFFOLDS = Registry(
     "scaffold",
@@ -314,6 +319,7 @@ SCAFFOLDS = Registry(
     {
         "default": f"{_HERE}:DEFAULT",
         "minimal": f"{_HERE}:MINIMAL",
+        "plans": f"{_HERE}:PLANS",
         "tiny": f"{_HERE}:TINY",
         "bare": f"{_HERE}:BARE",
         "retool": f"{_HERE}:RETOOL",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import Registry
+from ramify.plugins import Registry, load_object
 
 Strategy = Callable[[Any], Awaitable[Any]]
 """Gets the ``LeafCalls`` of a run and returns its ``CallOutcome``."""
@@ -38,6 +38,12 @@ MODES: Mapping[str, str] = {
 }
 """Mode -> the place of a function that gets ``ModeFacts`` and returns a ``ModeChoice`` or a
 ``ModeQuestion``. It is imported when a question has the mode, so the engine imports no plans."""
+
+
+def session_plans() -> dict[str, Any]:
+    """Return the tool by which a session can run plans, by the name of its module."""
+    tool = load_object("ramify.plans.session_plans:SessionPlans", "the plans of a session")()
+    return {tool.__name__: tool}
 
 
 def record_of(strategy: Any) -> dict[str, Any]:

@@ -11,7 +11,10 @@ Tools that come with a context may have further attributes (``sources/text_searc
     prepare()        is called when a session is opened
     is_optional      only scaffolds that list the tools have it, and a repeated run makes it again
     is_replaceable   a cell may bind its name to another value
-    session_source   source of a module that defines it in the session; the host is not called
+    session_source   source of a module that defines it in the session
+    prompt_entry     what the prompt says of it, in place of its signature and docstring
+    strategy(…)      returns what answers a call by leaf calls, which are recorded in place of a
+                     result; see ``engine/host.py``
 """
 
 from __future__ import annotations
@@ -165,7 +168,8 @@ class ToolSet:
     def describe(self) -> str:
         """Lines for the system prompt; empty if there are no tools."""
         lines = [
-            f"- `{name}{_signature(tool)}`: {self._summary(name)}"
+            getattr(tool, "prompt_entry", "")
+            or f"- `{name}{_signature(tool)}`: {self._summary(name)}"
             for name, tool in self.functions.items()
         ]
         lines += [

@@ -26,6 +26,7 @@ from ramify.plans.text_parts import (
     Part,
     SplitRule,
     compiled,
+    items_of,
     num_bytes,
     shortened,
     split_texts,
@@ -83,6 +84,10 @@ class SplitText(AskingStep, frozen=True, tag="split"):
             raise ConfigError("split: a separator begins records: give by='records'")
         if self.separator:
             compiled(self.separator)
+        if self.by == "items" and (self.overlap or self.cut):
+            raise ConfigError(
+                "split: items are neither cut nor repeated: omit overlap and cut, or split by lines"
+            )
 
     def typed(self, given: ValueType) -> ValueType:
         if given.kind not in ("text", "any"):
@@ -92,7 +97,8 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     def parts(self, context: Any) -> list[Part]:
         """Return the parts of ``context``. Raises ConfigError for a record beyond the bound."""
         rule = msgspec.convert(self, SplitRule, from_attributes=True)
-        return split_texts(texts_of(context), rule)
+        texts = items_of(context) if self.by == "items" else texts_of(context)
+        return split_texts(texts, rule)
 
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
         if not shape.is_known:
@@ -158,6 +164,7 @@ class MapLeaf(AskingStep, frozen=True, tag="map"):
         return list_of(self.leaf.read_by(given.items(self.title), self.title))
 
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+        _check_items(self.title, self.leaf, shape)
         sheet.add_map(self.title, self.leaf, shape)
         return _answers(self.leaf, shape)
 
@@ -197,6 +204,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
         predicate = self.predicate
         if isinstance(predicate, Leaf):
+            _check_items(self.title, predicate, shape)
             sheet.add_map(self.title, predicate, shape, is_preview=True)
             return shape.limited(shape.num)
         if shape.is_known:
@@ -364,6 +372,17 @@ class ReductionTree(NamedTuple):
             found.append(asked)
             num, is_first = full + (rest > 0), False
         return [each for each in found if each]
+
+
+def _check_items(step: str, leaf: Leaf, shape: Shape) -> None:
+    """Raise ConfigError if a known item is larger than its leaf may read. Parts are compared by
+    their type."""
+    if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
+        return
+    raise ConfigError(
+        f"{step}: an item has {shape.item_bytes:,} bytes, and leaf '{leaf.label}' reads at most "
+        f"{leaf.read_bytes:,} ({leaf.tokens:,} tokens): split it, or raise the leaf's tokens"
+    )
 
 
 def _has_parts(value: Any) -> bool:

@@ -60,6 +60,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
                 raise ConfigError(f"leaf '{self.label}': {name}={value!r:.40}: give 1 or more")
         if self.schema is not None:
             schema = answer_type(self.schema).schema
+            _base(schema)  # reports a schema that is not valid
             msgspec.structs.force_setattr(self, "schema", schema)
             if schema.get("enum") == []:
                 raise ConfigError(f"leaf '{self.label}' has no labels: give at least one")
@@ -148,15 +149,20 @@ BETWEEN_BYTES = num_bytes(_BETWEEN)
 
 @functools.lru_cache(256)
 def _checked(schema: bytes) -> AnswerType:
-    return answer_type(msgspec.json.decode(schema))
+    # A plan may come from a file, a journal or a session, so its schemas are bounded in size and
+    # in the time of their checks.
+    return answer_type(msgspec.json.decode(schema), trusted=False)
 
 
-def _base(leaf: Leaf) -> AnswerType:
-    return _checked(msgspec.json.encode(leaf.schema))
+def _base(schema: Any) -> AnswerType:
+    try:
+        return _checked(msgspec.json.encode(schema))
+    except (TypeError, UnicodeEncodeError, RecursionError) as error:
+        raise ConfigError(f"the schema of a leaf is not JSON ({error}): make it plain") from None
 
 
 def _kind(leaf: Leaf) -> AnswerType:
-    base, most = _base(leaf), leaf.max_bytes
+    base, most = _base(leaf.schema), leaf.max_bytes
 
     def convert(value: Any) -> Any:
         found = base.convert(value)
@@ -168,7 +174,7 @@ def _kind(leaf: Leaf) -> AnswerType:
 
 def _each_kind(leaf: Leaf, num: int) -> AnswerType:
     """Return the type of a list with one value for each of ``num`` records."""
-    base, most = _base(leaf), leaf.max_bytes
+    base, most = _base(leaf.schema), leaf.max_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
     def convert(value: Any) -> Any:

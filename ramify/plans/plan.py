@@ -118,12 +118,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return self.measured(context, question, model_of(model, limits))[0]
 
+    def check_begin(self) -> None:
+        """Raise ConfigError if the plan does not begin by cutting the context."""
+        if not isinstance(self.steps[0], SplitText):
+            raise ConfigError("a plan must cut the context first: begin with split(…)")
+
     def measured(
         self, context: Any, question: str, model: PlanModel
     ) -> tuple[PlanCost, list[Shape]]:
         """Return the cost, and what is known of each value."""
-        if not isinstance(self.steps[0], SplitText):
-            raise ConfigError("a plan must cut the context first: begin with split(…)")
+        self.check_begin()
         sheet = CostSheet(question)
         first = Shape(context, True)
         shapes = self.shapes(first, sheet)

@@ -109,17 +109,22 @@ class PlanCost(msgspec.Struct, frozen=True):
         """Time to the answer if each call takes ``call_s`` seconds, without retries."""
         return self.rounds(concurrency) * call_s
 
-    def check(self, budget: ResourceAmount) -> None:
-        """Raise ConfigError, with both numbers, if the plan may need more than ``budget``."""
+    def check(self, budget: ResourceAmount, *, is_rest: bool = False) -> None:
+        """Raise ConfigError, with both numbers, if the plan may need more than ``budget``: the
+        limits of a run, or with ``is_rest``, what is left of them."""
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
             (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),
             (self.dollars or 0.0, budget.cost, "${:,.2f}", "max_cost"),
         ):
             if needed > most * (1 + 1e-9):
+                allowed = unit.format(max(0, most))
                 raise ConfigError(
-                    f"the plan may take {unit.format(needed)}, and the limit is "
-                    f"{unit.format(most)}: raise {option}, or choose larger parts or another plan"
+                    f"the plan may take {unit.format(needed)}, and {allowed} of the run's {option} "
+                    "are left: give less of the text, or larger parts"
+                    if is_rest
+                    else f"the plan may take {unit.format(needed)}, and the limit is {allowed}: "
+                    f"raise {option}, or choose larger parts or another plan"
                 )
 
 

@@ -18,8 +18,10 @@ import msgspec
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.plans.plan import Plan
-from ramify.plans.plan_cost import PlanModel
+from ramify.plans.plan_cost import PlanModel, cost_of
 from ramify.plans.plan_flow import PlanFlow, PlanStopped
+from ramify.plans.shapes import CostSheet, Shape
+from ramify.plans.value_types import ValueType
 from ramify.types.trajectory import Stop, cut
 
 _SHOWN_FAILURES = 3
@@ -45,19 +47,26 @@ class PlanStrategy(
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
         """Answer the question of a run. Raises ConfigError, before any call, if the plan cannot
         read the context or may use more than the run may."""
-        client, question = calls.client, calls.question
-        model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
-        # Cutting a large context, or ranking its parts, takes seconds.
-        cost, shapes = await asyncio.to_thread(
-            self.plan.measured, question.context, question.text, model
-        )
-        cost.check(calls.budget)
-        flow = PlanFlow(calls)
-        try:
-            value = await self.plan.run(question.context, shapes, flow)
-        except PlanStopped:
-            value = None
-        return _outcome(value, flow)
+        self.plan.check_begin()
+        return await answer_by(self.plan, Shape(calls.question.context, True), None, calls)
+
+
+async def answer_by(
+    plan: Plan, first: Shape, given: ValueType | None, calls: LeafCalls
+) -> CallOutcome:
+    """Return what ``plan`` answers about a value of type ``given``. ``first`` is its shape. Raises
+    ConfigError, before any call, if the plan cannot read it or may use more than there is."""
+    client, sheet = calls.client, CostSheet(calls.question.text)
+    model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
+    # Cutting a large context, or ranking its parts, takes seconds.
+    shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
+    cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_of_session)
+    flow = PlanFlow(calls)
+    try:
+        value = await plan.run(first.value, shapes, flow)
+    except PlanStopped:
+        value = None
+    return _outcome(value, flow)
 
 
 def _outcome(value: Any, flow: PlanFlow) -> CallOutcome:

@@ -1,4 +1,5 @@
-"""How a context is cut into parts: at lines, records, sentences or words, with a hard bound.
+"""How a context is cut into parts: at lines, records, sentences, words or items of a list, with a
+hard bound.
 
     texts ──> units (lines, …) ──> as many as fit the bound ──> Part, Part, …
 
@@ -25,7 +26,8 @@ from ramify.types.picture import has_pictures
 
 BYTES_PER_TOKEN = 3
 """Bytes of UTF-8 that count as a token."""
-By = Literal["lines", "records", "sentences", "tokens"]
+By = Literal["lines", "records", "sentences", "tokens", "items"]
+"""``items``: each text of a list or dict, or each row of a table, is one record."""
 _UNITS = {
     "lines": r"\n",
     "records": r"\n(?:[ \t\r]*\n)+",
@@ -89,6 +91,16 @@ def num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
+def items_of(context: Any) -> list[tuple[str, str]]:
+    """Return (name, text) of each item of a context: its texts, or its rows as JSON. Raises
+    ConfigError."""
+    texts = texts_of(context)
+    if len(texts) != 1 or texts[0][0]:
+        return texts
+    rows = [] if isinstance(context, str | MappedText | Part) else texts[0][1].splitlines()
+    return [("", row) for row in rows] or texts
+
+
 def texts_of(context: Any) -> list[tuple[str, str]]:
     """Return (name, text) of each text of a context. The name of a single text is empty. Values
     that are not texts are written as lines of JSON. Raises ConfigError."""
@@ -121,10 +133,35 @@ def texts_of(context: Any) -> list[tuple[str, str]]:
 
 def split_texts(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
     """Cut ``texts`` into parts. Raises ConfigError for a unit that is larger than the bound."""
+    if rule.by == "items":
+        return _split_items(texts, rule)
     parts = _OpenPart(rule)
     is_named = len(texts) > 1 or bool(texts and texts[0][0])
     for name, text in texts:
         _add_text(parts, name if is_named else "", text, rule)
+    parts.close()
+    return parts.closed
+
+
+def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
+    """Return parts of whole texts. Each text is one record, also a blank one."""
+    parts = _OpenPart(rule)
+    for number, (name, text) in enumerate(texts, 1):
+        line = text if text.endswith("\n") else f"{text}\n"
+        size = num_bytes(line)
+        is_full = 0 < rule.max_records <= parts.num_records
+        if not parts.is_empty and (is_full or size > parts.room):
+            parts.close()
+        if size > parts.room:
+            raise ConfigError(
+                f"item {number} ({' '.join(text[:40].split())!r}…) has {size:,} bytes, and a part "
+                f"has at most {parts.room:,} ({rule.tokens:,} tokens): raise tokens "
+                "(--part-tokens), or split by lines"
+            )
+        inner = text.strip()
+        start = text.index(inner)
+        span = TextSpan(name, 0, len(text))
+        parts.add("", line, 0, span, f"item {number}", [(start, start + len(inner))])
     parts.close()
     return parts.closed
 

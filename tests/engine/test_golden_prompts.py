@@ -160,6 +160,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
             {"search": TextSearch(LINES), "chunks": TextChunks()},
         ),
     },
+    "plans": {
+        "script": [
+            code("import ramify_plans as r\nr.count(['a', 'a']), r.split('a b')"),
+            code("r.count(5)"),
+            code("r.map(str, [1])"),
+            code("r.classify(context, [])"),
+            code("r.Leaf('Who?', schema=bool)"),
+        ],
+        "scaffold": Scaffold(direct_chars=0, plans=True),
+    },
     "list": {"script": [code("FINAL(len(context))")], "context": ["first" * 9_000, "second"]},
     "compaction": {
         "script": lambda messages: (

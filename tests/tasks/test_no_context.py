@@ -26,6 +26,7 @@ ONE_TURN = Limits(max_turns=1, max_depth=0)
 REPLIES = {
     "default": "```repl\nFINAL(repr(globals().get('context')))\n```",
     "minimal": "```repl\nFINAL(repr(globals().get('context')))\n```",
+    "plans": "```repl\nFINAL(repr(globals().get('context')))\n```",
     "tiny": "FINAL(repr(globals().get('context')))",
     "bare": "FINAL(repr(globals().get('context')))",
     "retool": "<code>print(globals().get('context'))</code>",

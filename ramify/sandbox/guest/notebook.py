@@ -175,7 +175,6 @@ class GuestNotebook:
         "_flags",
         "_interrupts",
         "_memory",
-        "_modules",
         "_owns_process",
         "_reserved",
         "builtins",
@@ -183,6 +182,7 @@ class GuestNotebook:
         "hidden",
         "loop",
         "module",
+        "modules",
         "namespace",
     )
 
@@ -208,7 +208,8 @@ class GuestNotebook:
         """Files that tracebacks do not show, in addition to the guest's own."""
         self._flags = 0
         self._reserved: dict[str, Any] = {}
-        self._modules: dict[str, types.ModuleType] = {}
+        self.modules: dict[str, types.ModuleType] = {}
+        """Installed modules, by name."""
 
     # -- names
 
@@ -259,20 +260,20 @@ class GuestNotebook:
             sys.modules[module] = installed
         exec(compiled(source, name, code), installed.__dict__)
         self.hidden.add(name)
-        self._modules[module] = installed
+        self.modules[module] = installed
         for public in installed.__dict__.get("__all__", ()):
             self.bind(public, getattr(installed, public), True)
 
     @property
     def has_hooks(self) -> bool:
         """Return True if code of installed modules may run after a cell."""
-        return bool(self._modules)
+        return bool(self.modules)
 
     def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
         """Call the modules' ``after_cell`` hooks and return their results, encoded. The hooks see
         the names as the cell left them."""
         notes: dict[str, Any] = {}
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             hook = module.__dict__.get("after_cell")
             if hook is None:
                 continue

@@ -3,9 +3,10 @@ it.
 
 Decides which values are supported, by exact type: None, bool, int, float, complex, str, bytes,
 list, tuple, dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and
-OrderedDict, defaultdict and Counter as dict; to a session, also MappedText, as a reference to its
-file, and the tables and arrays of ``tables.py``, whose buffers are blobs that are not copied. Also
-decides how long integers may be, and how many keys may share their hash. Not here: the bytes around
+OrderedDict, defaultdict and Counter as dict; a subclass of str as its text; to a session, also
+MappedText, as a reference to its file, and the tables and arrays of ``tables.py``, whose buffers
+are blobs that are not copied. Also decides how long integers may be, and how many keys may share
+their hash. Not here: the bytes around
 them, and limits that are counted before a value is decoded (see ``frames.py``). Data from the other
 end may be hostile: it decodes to a value of these types or raises ProtocolError.
 """
@@ -311,6 +312,8 @@ class ValueEncoder:
             return self._mapped(value.file)
         if kind in (Table, NumberArray):
             return self._buffers(value)
+        if issubclass(kind, str):
+            return self.encode(str.__str__(value), depth)
         raise CodecError(f"a value of type {type_name(kind)}")
 
     def _buffers(self, value: Any) -> Any:

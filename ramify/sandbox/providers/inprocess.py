@@ -216,7 +216,7 @@ class _RoutedPrints:
 
 def _builtins_for(guest: Guest) -> types.ModuleType:
     """Return the builtins of one session: its ``print`` reaches it from every thread that runs its
-    code."""
+    code, and its ``import`` finds the modules that were installed in it."""
     own = types.ModuleType("builtins")
     own.__dict__.update(vars(builtins))
 
@@ -226,7 +226,11 @@ def _builtins_for(guest: Guest) -> types.ModuleType:
         is_host = file is None and not isinstance(sys.stdout, _Router)
         print(*values, file=file if file is not None or is_host else guest.output.stdout, **options)
 
-    own.__dict__.update(print=session_print, exit=_exit, quit=_exit)
+    @functools.wraps(__import__)
+    def session_import(name: str, *options: Any, **named: Any) -> Any:
+        return guest.notebook.modules.get(name) or __import__(name, *options, **named)
+
+    own.__dict__.update(print=session_print, exit=_exit, quit=_exit, __import__=session_import)
     return own
 
 

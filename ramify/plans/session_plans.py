@@ -1,0 +1,298 @@
+"""Plans in a session: the host's side of the module ``ramify_plans``.
+
+    session: classify(context, labels) ──> SessionPlans.strategy ──> SessionPlan(calls) ──> labels
+                                                                     └ leaves: calls 0.3.0, 0.3.1, …
+
+A function of the module becomes a plan of one or several steps, which runs over the value that the
+session gave by the same code as a plan of the user. So it cuts, asks and counts in the same way,
+and is refused for the same reasons. What a session sends is untrusted: it is decoded and checked
+here. Not here: the functions that a model calls (``session_module.py``), and how a call of the
+session is recorded and paid for (``engine/host.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.leaf_calls import LeafCalls
+from ramify.errors import ConfigError, nearest
+from ramify.plans import composition as c
+from ramify.plans.leaf import Leaf
+from ramify.plans.plan import Plan
+from ramify.plans.plan_strategy import answer_by
+from ramify.plans.predicates import Comparison, Pattern, Relevance
+from ramify.plans.ready_plans import READY_PLANS, ready_plan
+from ramify.plans.shapes import Shape, known
+from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes
+from ramify.plans.value_types import (
+    ANY,
+    BOOLEAN,
+    COUNTS,
+    NUMBER,
+    TEXT,
+    ValueType,
+    list_of,
+    pair_of,
+)
+
+_STEPS: dict[str, Callable[..., Plan]] = {
+    "split": c.split,
+    "peek": c.peek,
+    "map": c.map,
+    "filter": c.filter,
+    "reduce": c.reduce,
+    "ask": c.ask,
+    "concat": c.concat,
+    "cross": c.cross,
+    "best": c.best,
+    "top": c.top,
+    "field": c.field,
+    "count": c.count,
+    "total": c.total,
+    "distinct": c.distinct,
+    "periods": c.periods,
+    "combine": c.combine,
+    "join": c.join,
+}
+_READY = {name.replace("-", "_"): name for name in READY_PLANS}
+"""Name in the session -> name of the ready plan."""
+_EACH_RECORD = ("classify", "aggregate", "pairwise")
+"""Ready plans that read a list as its items, since they give a value for each record."""
+_LEAST_TOKENS = 4000
+_Predicate = Leaf | Pattern | Relevance | Comparison
+_DESCRIPTION = """\
+- `ramify_plans`, a module (`from ramify_plans import classify`): it asks many small questions \
+at once and checks the replies, in place of a loop over `llm_query`.
+  - `classify(context, ["error", "fine"])`: a label for each line (of a list: for each item)
+  - `aggregate(context, labels)`, `search(context)`, `summarise(context)`, `pairwise(context)`, \
+`multi_hop(context)`: an answer to your question, or to `question="…"`
+  - `split(context, "lines", tokens=4000)`: parts, for \
+`map(parts, Leaf("Who is named?", schema=list[str]))`, `filter(parts, Pattern("error"))` (or \
+`Relevance(top=20)`, or a `Leaf` with `schema=bool`), `reduce(answers, Leaf("Merge these."))`
+  - `count`, `total`, `top`, `best`, `distinct`, `join`, `combine`, `periods`, `cross`: computed \
+without a model; `help(ramify_plans.map)` says more"""
+
+
+class SessionPlans:
+    """The tool that ``ramify_plans`` calls. Implements what ``engine/tool_set.py`` says of tools
+    that ask leaves."""
+
+    __name__ = "ramify_plans"
+    __doc__ = "Plans in a session."
+    prompt_entry = _DESCRIPTION
+
+    def __call__(self) -> None:
+        raise RuntimeError("ramify_plans is a module of the session: from ramify_plans import …")
+
+    @property
+    def session_source(self) -> str:
+        """Source of the module that is installed in the session."""
+        return _module_source()
+
+    def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlan:
+        """Return what answers one call of a function of the module. Raises ConfigError."""
+        if name not in _STEPS and name not in _READY:
+            raise ConfigError(f"unknown function: {nearest(str(name), [*_STEPS, *_READY])}")
+        if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+            raise ConfigError("the options must be a dict")
+        if question is not None and not isinstance(question, str):
+            raise ConfigError("the question must be a text")
+        return SessionPlan(name, value, options, question)
+
+
+@functools.cache
+def _module_source() -> str:
+    return resources.files("ramify.plans").joinpath("session_module.py").read_text("utf-8")
+
+
+class SessionPlan:
+    """Answers one call of a function of ``ramify_plans``."""
+
+    def __init__(
+        self, name: str, value: Any, options: dict[str, Any], question: str | None
+    ) -> None:
+        self.title = name
+        """Name of the function, for readers of the record."""
+        self.question = question
+        """Question in place of that of the session; None for that."""
+        self._value = value
+        self._options = options
+
+    async def __call__(self, calls: LeafCalls) -> CallOutcome:
+        """Return the outcome, with the answer in the form that the session decodes. Raises
+        ConfigError, before any call, for what the plan cannot read or pay."""
+        plan, first, given = await asyncio.to_thread(self._prepared, calls.question.context)
+        outcome = await answer_by(plan, first, given, calls)
+        return msgspec.structs.replace(outcome, answer=self._sent(outcome.answer, first.value))
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether a model may be asked."""
+        by = self._options.get("predicate")
+        is_leaf = isinstance(by, dict) and by.get("by") == "leaf"
+        return self.title in ("map", "reduce", "ask", *_READY) or is_leaf
+
+    @property
+    def gives_parts(self) -> bool:
+        """Whether the answer is a list of parts."""
+        return self.title in ("split", "peek")
+
+    def _prepared(self, context: Any) -> tuple[Plan, Shape, ValueType | None]:
+        value = _received(self._value, context)
+        plan = self._plan(value)
+        if self.title in ("split", *_READY) and not _are_parts(value):
+            return plan, Shape(value, True), None
+        return plan, known(value), _type_of(value)
+
+    def _plan(self, value: Any) -> Plan:
+        options = {name: _built(name, each) for name, each in self._options.items()}
+        if self.title in _STEPS:
+            by = options.pop("by", ()) if self.title == "count" else ()
+            try:
+                return _STEPS[self.title](*by, **options)
+            except TypeError as error:
+                raise ConfigError(str(error)) from None
+        if not _are_parts(value):
+            if self.title in _EACH_RECORD and isinstance(value, list | tuple):
+                options.setdefault("by", "items")
+            return ready_plan(_READY[self.title], **options)
+        largest = max(math.ceil(num_bytes(part.text) / BYTES_PER_TOKEN) for part in value)
+        options.setdefault("part_tokens", max(_LEAST_TOKENS, largest))
+        return Plan(ready_plan(_READY[self.title], **options).steps[1:])
+
+    def _sent(self, answer: Any, value: Any) -> Any:
+        if answer is None:
+            return None
+        if self.gives_parts:
+            return [_fields(part) for part in answer]
+        if self.title == "filter":
+            return _indices(value, answer)
+        return answer
+
+
+def _received(sent: Any, context: Any) -> Any:
+    """Return the value that a session gave. ``context`` is its own. Raises ConfigError."""
+    if not isinstance(sent, dict):
+        raise ConfigError("the value cannot be read: call the functions of ramify_plans")
+    match sent.get("of"):
+        case "context":
+            return context
+        case "value":
+            return sent.get("value")
+        case "pair":
+            pair = sent.get("pair")
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise ConfigError("the pair cannot be read: give two lists")
+            return _received(pair[0], context), _received(pair[1], context)
+        case "parts" | "part" as form:
+            given = sent.get("parts")
+            if not isinstance(given, list) or not given:
+                raise ConfigError("there are no parts: give what split returns")
+            parts = [_part(fields) for fields in given]
+            return parts if form == "parts" else parts[0]
+        case _:
+            raise ConfigError("the value cannot be read: call the functions of ramify_plans")
+
+
+def _part(fields: Any) -> Part:
+    """Return a part that a session gave back. Its records may have been forged."""
+    is_valid = isinstance(fields, list) and len(fields) == 4
+    if not is_valid or not all(isinstance(each, str) for each in fields):
+        raise ConfigError("a part cannot be read: give what split returns")
+    text, place, spans, preview = fields
+    try:
+        bounds = [int(each) for each in spans.split()]
+        records = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+    except ValueError:
+        raise ConfigError("the records of a part cannot be read: split the text again") from None
+    ends = [0, *bounds, len(text)]
+    if any(a > b for a, b in itertools.pairwise(ends)):
+        raise ConfigError("the records of a part are not in it: split the text again")
+    return Part(text, place[:200], (), 0, records, preview)
+
+
+def _fields(part: Part) -> list[str]:
+    spans = " ".join(f"{start} {end}" for start, end in part.records)
+    return [part.text, part.place, spans, part.preview]
+
+
+def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
+    """Return where the items of ``kept``, which are some of ``value`` in order, are in it."""
+    places, found = iter(enumerate(value)), list[int]()
+    for each in kept:
+        found.append(next(index for index, item in places if item is each))
+    return found
+
+
+def _built(name: str, value: Any) -> Any:
+    """Return an option as the value that the functions of plans get. Raises ConfigError."""
+    if not isinstance(value, dict) or "by" not in value or name not in ("leaf", "predicate"):
+        if name in ("left", "right") and isinstance(value, dict):
+            return _converted(value, Comparison)
+        return value
+    return _converted(value, _Predicate)
+
+
+def _converted(value: dict[str, Any], kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        raise ConfigError(str(cause if isinstance(cause, ConfigError) else error)) from None
+
+
+def _are_parts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Part) for v in value)
+
+
+def _type_of(value: Any) -> ValueType:
+    """Return the type of a value of a session, as far as it is plain."""
+    match value:
+        case bool():
+            return BOOLEAN
+        case int() | float():
+            return NUMBER
+        case str():
+            return TEXT
+        case Part():
+            return _part_type([value])
+        case dict():
+            numbers = value and all(type(each) is int for each in value.values())
+            return COUNTS if numbers else ValueType("record", fields=dict.fromkeys(value, ANY))
+        case (left, right) if isinstance(value, tuple):
+            return pair_of(_type_of(left), _type_of(right))
+        case list():
+            return list_of(_part_type(value) if _are_parts(value) else _item_type(value))
+        case None:
+            raise ConfigError("the value is None: give a list, or what another function returned")
+        case _:
+            return ANY
+
+
+def _part_type(parts: Sequence[Part]) -> ValueType:
+    largest = max(math.ceil(num_bytes(part.text) / BYTES_PER_TOKEN) for part in parts)
+    has_records = all(part.records for part in parts)
+    return ValueType("part", has_records=has_records, tokens=largest)
+
+
+def _item_type(items: Sequence[Any]) -> ValueType:
+    """Return the type that all ``items`` have; None stands for an item that failed."""
+    given = [item for item in items if item is not None]
+    if given and all(isinstance(item, Mapping) for item in given):
+        names = dict.fromkeys(name for item in given for name in item if isinstance(name, str))
+        return ValueType("record", fields=dict.fromkeys(names, ANY))
+    kinds = {_type_of(item).kind: item for item in given if not isinstance(item, list | tuple)}
+    if len(kinds) == 1 and not any(isinstance(item, list | tuple) for item in given):
+        return _type_of(next(iter(kinds.values())))
+    if given and all(isinstance(item, list | tuple) for item in given):
+        return list_of(ANY)
+    return ANY
