@@ -63,6 +63,8 @@ SEEN_BY_MODELS = {
     "ramify/engine/prelude.py",
     "ramify/engine/retool.py",
     "ramify/engine/action.py",
+    "ramify/plans/session_module.py",
+    "ramify/plans/session_plans.py",
     "ramify/serve/caller_tools.py",
     "ramify/serve/mcp_server.py",
     "ramify/tasks/scoring/rubric.py",
@@ -70,7 +72,7 @@ SEEN_BY_MODELS = {
     "ramify/train/signals/judge.py",
 }
 """Files whose texts, apart from docstrings and comments, go to a model."""
-SHOWN_BY_HELP = {"ramify/engine/prelude.py"}
+SHOWN_BY_HELP = {"ramify/engine/prelude.py", "ramify/plans/session_module.py"}
 """Files whose docstrings a model can read, too."""
 _ANY = re.compile("|".join(f"(?P<r{n}>{rule})" for n, rule in enumerate(RULES)), re.IGNORECASE)
 _ADVICE = list(RULES.values())

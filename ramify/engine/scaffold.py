@@ -311,7 +311,8 @@ states the facts of the run."""
 MINIMAL = Scaffold(name="minimal", system=_MINIMAL_SYSTEM)
 """For small models: text with code in Markdown blocks, which runs, and the shortest instructions."""
 PLANS = Scaffold(name="plans", plans=True)
-"""The default one, with the combinators of plans in the session: ``from ramify_plans import classify``."""
+"""Text with code in Markdown blocks, which runs, and may import ``ramify_plans``: the combinators of
+plans."""
 _HERE = "ramify.engine.scaffold"
 SCAFFOLDS = Registry(
     "scaffold",

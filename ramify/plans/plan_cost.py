@@ -111,7 +111,7 @@ class PlanCost(msgspec.Struct, frozen=True):
 
     def check(self, budget: ResourceAmount, *, is_rest: bool = False) -> None:
         """Raise ConfigError, with both numbers, if the plan may need more than ``budget``: the
-        limits of a run, or with ``is_rest``, what is left of them."""
+        limits of a run, or with ``is_rest``, the rest of them."""
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
             (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),

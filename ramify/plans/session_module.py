@@ -30,7 +30,11 @@ _PART_KEYS = {"place", "text"}
 class SessionPart(str):
     """A part of a text: a str with its ``place`` and its ``records``."""
 
-    __slots__ = ("_records", "_spans", "place", "preview")
+    place: str
+    """Where it is: ``lines 1-120``."""
+    preview: str
+    """What a filter reads in its place; empty if it reads all of it."""
+    _spans: str
 
     def __new__(cls, text: str, place: str = "", spans: str = "", preview: str = "") -> SessionPart:
         part = super().__new__(cls, text)
