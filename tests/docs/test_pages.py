@@ -165,6 +165,9 @@ def test_python_blocks_of_page_run(page, reader):
         assert namespace["item"].id == "niah/test/0"
     elif page == "objectives.md":
         assert namespace["rl"].steps == 200
+    elif page == "plans.md":
+        assert namespace["result"].response == "web-3"
+        assert namespace["counted"].answer == {"disk": 2, "other": 1}
     elif page == "algorithms.md":
         # Remove what the page registered, so that later tests do not find it.
         for table, name in (
