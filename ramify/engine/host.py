@@ -309,7 +309,7 @@ class CellHost:
         # Its id is taken before anything is awaited: several threads of a cell may ask at once.
         id = self._call.next_child() if strategy.may_ask else self._call.peek_child()
         depth = self._call.depth + 1
-        call = LiveCall(id, "rlm", run.models.plain, depth, strategy.title, parent=self._where)
+        call = LiveCall(id, "strategy", run.models.plain, depth, strategy.title, parent=self._where)
         context = None if self._call.context is None else self._call.context.value
         question = Question(strategy.question or self._call.question, context)
         calls = LeafCalls(run, call, question, self._rest_for(call))

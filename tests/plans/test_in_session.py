@@ -120,7 +120,7 @@ def test_leaves_are_recorded_below_one_call_of_the_session() -> None:
     ]
     result, _ = in_session(cells, lines(3))
     _, plan, leaf = result.trajectory.calls
-    assert (plan.id, plan.question, plan.depth, plan.turns) == ("0.0", "classify", 1, [])
+    assert (plan.id, plan.kind, plan.question, plan.depth) == ("0.0", "strategy", "classify", 1)
     assert (leaf.id, leaf.kind, leaf.depth, leaf.question) == (
         "0.0.0",
         "leaf",
@@ -285,7 +285,7 @@ def test_forged_requests_are_refused() -> None:
     result, client = in_session(cells, lines(3), limits=Limits(max_turns=30))
     assert len(printed(result).splitlines()) == len(forged)
     assert "no error" not in printed(result)
-    assert {call.kind for call in result.trajectory.calls} == {"rlm"}
+    assert [call.kind for call in result.trajectory.calls] == ["rlm"]
     assert len(client.requests) == len(forged) + 1
 
 
