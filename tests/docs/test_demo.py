@@ -1,10 +1,11 @@
-"""``scripts/demo`` and ``examples/scripted.py``: their answers are right, and they leave no files
-behind."""
+"""``scripts/demo``, ``examples/logs.py`` and ``examples/scripted.py``: their answers are right, and
+they leave no files behind."""
 
 import ast
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def test_scripted_example_counts_correctly_and_cleans_up(tmp_path):
     assert first == answer
     assert f"  answer: {answer}" in shown
     for part in ("final · 3 turns, 9 requests", "0.2.0 lm: Say in one line"):
+        assert part in said
+
+
+def test_logs_example_finds_the_host_that_was_made_to_fail(tmp_path):
+    said = run_example(tmp_path, str(ROOT / "examples/logs.py"))
+    failing = re.search(r"; (\S+) is the host whose disk was filled\.", said)[1]
+    command, *shown = said.splitlines()
+    assert command.startswith("$ ramify ask 'Which host failed first, and why?' logs/")
+    assert (
+        f"{failing} failed first, on 2026-03-07T02:13:00: cannot write WAL segment: no space left on "
+        "device. The errors of 5 other hosts follow from it." in shown
+    )
+    for part in ("final · 3 turns, 9 requests", "├ 0.0 ", "└ 0.5 ", "201 errors: its own", " $0."):
         assert part in said
 
 
