@@ -548,7 +548,7 @@ REASONS = {
     "memory of a child over a 100 MB context": "600 pages: 250 for the walls, 85 for the fork, 90 "
     "for the first cell; Python writes to the reference count of each object that it uses",
 }
-"""Figure that misses its limit -> the reason; see ``docs/log.md``, 2026-11-23."""
+"""Figure that misses its limit -> the reason; see ``docs/log-archive.md``, 2026-11-23."""
 UNKNOWN = "no reason is known: run it again on a quiet machine"
 
 

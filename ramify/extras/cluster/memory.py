@@ -39,7 +39,7 @@ _SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
 _GATHERED_BYTES = 16 << 20
 """Bytes of small tensors that are gathered at once (``backends/fsdp.py``)."""
 _SESSION_BYTES = 2_500_000
-"""Memory of an empty session (``docs/log.md``)."""
+"""Memory of an empty session (``docs/log-archive.md``)."""
 _ACTIVATIONS, _LOGITS = "activations, at most", "logits"
 _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
 """Parts that exist only while the trainer learns, not while it waits for rollouts."""
