@@ -96,3 +96,19 @@ def test_peer_that_is_missing_or_has_another_version_does_not_hold(tmp_path: Pat
         f"peer pytest: has version {pytest.__version__}, and 1.0 is pinned False",
         "peer pytest: is not installed False",
     ]
+
+
+def test_exponent_is_fitted_over_the_constant_and_is_zero_without_growth(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    for name in ("growth", "growth_axes", "processes"):
+        shutil.copy(ROOT / "benchmarks" / f"{name}.py", folder)
+    code = (
+        "from growth import exponent\n"
+        "sizes = [100, 200, 400]\n"
+        "for power in (0.5, 1, 2):\n"
+        "    costs = [7 + 3 * size**power for size in sizes]\n"
+        "    print(round(exponent(sizes, costs, 7, 0.1), 6))\n"
+        "print(exponent(sizes, [7.0, 7.05, 7.02], 7, 0.1))\n"
+    )
+    done = _python(folder, "-c", code)
+    assert done.stdout.split() == ["0.5", "1.0", "2.0", "0.0"], done.stderr

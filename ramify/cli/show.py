@@ -112,9 +112,10 @@ def _run_lines(
     yield from _strategy_lines(trajectory.metadata)
     yield ""
     yield from tree_lines(trajectory)
+    below = _calls_below(trajectory)
     for root in trajectory.calls:
         if root.parent is None and not only_tree:
-            yield from _call_lines(trajectory, root, "", full)
+            yield from _call_lines(below, root, "", full)
     if trajectory.answered_by:
         yield from ("", f"the answer of {trajectory.answered_by} was chosen")
     for warning in trajectory.warnings:
@@ -160,31 +161,41 @@ def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str
         yield f"--- cell {index + 1} ---"
         yield from _cell_lines(cell, "", True)
     made = [c for c in trajectory.children(call) if c.parent and c.parent.turn == number - 1]
-    yield from _children_lines(trajectory, [c for c in made if c.kind != "rlm"], "", True)
+    yield from _children_lines({}, [c for c in made if c.kind != "rlm"], "", True)
     yield from (f"{c.id} rlm: {one_line(c.question, 70)}" for c in made if c.kind == "rlm")
 
 
-def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> Iterator[str]:
+_CallsBelow = Mapping[str, Mapping[tuple[int, int], list[Call]]]
+"""Id of a call -> (turn, cell) -> the calls that this cell made."""
+
+
+def _calls_below(trajectory: Trajectory) -> _CallsBelow:
+    below: dict[str, dict[tuple[int, int], list[Call]]] = {}
+    for call in trajectory.calls:
+        if (parent := call.parent) is not None:
+            cells = below.setdefault(parent.call, {})
+            cells.setdefault((parent.turn, parent.cell), []).append(call)
+    return below
+
+
+def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iterator[str]:
     yield ""
     question = one_line(call.question, 160)
     yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {question}"
-    children = trajectory.children(call)
+    cells = below.get(call.id, {})
     has_turns = call.kind == "rlm" or call.cause is not None
     for number, turn in enumerate(call.turns):
         if has_turns:
             yield f"{indent}  turn {number + 1}{_bill(turn)}"
         for index, cell in enumerate(turn.cells):
             yield from _cell_lines(cell, indent + "    ", full)
-            subcalls = [
-                c
-                for c in children
-                if c.parent and (c.parent.turn, c.parent.cell) == (number, index)
-            ]
-            yield from _children_lines(trajectory, subcalls, indent + "    ", full)
+            subcalls = cells.get((number, index), [])
+            yield from _children_lines(below, subcalls, indent + "    ", full)
         if not turn.cells and has_turns:
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
     if not call.turns:  # of a strategy, which asks without turns
-        yield from _children_lines(trajectory, children, f"{indent}    ", full)
+        children = [child for made in cells.values() for child in made]
+        yield from _children_lines(below, children, f"{indent}    ", full)
     yield f"{indent}  {_end(call, full)}"
 
 
@@ -202,7 +213,7 @@ def _origin(call: Call) -> str:
 
 
 def _children_lines(
-    trajectory: Trajectory, subcalls: list[Call], indent: str, full: bool
+    below: _CallsBelow, subcalls: list[Call], indent: str, full: bool
 ) -> Iterator[str]:
     plain = [call for call in subcalls if call.kind != "rlm"]
     for call in plain if full or len(plain) <= _PLAIN_SHOWN else []:
@@ -216,7 +227,7 @@ def _children_lines(
         )
     for call in subcalls:
         if call.kind == "rlm":
-            yield from _call_lines(trajectory, call, indent, full)
+            yield from _call_lines(below, call, indent, full)
 
 
 def _cell_lines(cell: Cell, indent: str, full: bool) -> Iterator[str]:

@@ -353,7 +353,7 @@ class RLM:
             store = stored_in(self.store, "resume")
             return rerun.from_record(store, run, recording.ended, chosen.answer_type)
         again = self._again(options, changes)
-        return checked(await self.restart(run, options, **changes), again)
+        return checked(await self._restart(run, recording, chosen), again)
 
     def recorded(self, run: str) -> Result | None:
         """The result of a stored run that has ended; None if it can be continued as it is."""
@@ -373,7 +373,11 @@ class RLM:
         ``start``, gives its tools and prepares its sessions; the context is the recorded one.
         Raises ConfigError if the run has ended."""
         options = rerun.options_of(self._options, options, changes)
-        recording = self._recording(run, "resume")
+        return self._restart(run, self._recording(run, "resume"), options, prompt)
+
+    def _restart(
+        self, run: str, recording: RecordedReplies, options: RunOptions, prompt: Any = None
+    ) -> RunHandle:
         setup = rerun.setup_of(self._setup, recording, options)
         started = recording.questions[-1]
         if recording.ended is not None:

@@ -14,8 +14,10 @@ Anything else that cannot be read, or was changed, is an error that names the fi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import itertools
 import math
 import os
 import socket
@@ -42,7 +44,7 @@ from ramify.store.private_files import (
 )
 from ramify.store.reviews import RunReview, read_reviews, write_review
 from ramify.store.stored_run import StoredRun, is_run_id
-from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, TrajectoryFold
+from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, RunStarted, TrajectoryFold
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
 _PATIENCE_S = 0.3
@@ -436,15 +438,33 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 def read_events(run: StoredRun) -> Iterator[AnyEvent]:
     """The events of ``run``, in order. Raises StoreError at the first damaged line."""
-    chain, fold = ChecksumChain(), TrajectoryFold()
-    for number, line in enumerate(run.lines(), start=1):
-        event = decode_line(line, run, number, chain)
-        if not chain.is_checked:  # then only its sense shows that a line is missing before it
-            try:
-                fold.apply(event)
-            except (KeyError, IndexError) as error:
-                raise damaged(run, number, MISFIT) from error
-        yield event
+    chain, fold, number = ChecksumChain(), TrajectoryFold(), 0
+    for block in run.blocks():
+        lines = block[:-1].split(b"\n")
+        for line, decoded in zip(lines, _decoded(block, len(lines)), strict=True):
+            number += 1
+            if decoded is None or type(decoded) is RunStarted:
+                event = decode_line(line, run, number, chain)
+            elif problem := chain.take(line):
+                raise damaged(run, number, problem)
+            else:
+                event = decoded
+            if not chain.is_checked:  # then only its sense shows that a line is missing before it
+                try:
+                    fold.apply(event)
+                except (KeyError, IndexError) as error:
+                    raise damaged(run, number, MISFIT) from error
+            yield event
+
+
+def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
+    """The events of a block of lines, decoded at once, which is several times faster than one by
+    one; None for each line if one of them is damaged."""
+    with contextlib.suppress(*CANNOT_DECODE):
+        events: list[AnyEvent] = _decoder().decode_lines(block)
+        if len(events) == num_lines:  # it skips empty lines, which are damaged
+            return events
+    return itertools.repeat(None, num_lines)
 
 
 class JournalFile(NamedTuple):

@@ -42,17 +42,30 @@ class ChecksumChain:
         """Return (line with its checksum, checksum). A line is a JSON object and a newline."""
         covered = line[:-2]
         crc = crc32(covered, self.crc)
-        return covered + b',"crc":"%08x"}\n' % crc, crc
+        return covered + _tail(crc) + b"\n", crc
 
     def problem(self, line: bytes) -> str:
         """Return why the next line is damaged; empty if it is intact. The line has no newline."""
+        if line.endswith(_tail(crc32(line[:-_NUM_BYTES], self.crc))):
+            return ""
         if not has_checksum(line):
             return _MISSING if self.is_checked else ""
-        return "" if self.fits(line, self.crc) else CHANGED
+        return CHANGED
+
+    def take(self, line: bytes) -> str:
+        """Continue after ``line`` if it is intact; otherwise return why it is damaged."""
+        crc = crc32(line[:-_NUM_BYTES], self.crc)
+        if line.endswith(_tail(crc)):
+            self.crc, self.is_checked = crc, True
+            return ""
+        problem = self.problem(line)
+        if not problem:
+            self.advance(line)
+        return problem
 
     def fits(self, line: bytes, crc: int) -> bool:
         """True if the line was written directly after a line with the checksum ``crc``."""
-        return b"%08x" % crc32(line[:-_NUM_BYTES], crc) == line[-_NUM_DIGITS - 2 : -2]
+        return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 
     def advance(self, line: bytes) -> None:
         """Make this line, damaged or not, the one that the next line must continue."""
@@ -60,6 +73,10 @@ class ChecksumChain:
             self.crc, self.is_checked = int(line[-_NUM_DIGITS - 2 : -2], 16), True
         elif not self.is_checked:
             self.crc = crc32(line, self.crc)
+
+
+def _tail(crc: int) -> bytes:
+    return b',"crc":"%08x"}' % crc
 
 
 def has_checksum(line: bytes) -> bool:

@@ -369,7 +369,38 @@ class RecordedReplies:
             self._reopen()
         self._held.add(_key(event))
         self.last_s = max(self.last_s, event.at_s)
-        match event:
+        match event:  # the most frequent ones first
+            case CallStarted():
+                self._models[event.id] = event.model
+                if event.parent is not None:
+                    self._parents[event.id] = event.parent
+                if event.kind == "lm":
+                    self._direct.add(event.id)
+                elif event.kind == "leaf":
+                    self._leaves.add(event.id)
+            case RequestStarted():
+                place = (event.call, event.turn)
+                before = self._requests.get(place)
+                if before is not None:
+                    self._replaced[*place, before.prompt_hash] = (before, event)
+                self._requests[place] = event
+            case ReplyReceived():
+                place = (event.call, event.turn)
+                if place not in self._requests:
+                    raise StoreError(
+                        f"call {event.call}, turn {event.turn} has a reply but no request in the "
+                        "journal"
+                    )
+                self._replies[place] = event
+            case CallEnded():
+                self._ends[event.id] = event
+            case CellRan():
+                self._cells[event.call, event.turn, event.cell] = event.result
+            case ToolAnswered():
+                self._tools[event.call, event.turn, event.cell, event.ordinal] = event
+            case AttemptFailed():
+                self.attempts.append(event)
+                self._attempts.setdefault((event.call, event.turn), []).append(event)
             case RunStarted():
                 self._finished += bool(self.questions)
                 self._failed_end = False
@@ -379,32 +410,6 @@ class RecordedReplies:
                 self.limits, self.ended = event.limits, None
                 for id, first in event.forgets.items():
                     self._forget(id, first, is_recorded=True)
-            case RequestStarted():
-                before = self._requests.get((event.call, event.turn))
-                if before is not None:
-                    self._replaced[before.call, before.turn, before.prompt_hash] = (before, event)
-                self._requests[event.call, event.turn] = event
-            case AttemptFailed():
-                self.attempts.append(event)
-                self._attempts.setdefault((event.call, event.turn), []).append(event)
-            case ReplyReceived():
-                if (event.call, event.turn) not in self._requests:
-                    raise StoreError(
-                        f"call {event.call}, turn {event.turn} has a reply but no request in the "
-                        "journal"
-                    )
-                self._replies[event.call, event.turn] = event
-            case CellRan():
-                self._cells[event.call, event.turn, event.cell] = event.result
-            case ToolAnswered():
-                self._tools[event.call, event.turn, event.cell, event.ordinal] = event
-            case CallEnded():
-                self._ends[event.id] = event
-            case CallStarted():
-                self._models[event.id] = event.model
-                self._parents.update({event.id: event.parent} if event.parent else {})
-                self._direct.update({event.id} if event.kind == "lm" else ())
-                self._leaves.update({event.id} if event.kind == "leaf" else ())
             case ModeChosen():
                 self.chosen_mode = event
             case RunEnded():
@@ -422,8 +427,8 @@ def _turn_of(key: Key) -> int:
 
 def _key(event: AnyEvent) -> Key:
     """Identity of an event, independent of its time."""
-    match event:
-        case RunStarted() | CallStarted() | CallEnded():
+    match event:  # the most frequent ones first
+        case CallStarted() | CallEnded() | RunStarted():
             return (type(event), event.id)
         case RequestStarted():
             return (RequestStarted, event.call, event.turn, event.prompt_hash)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal import CANNOT_DECODE, damaged
+from ramify.store.journal import damaged
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import RunReview
 from ramify.store.short_events import (
     AnyShortEvent,
+    DamagedLine,
     ShortCallStart,
     ShortCell,
     ShortReply,
     ShortRequest,
-    short_event,
+    short_events,
 )
 from ramify.store.stored_run import StoredRun
 from ramify.types.event import (
@@ -81,15 +82,13 @@ def summarise(run: StoredRun) -> RunSummary:
     faster."""
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
-        for line in run.lines():
-            number += 1
-            if problem := chain.problem(line):
-                raise damaged(run, number, problem)
-            chain.advance(line)
-            _add(summary, short_event(line, run))
-            summary.num_bytes += len(line) + 1
-    except CANNOT_DECODE as error:
-        summary.problem = str(damaged(run, number, error))
+        for block in run.blocks():
+            for event, num_bytes in short_events(block, run, chain):
+                number += 1
+                if isinstance(event, DamagedLine):
+                    raise damaged(run, number, event.reason)
+                _add(summary, event)
+                summary.num_bytes += num_bytes
     except StoreError as error:
         summary.problem = str(error)
     return summary

@@ -39,8 +39,7 @@ def kind_of_answer(answer: Any, text: str) -> str:
 class CallNode(msgspec.Struct, gc=False):
     """One call of the tree.
 
-    There may be many thousands, most of them plain calls, so fields that those lack default to a
-    shared empty tuple.
+    There may be many thousands, most of them plain calls, so lists that those lack are None.
     """
 
     index: int
@@ -79,12 +78,12 @@ class CallNode(msgspec.Struct, gc=False):
     """Turn with a pending request; -1 for none."""
     is_running: bool = False
     """Whether the code of the last reply is running."""
-    spans: tuple[float, ...] = ()
+    spans: list[float] | None = None
     """Times of each request and reply of a session in turn, in seconds since the run began. The
     number is odd while a request is pending."""
-    tools: tuple[tuple[float, bool], ...] = ()
+    tools: list[tuple[float, bool]] | None = None
     """(time, whether it failed) of each answer of a user's tool."""
-    marks: tuple[Annotation, ...] = ()
+    marks: list[Annotation] | None = None
     version: int = 0
     """Version of the run at the last change of this call."""
     last_line: int = -1

@@ -35,7 +35,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Usage
 from ramify.types.outliers import SiblingGroups
-from ramify.types.trajectory import Call, Stop, Trajectory, cut
+from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, cut
 
 _ACTS = {
     "RunStarted": "_run",
@@ -111,7 +111,7 @@ class CallTree:
         node = self.nodes[event.call]
         node.asking, node.is_running = event.turn, False
         if node.kind == "rlm":
-            node.spans += (event.at_s,)
+            _add_span(node, event.at_s)
         return node
 
     def _answer(self, event: ReplyReceived) -> CallNode:
@@ -122,7 +122,7 @@ class CallTree:
         node.num_turns += 1
         node.active_s = event.at_s
         if node.kind == "rlm":
-            node.spans += (event.at_s,)
+            _add_span(node, event.at_s)
         self._charge(node, event.reply.usage, event.reply.cost)
         return node
 
@@ -136,7 +136,9 @@ class CallTree:
 
     def _use(self, event: ToolAnswered) -> CallNode:
         node = self.nodes[event.call]
-        node.tools += ((event.at_s, event.error is not None),)
+        if node.tools is None:
+            node.tools = []
+        node.tools.append((event.at_s, event.error is not None))
         return node
 
     def _note(self, event: NoteAdded) -> CallNode | None:
@@ -158,7 +160,7 @@ class CallTree:
         nodes = [self.nodes[id] for id in event.forgets]
         for node in nodes:
             node.num_turns = event.forgets[node.id]
-            node.spans = node.spans[: 2 * node.num_turns]
+            del (node.spans or [])[2 * node.num_turns :]
             node.stop = node.ended_s = None
             node.error = node.reason = node.outlier = ""
             node.take_answer(None)
@@ -177,8 +179,8 @@ class CallTree:
         node.stop, node.ended_s = event.stop, event.at_s
         node.error, node.reason = cut(event.error or ""), event.reason
         node.take_answer(event.answer)
-        if len(node.spans) % 2:
-            node.spans += (event.at_s,)
+        if node.spans and len(node.spans) % 2:
+            _add_span(node, event.at_s)
         if event.error:
             self.run.errors.append(f"call {event.id}: {event.error}")
         return node
@@ -188,7 +190,7 @@ class CallTree:
         before = len(self.run.marks)
         self._fold.apply(event)
         if node is not None:
-            node.marks += tuple(self.run.marks[before:])
+            _add_marks(node, self.run.marks[before:])
         elif self.order and not event.call:
             return self.order[0]  # its row shows the rewards of the run
         return node
@@ -211,9 +213,21 @@ class CallTree:
         self.siblings.compare_all()
         self.nodes.update({node.id: node for node in self.order})
         for mark in trajectory.marks:
-            if mark.call in self.nodes:
-                self.nodes[mark.call].marks += (mark,)
+            if (node := self.nodes.get(mark.call)) is not None:
+                _add_marks(node, [mark])
         self.at_s = max([trajectory.seconds, *(call.ended_s or 0.0 for call in trajectory.calls)])
+
+
+def _add_span(node: CallNode, at_s: float) -> None:
+    if node.spans is None:
+        node.spans = []
+    node.spans.append(at_s)
+
+
+def _add_marks(node: CallNode, marks: list[Annotation]) -> None:
+    if node.marks is None:
+        node.marks = []
+    node.marks += marks
 
 
 def _node_of(call: Call, index: int) -> CallNode:

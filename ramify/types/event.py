@@ -35,8 +35,11 @@ from ramify.types.trajectory import (
 )
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type"):
-    """Fields that all events share."""
+class Event(
+    msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", gc=False
+):
+    """Fields that all events share. Plain data has no cycles, so none of it is searched for them: a
+    long run has millions of these objects."""
 
     at_s: float = 0.0
     """Seconds since the run started."""

@@ -15,7 +15,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls", "content_filter", "other"]
 
 
-class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One native tool call that a model requested.
 
     >>> inference.ToolCall("call_1", "lookup", '{"host": "web-3"}').name
@@ -28,7 +28,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Arguments as the JSON text that the model wrote. It may be invalid JSON."""
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One message of a conversation.
 
     >>> ramify.Message("user", "Which host failed first?").role
@@ -67,7 +67,7 @@ def sendable(message: Message) -> Message:
     return Message(message.role, content, reasoning, calls, id, pictures)
 
 
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Token counts as reported by the server. Supports ``+``."""
 
     input_tokens: int = 0
@@ -99,7 +99,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.input_tokens + self.output_tokens
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
+class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens ``[start, end)`` came from policy ``version``."""
 
     start: int
@@ -107,7 +107,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     version: int
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The reply to one request, as every client returns it."""
 
     message: Message

@@ -118,7 +118,7 @@ _NOT_REWRITTEN = {
 }
 
 
-class FileReference(msgspec.Struct, frozen=True, omit_defaults=True):
+class FileReference(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One file on this machine, as it was when it was read."""
 
     path: str
@@ -131,7 +131,7 @@ class FileReference(msgspec.Struct, frozen=True, omit_defaults=True):
     """SHA-256 of the part that was read, in hexadecimal digits."""
 
 
-class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
+class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Reference to a context by its content hash, never by value."""
 
     digest: str
@@ -155,7 +155,7 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{first} and {more:,} more file{'s' * (more > 1)}" if more else first
 
 
-class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
+class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One execution of code in a session.
 
     >>> ramify.Cell("1 + 1", value="2", seconds=0.01).value
@@ -182,7 +182,7 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
     reason."""
 
 
-class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One request to a model, its reply, and the cells that the reply ran."""
 
     reused: int
@@ -206,7 +206,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.reused_ids + len(self.reply.prompt_ids) + len(self.reply.token_ids)
 
 
-class Parent(msgspec.Struct, frozen=True):
+class Parent(msgspec.Struct, frozen=True, gc=False):
     """Origin of a call: cell ``cell`` of turn ``turn`` of call ``call``."""
 
     call: str
@@ -214,14 +214,14 @@ class Parent(msgspec.Struct, frozen=True):
     cell: int
 
 
-class Fork(msgspec.Struct, frozen=True):
+class Fork(msgspec.Struct, frozen=True, gc=False):
     """A call with this fork continues ``call`` after ``turn`` and shares everything before."""
 
     call: str
     turn: int
 
 
-class Call(msgspec.Struct, omit_defaults=True):
+class Call(msgspec.Struct, omit_defaults=True, gc=False):
     """One invocation of a model at one depth: a complete RLM loop or a single plain request."""
 
     id: str
@@ -254,7 +254,7 @@ class Call(msgspec.Struct, omit_defaults=True):
     loop."""
 
 
-class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
+class Annotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Annotation of a run, a call or a turn in addition to its rewards: named numbers and one short
     text."""
 

@@ -152,7 +152,7 @@ def _same(column: list[Any]) -> Any:
 
 
 def _scores(node: CallNode) -> list[tuple[Any, ...]]:
-    return [(mark.turn, *score) for mark in node.marks for score in mark.values.items()]
+    return [(mark.turn, *score) for mark in node.marks or () for score in mark.values.items()]
 
 
 def head(run: WatchedRun) -> dict[str, Any]:

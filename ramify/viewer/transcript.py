@@ -32,6 +32,12 @@ def transcript(
     """Transcript of call ``id`` from ``first_turn``. Raises StoreError if there is no such call."""
     detail = run.whole(id)
     call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
+    tools: dict[int, list[ToolAnswered]] = {}
+    for answer in detail.tools:
+        tools.setdefault(answer.turn, []).append(answer)
+    marks: dict[int, list[Annotation]] = {}
+    for mark in node.marks or ():
+        marks.setdefault(max(mark.turn, -1), []).append(mark)
     return {
         "id": call.id,
         "kind": call.kind,
@@ -53,12 +59,17 @@ def transcript(
         "fork": fields(call.fork) if call.fork else None,
         **({"cause": call.cause} if call.cause is not None else {}),
         "rewards": rewards_of(run, node),
-        "marks": [_mark(mark) for mark in node.marks if mark.turn < 0],
+        "marks": [_mark(mark) for mark in marks.get(-1, ())],
         "first_turn": first_turn,
         "num_turns": len(call.turns),
         "turns": [
             _turn(
-                turn, index, detail.spans[2 * index : 2 * index + 2], detail.tools, node.marks, cut
+                turn,
+                index,
+                detail.spans[2 * index : 2 * index + 2],
+                tools.get(index, ()),
+                marks.get(index, ()),
+                cut,
             )
             for index, turn in enumerate(call.turns)
             if index >= first_turn
@@ -88,7 +99,6 @@ def _turn(
     marks: Sequence[Annotation],
     cut: _TextCutter,
 ) -> dict[str, Any]:
-    answers = [answer for answer in tools if answer.turn == index]
     return {
         "index": index,
         "reused": turn.reused,
@@ -103,8 +113,8 @@ def _turn(
         "num_sampled": len(turn.reply.token_ids or ()),
         "asked_s": span[0] if span else None,
         "replied_s": span[1] if len(span) > 1 else None,
-        "tools": [_tool(answer, cut) for answer in answers],
-        "marks": [_mark(mark) for mark in marks if mark.turn == index],
+        "tools": [_tool(answer, cut) for answer in tools],
+        "marks": [_mark(mark) for mark in marks],
     }
 
 
@@ -255,7 +265,7 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
     """Scores of each sampled token by name, without those whose length differs from the reply."""
-    marks = [mark for mark in run.tree.nodes[id].marks if mark.turn == turn]
+    marks = [mark for mark in run.tree.nodes[id].marks or () if mark.turn == turn]
     return {
         name: values for mark in marks for name, values in mark.tokens.items() if len(values) == num
     }

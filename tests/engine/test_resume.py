@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store
+from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store, Suspended
 from ramify.errors import ConfigError, LimitReached, ReplayDiverged
+from ramify.testing import refused
 from ramify.testing.scripted_server import ScriptedServer
-from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
+from ramify.types.event import AnyEvent, AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
@@ -256,6 +258,30 @@ def test_cancelled_run_resumes_where_it_stopped(tmp_path: Path) -> None:
         assert store.load("last").stop is Stop.FINAL
 
     asyncio.run(main())
+
+
+class _CountingStore(Store):
+    """Counts how often the events of a run are read."""
+
+    num_readings = 0
+
+    def events(self, run: str) -> Iterator[AnyEvent]:
+        self.num_readings += 1
+        return super().events(run)
+
+
+def test_a_resume_reads_its_journal_once(tmp_path: Path) -> None:
+    store, is_broken = _CountingStore(tmp_path), True
+
+    def answer(messages: tuple[Message, ...]) -> Any:
+        return refused(401, "no key") if is_broken else code("FINAL(1)")
+
+    with RLM(client(answer), scaffold=SCAFFOLD, store=store) as r:
+        with pytest.raises(Suspended):
+            r.completion("text", "?")
+        is_broken = False
+        assert r.resume("last").answer == 1
+    assert store.num_readings == 1
 
 
 def test_replay_skips_cells_that_a_wrapped_up_run_skipped(tmp_path: Path) -> None:
