@@ -14,7 +14,7 @@ lowest cost of the rounds counts. An exponent is the slope of a straight line th
     log(size), log(cost - constant)        1: twice the work costs twice as much
 
 by least squares. If the largest size costs less than ``NOTHING`` more than the constant, the
-exponent is 0: there is no growth to be fitted. Times are CPU times of all processes of a work,
+exponent is 0. Times are CPU times of all processes of a work,
 since wall times depend on what else the machine does; the exponents of wall times are printed, too.
 Memory is the largest growth of the process that works, and the size of the largest process that it
 started. Exponents are rounded to a tenth, which is what three sizes can tell. Not here: how fast
@@ -121,7 +121,7 @@ def least(axis: str, size: int, folder: Path, rounds: int) -> Cost:
 
 
 def do(axis: str, size: int, folder: Path | None) -> Cost:
-    """The cost of a work, which is done in a process of its own."""
+    """The cost of a work, which is done in a separate process."""
     with tempfile.TemporaryDirectory() as new:
         command = [
             sys.executable,

@@ -36,7 +36,7 @@ _SCAFFOLD = ramify.Scaffold(name="growth", system="Use FINAL. {{tools}}{{limits}
 class Cost(NamedTuple):
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of this process and all that it started."""
+    """CPU time of this process and all that it started."""
     mb: float = 0.0
     """By how much this process grew at most, and the size of the largest one that it started."""
 
@@ -71,7 +71,7 @@ def turns(size: int) -> Any:
 
 
 def children(size: int) -> Any:
-    """A cell that makes ``size`` children, each with a session of its own."""
+    """A cell that makes ``size`` children, each with a separate session."""
     code = f"FINAL(sum(rlm_query_batched(['the part'] * {size})))"
     return lambda messages: cell("FINAL(1)" if "the part" in str(messages[-1]) else code)
 
