@@ -2,7 +2,8 @@
 
 A model gets the fastest runner that gives its own results:
 
-    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis
+    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on
+                           a CPU, small models run as a ``PreparedDecoder``
     transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
                            logits of the module alone (``models.trunk``); otherwise
                            ``ModuleRunner``: one sequence at a time, with transformers' own cache
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
+from ramify.inference.local.prepared_decoder import PreparedDecoder
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
 from ramify.models.dense import CausalAttention, DenseModel
 from ramify.models.fixed_shapes import (
@@ -391,6 +393,15 @@ class FlatRunner:
         return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, step), rows_N)
 
 
+class _PreparedRunner(FlatRunner):
+    def __init__(self, decoder: PreparedDecoder, layout: CacheLayout) -> None:
+        super().__init__(decoder, layout)
+        self._prepared = decoder
+
+    def forget(self) -> None:
+        self._prepared.forget()
+
+
 def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
     """The fastest runner that computes what ``model`` computes; with ``fixed_shapes`` the one that
     computes in fixed shapes, with products in this precision."""
@@ -401,7 +412,10 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
     if isinstance(model, DenseModel):
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
-        return FlatRunner(model, CacheLayout(*sizes, parameter.dtype, parameter.device))
+        layout = CacheLayout(*sizes, parameter.dtype, parameter.device)
+        if PreparedDecoder.suits(model):
+            return _PreparedRunner(PreparedDecoder(model), layout)
+        return FlatRunner(model, layout)
     return _flat(model) or ModuleRunner(model)
 
 
