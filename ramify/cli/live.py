@@ -147,13 +147,13 @@ class TerminalTree:
         tally = self._tally(call)
         if tally is not None:
             tally.started += 1
-        if call.kind == "rlm" or tally is None:
+        if call.kind in ("rlm", "strategy") or tally is None:
             self.nodes[call.id] = TreeRow(call)
 
     def _tally(self, call: CallNode) -> SubcallTally | None:
         """Return where the parent's row counts ``call``."""
         parent = self.nodes.get(call.parent.call) if call.parent else None
-        if parent is None:
+        if parent is None or call.kind == "strategy":
             return None
         if call.kind == "leaf":
             return parent.leaves

@@ -215,10 +215,9 @@ def _origin(call: Call) -> str:
 def _children_lines(
     below: _CallsBelow, subcalls: list[Call], indent: str, full: bool
 ) -> Iterator[str]:
-    plain = [call for call in subcalls if call.kind != "rlm"]
+    plain = [call for call in subcalls if call.kind not in ("rlm", "strategy")]
     for call in plain if full or len(plain) <= _PLAIN_SHOWN else []:
-        answer = one_line(call.error or as_text(call.answer), 70)
-        yield f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
+        yield _child_line(call, indent)
     if len(plain) > _PLAIN_SHOWN and not full:
         failed = sum(call.stop is Stop.ERROR for call in plain)
         what = "leaf" if plain[0].kind == "leaf" else "llm_query"
@@ -228,6 +227,15 @@ def _children_lines(
     for call in subcalls:
         if call.kind == "rlm":
             yield from _call_lines(below, call, indent, full)
+        elif call.kind == "strategy":
+            yield _child_line(call, indent)
+            leaves = [leaf for made in below.get(call.id, {}).values() for leaf in made]
+            yield from _children_lines(below, leaves, f"{indent}  ", full)
+
+
+def _child_line(call: Call, indent: str) -> str:
+    answer = one_line(call.error or as_text(call.answer), 70)
+    return f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
 
 
 def _cell_lines(cell: Cell, indent: str, full: bool) -> Iterator[str]:

@@ -324,7 +324,7 @@ class CellHost:
         if isinstance(outcome.failure, HostCallError):
             raise outcome.failure
         if outcome.stop is not Stop.FINAL:
-            why = f"{strategy.title}: {outcome.error or outcome.stop}"
+            why = _named(strategy.title, outcome.error or str(outcome.stop))
             kind = "limit" if outcome.stop.is_truncated() else failure_kind(outcome)
             failures = {"failures": {0: why}, "kinds": {0: kind}}
             raise HostCallError("SubcallError", why, {"results": [outcome.answer], **failures})
@@ -527,9 +527,7 @@ async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
     except ReplayDiverged as error:
         return CallOutcome(Stop.ERROR, error=str(error), failure=error)
     except ConfigError as error:
-        text = str(error)
-        text = text if text.startswith(strategy.title) else f"{strategy.title}: {text}"
-        mistake = HostCallError("ValueError", text)
+        mistake = HostCallError("ValueError", _named(strategy.title, str(error)))
         return CallOutcome(Stop.ERROR, error=str(mistake), failure=mistake)
     except RamifyError as error:
         if isinstance(error, StoreError | LoopBlocked):
@@ -539,6 +537,11 @@ async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
         text = f"{strategy.title}: the value cannot be used ({type(error).__name__}: {error})"
         mistake = HostCallError("TypeError", text[:1000])
         return CallOutcome(Stop.ERROR, error=str(mistake), failure=mistake)
+
+
+def _named(title: str, text: str) -> str:
+    """Return ``text`` with the name of the function that it is about."""
+    return text if text.startswith(title) else f"{title}: {text}"
 
 
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:

@@ -126,6 +126,15 @@ Part, Leaf = SessionPart, SessionLeaf
 Pattern, Relevance, Comparison = SessionPattern, SessionRelevance, SessionComparison
 
 
+def __getattr__(name: str) -> Any:
+    # Read by ``import *`` alone. The guest would bind the names of an ``__all__`` in the notebook,
+    # where ``map`` and ``filter`` are Python's.
+    if name != "__all__":
+        raise AttributeError(f"module 'ramify_plans' has no attribute '{name}'")
+    own = (key for key, value in globals().items() if getattr(value, "__module__", "") == __name__)
+    return [key for key in own if not key.startswith(("_", "Session"))]
+
+
 # --- questions ------------------------------------------------------------------------------------
 
 

@@ -85,6 +85,17 @@ def test_small_context_is_answered_by_one_direct_call(shell: Shell) -> None:
     assert (done.code, done.out, "sandbox" in done.err) == (0, "seven\n", False)
 
 
+def test_a_session_runs_plans_with_their_scaffold(shell: Shell) -> None:
+    shell.write("log.txt", "disk full\nall well\n")
+    cell = code("from ramify_plans import classify\nFINAL(classify(context, ['disk', 'other']))")
+    script = [cell, '["disk", "other"]']
+    done = shell.ask(script, "--scaffold", "plans", "--no-direct", "-q", "which?", "log.txt")
+    assert done == Done(0, '["disk","other"]\n', "")
+    shown = [line.strip() for line in shell.run("show", "last").out.splitlines()]
+    assert '0.0 strategy: classify → ["disk","other"]' in shown
+    assert '0.0.0 leaf: label: lines 1-2 → ["disk","other"]' in shown
+
+
 def test_branches_take_the_majority_answer(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     ways = [code(f"FINAL('{letter}')") for letter in "abb"]

@@ -61,6 +61,17 @@ def test_leaves_of_a_plan_are_counted_at_its_root() -> None:
     assert node.state == "asking"
 
 
+def test_a_plan_in_a_session_has_a_row_that_counts_its_leaves() -> None:
+    begun = [
+        call_started("0", parent=None),
+        call_started("0.0", "strategy"),
+        call_started("0.0.0", "leaf", Parent("0.0", 0, 0)),
+    ]
+    root, plan = tree(*begun).nodes.values()
+    assert plan.leaves.text("leaf") == "leaf × 1: 0 done"
+    assert (root.plain.started, root.children.started) == (0, 0)
+
+
 def test_node_state_follows_events_of_its_call() -> None:
     reply = Reply(Message("assistant", code("x = 1")))
     steps: list[tuple[AnyEvent, tuple[int, str, str]]] = [
