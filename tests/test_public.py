@@ -55,7 +55,7 @@ PUBLIC = {
         Calibration CalibrationPoint CallBound Comparison Leaf Part Pattern Plan PlanCost
         PlanStrategy Relevance SplitText aggregate ask best both calibration_of classify combine
         concat count cross distinct field filter join map multi_hop pairwise peek periods plan_for
-        ready_plan reduce search split strategy_for summarise top total
+        ready_plan reduce search split spread strategy_for summarise top total
     """,
     "ramify.ray": "Asker",
     "ramify.testing": """

@@ -7,7 +7,7 @@
     >>> rlm.completion(text, "How many errors?", strategy=plans.PlanStrategy(plan))
 
     combinators   split peek map filter ask reduce concat cross best field both
-    symbolic      count total top distinct combine join periods
+    symbolic      count spread total top distinct combine join periods
     predicates    Pattern (regular expression) Relevance (BM25) Comparison (fields), or a Leaf
     ready         search classify aggregate pairwise summarise multi_hop; ready_plan plan_for
                   strategy_for

@@ -19,6 +19,7 @@ from ramify.plans.composition import peek as peek
 from ramify.plans.composition import periods as periods
 from ramify.plans.composition import reduce as reduce
 from ramify.plans.composition import split as split
+from ramify.plans.composition import spread as spread
 from ramify.plans.composition import top as top
 from ramify.plans.composition import total as total
 from ramify.plans.leaf import Leaf as Leaf

@@ -24,6 +24,7 @@ from ramify.plans.symbolic_steps import (
     BestItem,
     CombineLists,
     ConcatLists,
+    CountSpread,
     CountValues,
     CrossPairs,
     DatePeriods,
@@ -148,6 +149,15 @@ def count(*by: str) -> Plan:
     {'Mon': 2}
     """
     return Plan((CountValues(by),))
+
+
+def spread() -> Plan:
+    """Count how many values have each count.
+
+    >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
+    {'2': 2, '1': 1}
+    """
+    return Plan((CountSpread(),))
 
 
 def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") -> Plan:

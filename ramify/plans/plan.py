@@ -35,6 +35,7 @@ from ramify.plans.symbolic_steps import (
     BestItem,
     CombineLists,
     ConcatLists,
+    CountSpread,
     CountValues,
     CrossPairs,
     DatePeriods,
@@ -193,6 +194,7 @@ AnyStep = (
     | BestItem
     | TakeField
     | CountValues
+    | CountSpread
     | TotalField
     | TopItems
     | DistinctValues

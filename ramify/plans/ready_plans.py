@@ -2,8 +2,8 @@
 
     search      split ─ filter (BM25) ─ map ─ filter ─ best       the place that answers it
     classify    split ─ map ─ concat                              a label for each record
-    aggregate   split ─ map ─ concat ─ count ─ top ─ ask          counts over all records
-    pairwise    split ─ map ─ concat ─ cross                      pairs of things that fit together
+    aggregate   split ─ map ─ concat ─ count ─ both ─ ask         counts over all records
+    pairwise    split ─ map ─ concat ─ count ─ top ─ ask ─ cross  pairs of things that fit together
     summarise   split ─ map ─ reduce                              a summary of everything
     multi_hop   split ─ peek ─ filter ─ map ─ reduce ─ ask        facts that must be combined
 
@@ -28,11 +28,14 @@ from ramify.plans.text_parts import By
 
 _PART_TOKENS = 4000
 _LABEL_TOKENS = 24
+_FACT_TOKENS = 32
+"""Tokens of a key and a value."""
+_SIDES_TOKENS = 2_048
+_COUNT_BYTES = 100
+"""Most bytes of a count beside its key and value."""
 _MAX_RECORDS = 100
 """Records of a part whose leaf gives a value for each."""
 _MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
-_SHOWN_COUNTS = 50
-"""Counts that the last leaf of an aggregation reads."""
 
 
 def search(
@@ -89,44 +92,62 @@ def aggregate(
     >>> str(plans.aggregate(["spam", "ham"], answers=False).type)
     'counts'
     """
-    plan = _split(by, part_tokens, cut) | c.map(_labelling(labels, part_tokens))
-    plan |= c.concat() | c.count()
+    labelling = _labelling(labels, part_tokens)
+    plan = _split(by, part_tokens, cut) | c.map(labelling) | c.concat()
+    if labels is None:
+        plan |= c.filter(Comparison("", "!=", "none"))
+    plan |= c.count()
     if not answers:
         return plan
     leaf = Leaf(
-        "Question: {question}\n\nAll records of the data have been labelled and counted. Answer "
-        "the question from these counts, in as few words as possible.",
-        tokens=part_tokens,
+        "Question: {question}\n\nAll records of the data have been labelled and counted. The first "
+        "line below has the most frequent labels with their counts, and the second line how many "
+        "labels have each count. Answer the question from them, in as few words as possible.",
+        tokens=2 * part_tokens,
         reply_tokens=256,
         label="answer",
     )
-    return plan | c.top(_SHOWN_COUNTS) | c.ask(leaf)
+    most = max(1, leaf.read_bytes // 2 // (labelling.max_bytes + _COUNT_BYTES))
+    return plan | c.both(c.top(most), c.spread() | c.top(most)) | c.ask(leaf)
 
 
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """List the pairs that the question asks for. The leaf says of each record whom it is about and
-    which side of the pair it fits; the pairs are made without calls.
+    """List the pairs that the question asks for. A leaf says of each record whom it is about, and
+    what of it the condition depends on. Another one reads how often each has what, and says which
+    side of a pair it fits, so a condition may be about several records. The pairs are made without
+    calls.
 
     >>> str(plans.pairwise().type)
     'list of pair of text and text'
     """
-    sides = ["first", "second", "both", "neither"]
-    leaf = Leaf(
+    facts = Leaf(
         "Question: {question}\n\nThe question asks for pairs. For each numbered record, give key, "
-        "the name of the one that it is about, as the question means it, and side: whether it "
-        "meets the condition on the first of a pair, on the second, on both, or on neither.",
-        _record(key={"type": "string"}, side={"enum": sides}),
+        "the name of the one that it is about, as the question means it, and value: in one to "
+        "three words, what of the record the condition depends on; none if it leaves the record "
+        "out.",
+        _record(key={"type": "string"}, value={"type": "string"}),
         part_tokens,
-        _LABEL_TOKENS * 2,
+        _FACT_TOKENS,
         each=True,
+        label="facts",
+    )
+    names = ["first", "second", "both", "neither"]
+    sides = Leaf(
+        "Question: {question}\n\nThe question asks for pairs. The records of the data have been "
+        "counted by key and value. Give for each key which side it fits by these counts: whether "
+        "it meets the condition on the first of a pair, on the second, on both, or on neither.",
+        {"type": "array", "items": _record(key={"type": "string"}, side={"enum": names})},
+        2 * part_tokens,
+        _SIDES_TOKENS,
         label="sides",
     )
-    first, second = (Comparison("side", "in", [side, "both"]) for side in sides[:2])
-    cross = c.cross("key", first, second, ordered=ordered)
-    fits = c.filter(Comparison("side", "!=", "neither"))
-    return _split(by, part_tokens, cut) | c.map(leaf) | c.concat() | fits | cross
+    most = max(1, sides.read_bytes // (facts.max_bytes + _COUNT_BYTES))
+    plan = _split(by, part_tokens, cut) | c.map(facts) | c.concat()
+    plan |= c.filter(Comparison("value", "!=", "none")) | c.count("key", "value") | c.top(most)
+    first, second = (Comparison("side", "in", [side, "both"]) for side in names[:2])
+    return plan | c.ask(sides) | c.cross("key", first, second, ordered=ordered)
 
 
 def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
@@ -311,7 +332,7 @@ def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
     if labels is None:
         return Leaf(
             "Question: {question}\n\nFor each numbered record, give in one to three words the "
-            "value that the question asks to count or compare.",
+            "value that the question asks to count or compare; none if it leaves the record out.",
             {"type": "string"},
             part_tokens,
             _LABEL_TOKENS,

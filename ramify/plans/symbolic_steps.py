@@ -233,6 +233,25 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         return f"count {' and '.join(self.by) or 'values'}"
 
 
+class CountSpread(SymbolicStep, frozen=True, tag="spread"):
+    """Counts the counts: how many values occur once, how many twice, and so on.
+
+    >>> plans.CountSpread().apply({"ham": 2, "spam": 2, "eggs": 1})
+    {'2': 2, '1': 1}
+    """
+
+    def typed(self, given: ValueType) -> ValueType:
+        if given.kind not in ("counts", "any"):
+            raise ConfigError(f"spread counts the numbers of counts, and gets {given}")
+        return COUNTS
+
+    def apply(self, value: dict[str, int]) -> dict[str, int]:
+        return {str(count): num for count, num in Counter(value.values()).most_common()}
+
+    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+        return unknown(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
+
+
 class TotalField(SymbolicStep, frozen=True, tag="total"):
     """Adds up the numbers of a field, or takes their mean, least or greatest.
 

@@ -2,6 +2,7 @@
 systems can be compared without a network and with a known best score.
 
     request ──┬── the prompt of a known system (root_forms.py) ──> the suite's strategy, as its code
+              ├── a leaf of a ready plan (plan_forms.py) ──> its right value, or a wrong one
               └── a text and a question ──> the right reply, with probability accuracy(tokens read)
                                             a plausible wrong one otherwise
 
@@ -31,7 +32,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,6 +40,7 @@ from ramify.clients.base import Price
 from ramify.clients.function_client import count, count_message
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
+from ramify.testing.plan_forms import PlanLeafTurn, spoilt, turn_of, written
 from ramify.testing.root_forms import RESULT, ROOT_FORMS, RootForm, RootTurn
 from ramify.testing.script import Step
 from ramify.testing.scripted import ScriptedClient
@@ -139,6 +141,9 @@ class OfflineSuite(msgspec.Struct, frozen=True):
     """(question, text, right reply, generator) -> a plausible wrong reply."""
     helpers: tuple[Callable[..., object], ...] = ()
     """Functions that ``solve`` calls, whose source it needs in the session."""
+    leaf: Callable[[PlanLeafTurn], Any] | None = None
+    """(request of a leaf of a ready plan) -> the right value: a list with one value for each
+    record, or a text. None if the question or the leaf is not one that the suite knows."""
 
     def code(self) -> str:
         """Return the source of the strategy."""
@@ -222,6 +227,8 @@ class OfflineModel(
     def _reading(self, messages: Sequence[Message]) -> str:
         """Return the reply to a question about a text: the right one, or a plausible wrong one."""
         prompt = "\n\n".join(message.content for message in messages if message.role != "system")
+        if (turn := turn_of(prompt)) is not None:
+            return self._plan_leaf(turn, messages)
         text, question = _parts(prompt)
         for suite in self._known():
             right = _right(suite, question, text)
@@ -233,6 +240,26 @@ class OfflineModel(
                 return right
             return suite.spoil(question, text, right, draw)
         return _UNKNOWN
+
+    def _plan_leaf(self, turn: PlanLeafTurn, messages: Sequence[Message]) -> str:
+        """Return the reply of a leaf of a ready plan. It reads as any other leaf does, with the
+        same accuracy."""
+        suite = self._suite(turn.question)
+        if suite is None:
+            return written(turn, _UNKNOWN)
+        right = suite.leaf(turn) if suite.leaf is not None else None
+        if right is None and turn.kind == "passage":
+            found = _right(suite, turn.question, turn.text)
+            right = "" if found in (None, "", _UNKNOWN) else found
+        if right is None:
+            return written(turn, _UNKNOWN)
+        draw = self._generator(messages)
+        if draw.random() < self.curve(sum(map(count_message, messages))):
+            return written(turn, right)
+        if not isinstance(right, str):
+            return written(turn, spoilt(right, draw))
+        wrong = suite.spoil(turn.question, turn.text, right, draw) if right else right
+        return written(turn, wrong)
 
     def _generator(self, messages: Sequence[Message]) -> random.Random:
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=16)

@@ -12,9 +12,11 @@ import datetime
 import random
 import re
 from collections.abc import Callable
+from typing import Any
 
 from ramify.extras.suites.oolong import COMPARISONS, LABELS
 from ramify.testing.offline import OfflineSuite
+from ramify.testing.plan_forms import PlanLeafTurn
 
 _LABEL_TASK = re.compile(r"Which label has each line\? (.*)\. Reply with one number a line\.")
 _BEGINNINGS = {form.partition("{}")[0]: label for label, forms in LABELS.items() for form in forms}
@@ -142,6 +144,70 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return f"{draw.choice(('May', 'June', 'July', 'August'))} {year}"
 
 
+def plan_leaf(turn: PlanLeafTurn) -> Any:
+    """Return what a leaf of the plan ``aggregate`` says: of each record the value that the question
+    counts, or the answer by these counts."""
+    if turn.kind == "value":
+        return [_counted(turn.question, *parts) for parts in map(line_fields, turn.records)]
+    if turn.kind != "answer":
+        return None
+    return _by_counts(turn.question, turn.counts, turn.spread)
+
+
+def line_fields(record: str) -> tuple[str, str, str]:
+    """Return date, user and label of a line; empty texts for a line in another form."""
+    found = re.fullmatch(
+        r"Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?", record
+    )
+    return (found[1], found[2], found[4] or _label_of(found[3])) if found else ("", "", "")
+
+
+def _counted(question: str, date: str, user: str, label: str) -> str:
+    """Return the value of a line that ``question`` counts; ``none`` if it leaves the line out."""
+    if not date:
+        return "none"
+    day = datetime.datetime.strptime(date, "%b %d, %Y")
+    month = day.strftime("%B %Y")
+    users = re.search(r"only the lines of the users ([\d, ]+)\.", question)
+    asked_month = re.search(r"only the lines of (\w+ \d{4})\.", question)
+    if users is not None and user not in users[1].split(", "):
+        return "none"
+    if asked_month is not None and month != asked_month[1]:
+        return "none"
+    named = re.findall(r"'([^']+)'", question)
+    if "How many dates occur" in question:
+        return date
+    if "Which month" in question:
+        return month
+    if "Which user has the most" in question:
+        return user if label == named[0] else "none"
+    if before := re.search(r"more common before (\w+ \d+, \d+) than", question):
+        start = datetime.datetime.strptime(before[1], "%b %d, %Y")
+        return "none" if label != named[0] else "before" if day < start else "from then on"
+    return label
+
+
+def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) -> str:
+    """Return the answer by the counts of the values that ``_counted`` gives, and by the numbers of
+    values that have each count."""
+    named = re.findall(r"'([^']+)'", question)
+    if times := re.search(r"in exactly (\d+) lines", question):
+        return str(spread.get(times[1], 0))
+    if "How many instances have" in question:
+        return str(counts.get(named[0], 0))
+    if "more common before" in question:
+        return compared(counts.get("before", 0), counts.get("from then on", 0))
+    if not counts:
+        return "unknown"
+    if "is the least common" in question:
+        return best_of(counts, -1)
+    if "is the second most common" in question:
+        return best_of(counts, 1)
+    if re.search(r"is the most common|Which user|Which month", question):
+        return best_of(counts, 0)
+    return compared(counts.get(named[0], 0), counts.get(named[1], 0))
+
+
 OOLONG = OfflineSuite(
     "oolong",
     r"Which of the labels is the |How many instances have the label '|Is the label '.* more common "
@@ -151,5 +217,6 @@ OOLONG = OfflineSuite(
     read,
     spoil,
     (labelled_lines, best_of, compared),
+    plan_leaf,
 )
 """Leaves label the lines, and code counts."""

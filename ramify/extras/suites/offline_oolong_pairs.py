@@ -12,10 +12,12 @@ import datetime
 import random
 import re
 from collections.abc import Callable
+from typing import Any
 
 from ramify.extras.suites import offline_oolong
 from ramify.extras.suites.offline_oolong import labelled_lines
 from ramify.testing.offline import OfflineSuite
+from ramify.testing.plan_forms import PlanLeafTurn
 
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
@@ -59,7 +61,50 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return changed if set(pairs) != set(right.split("\n")) else "\n".join(pairs[1:]) or "none"
 
 
+def plan_leaf(turn: PlanLeafTurn) -> Any:
+    """Return what a leaf of the plan ``pairwise`` says: the user and the label of each record that
+    the condition counts, or the side of each user by these counts."""
+    labels = re.findall(r"'([^']+)'", turn.question)
+    if turn.kind == "facts":
+        after = re.search(r"on or after (\w+ \d+, \d+)", turn.question)
+        start = None if after is None else datetime.datetime.strptime(after[1], "%b %d, %Y")
+        return [_fact(record, labels, start) for record in turn.records]
+    return _sides(turn.question, labels, turn.counts) if turn.kind == "sides" else None
+
+
+def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> dict[str, str]:
+    date, user, label = offline_oolong.line_fields(record)
+    is_early = start is not None and date and datetime.datetime.strptime(date, "%b %d, %Y") < start
+    is_counted = date and not is_early and label in labels
+    return {"key": user, "value": label if is_counted else "none"}
+
+
+def _sides(question: str, labels: list[str], counts: dict[str, int]) -> list[dict[str, str]]:
+    """Return the side of each user by the counts of ``user | label``."""
+    found = {tuple(key.split(" | ")): count for key, count in counts.items()}
+    users = sorted({user for user, _ in found})
+    exact = re.search(r"exactly (\d+) instances? with", question)
+    sides = []
+    for user in users:
+        if "one of the users" in question:
+            first = found.get((user, labels[0]), 0) > 0
+            second = found.get((user, labels[1]), 0) == 1
+        elif exact is not None:
+            first = second = found.get((user, labels[0]), 0) == int(exact[1])
+        else:
+            first = second = any(found.get((user, label)) for label in labels)
+        side = "both" if first and second else "first" if first else "second"
+        sides.append({"key": user, "side": side if first or second else "neither"})
+    return sides
+
+
 PAIRS = OfflineSuite(
-    "oolong_pairs", r"List all pairs of users such that", solve, read, spoil, (labelled_lines,)
+    "oolong_pairs",
+    r"List all pairs of users such that",
+    solve,
+    read,
+    spoil,
+    (labelled_lines,),
+    plan_leaf,
 )
 """Leaves label the lines, and code joins the users that satisfy the condition."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 
 from ramify.testing.offline import OfflineSuite
+from ramify.testing.plan_forms import PlanLeafTurn
 
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
@@ -67,11 +68,26 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return "{}: {}".format(*draw.choice(pairs)) if pairs else right
 
 
+def plan_leaf(turn: PlanLeafTurn) -> str | None:
+    """Return what a leaf of the plan ``summarise`` says: the facts of a passage as sentences, or
+    the last amount of each place of several summaries."""
+    if turn.kind == "summarise":
+        wanted = re.findall(r"^Summarise (.+?) in at most \d+ words", turn.question)[0]
+        facts = _facts(wanted, turn.text)
+    elif turn.kind == "merge":
+        facts = re.findall(r"^(\w+) has (\d+) crowns\.$", turn.text, re.MULTILINE)
+    else:
+        return None
+    amounts = dict(facts)
+    return "\n".join(f"{place} has {amounts[place]} crowns." for place in amounts) or "None."
+
+
 PLANTED = OfflineSuite(
     "planted",
     r"^Summarise .+ in at most \d+ words: one sentence for each place",
     solve,
     read,
     spoil,
+    leaf=plan_leaf,
 )
 """Leaves extract the facts of each part, and code keeps the last amount of each place."""
