@@ -11,7 +11,8 @@ depend on the machine. Times are against a server on loopback that answers after
 of several rounds, in which the plan and a bare loop of ``aiohttp`` over the same prompts take turns.
 A kill is SIGKILL to a process that runs a stored plan; this process resumes the run. The figure of
 lambda-RLM is the published one (its theorem states 21 calls, and its code makes 580); its code is in
-no package registry, so it was not run here. Not here: how right the answers are (`suites.py`).
+no package registry, so it was not run here. ``--suites`` compares the modes on the suites
+(plans_modes.py), at their full size.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import aiohttp
 from figures import Figure, show
+from plans_modes import on_suites
 from processes import quiet_env, scripted_server
 
 from ramify import RLM, ConfigError, Limits, Price, ScriptedClient, Store, plans, testing
@@ -57,19 +59,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of plans.")
     parser.add_argument("--quick", action="store_true", help="fewer random plans and kills")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--suites", action="store_true", help="only the modes on the suites")
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         return run_stored(*options.side)
+    if options.suites:
+        return shown(list(on_suites(quick=options.quick)), as_json=options.json)
     found = [
         *calls(),
         *random_plans(150 if options.quick else 1_000),
         beside_lambda(),
         *map_step(3 if options.quick else 7),
         *kills(5 if options.quick else None),
+        *(on_suites(quick=True) if options.quick else ()),
     ]
+    return shown(found, as_json=options.json)
+
+
+def shown(found: list[Figure], *, as_json: bool) -> int:
+    """Print the figures, and return the exit code."""
     show(found)
-    if options.json:
+    if as_json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))
     return 1 if any(figure.holds is False for figure in found) else 0
 

@@ -11,6 +11,9 @@ import builtins
 import collections
 import datetime
 import difflib
+import hashlib
+import inspect
+import json
 import random
 import re
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from ramify import plans
 from ramify.engine.rlm import RLM
 from ramify.evaluate.run import EvaluationPlan, evaluate
 from ramify.extras.suites import (
@@ -41,7 +45,9 @@ ROWS = [
     for suite, families in FAMILIES.items()
     for family in families
 ]
-PERFECT, WRONG = (OfflineModel(curve=AccuracyCurve(((1, share),))) for share in (1.0, 0.0))
+PERFECT, HALF, WRONG = (
+    OfflineModel(curve=AccuracyCurve(((1, share),))) for share in (1.0, 0.5, 0.0)
+)
 
 
 def suite_task(suite: str, family: str | None = None) -> SimpleTask:
@@ -148,3 +154,53 @@ def test_spoiled_labels_differ_in_a_few_lines() -> None:
     wrong = OFFLINE_SUITES.of("oolong").spoil(question, "", right, random.Random(0))
     differ = sum(a != b for a, b in zip(right.split("\n"), wrong.split("\n"), strict=True))
     assert 1 <= differ <= 4
+
+
+PUBLISHED = {
+    "code_qa": "0a8603fd363bee27",
+    "mrcr": "de02eb2f8c06085b",
+    "multihop": "c76825d145d0c0b1",
+    "niah": "2aeb6bfffb765df7",
+    "oolong": "d4e942fd3bfeb9a4",
+    "oolong_pairs": "43f7bf7df9d0ebd8",
+    "planted": "c494e30f6a88f090",
+}
+"""Suite -> hash of its strategy and of how a leaf reads and errs. Scores that were published with the
+model for offline use hold only for these."""
+
+
+@pytest.mark.parametrize("suite", PUBLISHED)
+def test_published_strategies_and_leaves_have_not_changed(suite: str) -> None:
+    known = OFFLINE_SUITES.of(suite)
+    texts = [known.asks, known.code(), *map(inspect.getsource, (known.read, known.spoil))]
+    assert hashlib.sha256("".join(texts).encode()).hexdigest()[:16] == PUBLISHED[suite]
+
+
+@pytest.mark.parametrize(
+    ("suite", "plan"),
+    [("oolong", "aggregate"), ("oolong_pairs", "pairwise"), ("planted", "summarise")],
+)
+@pytest.mark.parametrize("part_tokens", [700, 4_000])
+def test_a_ready_plan_with_perfect_leaves_is_right(suite: str, plan: str, part_tokens: int) -> None:
+    for family in FAMILIES[suite]:
+        task = suite_task(suite, family)
+        with RLM(PERFECT.client()) as rlm:
+            # Counts do not name a label that no record has, which may be the least common one.
+            for item in [e for e in items_of(task, "test")[:8] if not e.kind.endswith(" least")]:
+                strategy = plans.strategy_for(item.question, name=plan, part_tokens=part_tokens)
+                result = rlm.completion(item.context, item.question, strategy=strategy)
+                answer = result.answer
+                assert score(task, answer, item) == 1.0, (item.question, item.gold, answer)
+
+
+def test_a_leaf_of_a_plan_errs_as_often_as_the_curve_says() -> None:
+    task = suite_task("oolong", "counting")
+    right = wrong = 0
+    for item in items_of(task, "test")[:60]:
+        plan = plans.aggregate(part_tokens=700)
+        part = plan.steps[0].parts(item.context)[0]  # type: ignore[union-attr]
+        prompt = next(plan.leaves()).sent(item.question, part)
+        replies = [m.reply([Message("user", prompt)]) for m in (PERFECT, HALF)]
+        assert len(json.loads(replies[1])) == len(part.records)
+        right, wrong = right + (replies[0] == replies[1]), wrong + (replies[0] != replies[1])
+    assert (right > 15, wrong > 15) == (True, True), (right, wrong)
