@@ -134,6 +134,9 @@ class LeafCalls:
                 sampling=sampling,
                 max_repairs=leaf.max_repairs,
             )
+            # The leaf that got this one's slot is sent first: the model works while this one is
+            # recorded and the next one begins.
+            await asyncio.sleep(0)
         finally:
             run.end(call, outcome)
         return outcome
