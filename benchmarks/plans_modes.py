@@ -62,7 +62,8 @@ def on_suites(*, quick: bool) -> Iterator[Figure]:
         data = {"date": f"{datetime.date.today()}", "part_tokens": calibrated, "cells": table}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     for (suite, length), modes in rows.items():
-        score = {mode: modes[mode]["score"]["value"] for mode in MODES}
+        # Without a scored attempt, as if all were wrong: the plan could not read the texts.
+        score = {mode: (modes[mode]["score"] or {"value": 0.0})["value"] for mode in MODES}
         name = f"{suite} at {length}"
         if suite in BEATEN and (length == LONGEST or quick):
             for mode in ("plan", "auto"):
