@@ -148,11 +148,14 @@ class _Curve:
         points = points_of(plan, outcomes)
         if not points:
             return
+        missing = sum(cell.plan.items for cell in plan.cells) - sum(each.items for each in points)
         today = time.strftime("%Y-%m-%d", time.localtime())
         model = plan.first.model
         name = named_models()[model].name if model in named_models() else model
         found = Calibration(name, today, points, self._tolerance)
-        path = store_calibration(found, folder_store("ramify calibrate").root)
+        path = None
+        if not missing:
+            path = store_calibration(found, folder_store("ramify calibrate").root)
         if self._svg is not None:
             image = Path(self._svg).expanduser()
             try:
@@ -162,10 +165,17 @@ class _Curve:
                 self._notes.warning(f"the image {image} cannot be written: {error.strerror}")
         if self._as_json:
             data = msgspec.to_builtins(found)
-            print(json_line({**data, "part_tokens": found.part_tokens, "file": str(path)}))
-            return
-        print("\n".join(curve_lines(found)))
-        self._notes.say(f"stored in {path}; plans with {found.model} use {found.note}")
+            file = None if path is None else str(path)
+            print(json_line({**data, "part_tokens": found.part_tokens, "file": file}))
+        else:
+            print("\n".join(curve_lines(found)))
+        if path is None:
+            self._notes.warning(
+                f"not stored: {many(missing, 'question')} failed without a score; ask them again "
+                f"with: ramify calibrate --resume {plan.id}"
+            )
+        else:
+            self._notes.say(f"stored in {path}; plans with {found.model} use {found.note}")
 
 
 def _plan(
@@ -183,8 +193,6 @@ def _plan(
     from ramify.evaluate.modes import room_of
     from ramify.evaluate.run import EvaluationPlan
 
-    if model not in named_models() and ":" not in model:
-        raise UsageError(f"'{model}' is not a model: name it as provider:model")
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
     kept.setdefault("max_reply_tokens", _REPLY_TOKENS)
     rlm = make_rlm({**kept, "model": model}, sandbox_spec({}), None)
