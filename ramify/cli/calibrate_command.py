@@ -10,7 +10,6 @@ the attempts (see eval_matrix.py), and how a plan uses the result (``plans/calib
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,17 +141,16 @@ class _Curve:
         )
 
     def __call__(self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]) -> None:
-        from ramify.evaluate.calibration_curve import curve_lines, curve_svg, points_of
+        from ramify.evaluate.calibration_curve import curve_lines, curve_svg, date_of, points_of
         from ramify.plans.calibration import Calibration, store_calibration
 
         points = points_of(plan, outcomes)
         if not points:
             return
         missing = sum(cell.plan.items for cell in plan.cells) - sum(each.items for each in points)
-        today = time.strftime("%Y-%m-%d", time.localtime())
         model = plan.first.model
         name = named_models()[model].name if model in named_models() else model
-        found = Calibration(name, today, points, self._tolerance)
+        found = Calibration(name, date_of(plan), points, self._tolerance)
         path = None
         if not missing:
             path = store_calibration(found, folder_store("ramify calibrate").root)
@@ -201,7 +199,7 @@ def _plan(
     for size in chosen:
         if not room.fits(text_tokens(size)):
             raise UsageError(
-                f"--sizes {size}: a leaf of {size:,} tokens does not fit the window of {model} "
+                f"a leaf of {size:,} tokens does not fit the window of {model} "
                 f"({room.window:,} tokens, of which {room.reply:,} are for the reply)"
             )
     axes = MatrixAxes(

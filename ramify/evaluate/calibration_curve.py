@@ -64,10 +64,19 @@ def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
 
 
 def is_calibration(plan: MatrixPlan) -> bool:
-    """Whether the matrix asks one model by plain calls about texts of stated lengths."""
+    """Whether the matrix asks one model the questions of a calibration by plain calls."""
     models = {cell.plan.model for cell in plan.cells}
-    is_direct = all(cell.mode == "direct" and cell.tokens for cell in plan.cells)
-    return is_direct and len(models) == 1
+    return len(models) == 1 and all(
+        cell.mode == "direct"
+        and cell.tokens
+        and cell.place.get("family") in QUESTIONS.get(cell.place["suite"], ())
+        for cell in plan.cells
+    )
+
+
+def date_of(plan: MatrixPlan) -> str:
+    """Return the day on which the matrix began, as its id says it."""
+    return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 
 
 def points_of(

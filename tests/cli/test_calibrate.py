@@ -79,7 +79,7 @@ def _num_replies(shell: Shell) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nothing"], "'nothing' is not a model: name it as provider:model"),
+        (["nothing"], "model 'nothing' has no provider: write provider:model"),
         (["opnai:gpt"], "opnai"),
         (["offline:default", "--sizes", "500"], "'500' is not a number of tokens from 1,334 up"),
         (["offline:default", "--sizes", "2k,2000"], "name each size once"),
