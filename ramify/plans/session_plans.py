@@ -43,6 +43,7 @@ from ramify.plans.value_types import (
     list_of,
     pair_of,
 )
+from ramify.sandbox.base import MappedText
 
 _STEPS: dict[str, Callable[..., Plan]] = {
     "split": c.split,
@@ -185,7 +186,7 @@ def _received(sent: Any, context: Any) -> Any:
         raise ConfigError("the value cannot be read: call the functions of ramify_plans")
     match sent.get("of"):
         case "context":
-            return context
+            return str(context) if isinstance(context, MappedText) else context
         case "value":
             return sent.get("value")
         case "pair":
@@ -233,18 +234,16 @@ def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
     return found
 
 
+_KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Comparison}
+"""Options that are sent as dicts."""
+
+
 def _built(name: str, value: Any) -> Any:
     """Return an option as the value that the functions of plans get. Raises ConfigError."""
-    if not isinstance(value, dict) or "by" not in value or name not in ("leaf", "predicate"):
-        if name in ("left", "right") and isinstance(value, dict):
-            return _converted(value, Comparison)
+    if name not in _KINDS:
         return value
-    return _converted(value, _Predicate)
-
-
-def _converted(value: dict[str, Any], kind: Any) -> Any:
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, _KINDS[name])
     except msgspec.ValidationError as error:
         cause = error.__cause__
         raise ConfigError(str(cause if isinstance(cause, ConfigError) else error)) from None
@@ -290,9 +289,9 @@ def _item_type(items: Sequence[Any]) -> ValueType:
     if given and all(isinstance(item, Mapping) for item in given):
         names = dict.fromkeys(name for item in given for name in item if isinstance(name, str))
         return ValueType("record", fields=dict.fromkeys(names, ANY))
-    kinds = {_type_of(item).kind: item for item in given if not isinstance(item, list | tuple)}
-    if len(kinds) == 1 and not any(isinstance(item, list | tuple) for item in given):
-        return _type_of(next(iter(kinds.values())))
     if given and all(isinstance(item, list | tuple) for item in given):
         return list_of(ANY)
-    return ANY
+    if any(isinstance(item, list | tuple | Mapping | Part) for item in given):
+        return ANY
+    found = {kind.kind: kind for kind in map(_type_of, given)}
+    return next(iter(found.values())) if len(found) == 1 else ANY

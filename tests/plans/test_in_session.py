@@ -18,6 +18,7 @@ from ramify import (
     ScriptedClient,
     Stop,
     Store,
+    load,
     plans,
 )
 from ramify.engine.scaffold import SCAFFOLDS
@@ -163,6 +164,26 @@ def test_values_of_a_session_are_lists_and_texts_of_any_kind() -> None:
         "[False, True]",
         "False",
     ]
+
+
+def test_texts_that_stay_in_their_files_are_read(tmp_path: Path) -> None:
+    names = ["a.log", "b.log"]
+    for name in names:
+        (tmp_path / name).write_text(lines(30))
+    one, two = load(tmp_path / "a.log", mapped_bytes=100), load(tmp_path, mapped_bytes=100)
+    cell = """
+from ramify_plans import *
+a = classify(context, ["ham", "spam"], part_tokens=200)
+b = classify(split(context, tokens=200), ["ham", "spam"])
+c = classify(context[:200], ["ham", "spam"])
+FINAL([len(a), len(b), len(c), ask(context, Leaf("?", schema=bool))])"""
+    result, _ = in_session([cell], one)
+    assert result.answer == [30, 30, 5, True]
+    cell = """
+from ramify_plans import *
+FINAL([len(classify(context, ["ham", "spam"])), len(split([context["a.log"]], "items", tokens=900))])"""
+    result, _ = in_session([cell], two)
+    assert result.answer == [60, 1]
 
 
 RANDOM = """
