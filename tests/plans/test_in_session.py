@@ -22,6 +22,9 @@ from ramify import (
     plans,
 )
 from ramify.engine.scaffold import SCAFFOLDS
+from ramify.extras.suites.oolong import oolong
+from ramify.extras.suites.oolong_pairs import oolong_pairs
+from ramify.tasks.base import SimpleTask
 from ramify.types.message import Message
 from ramify.types.trajectory import Call
 from tests.plans.helpers import LABELS, QUESTION, answered, lines, reply
@@ -97,6 +100,22 @@ def test_a_session_gets_the_answer_of_the_plan_with_as_many_calls(name: str) -> 
     assert by_session.answer == by_plan.answer
     assert prompts(free) == prompts(planned)
     assert len(leaves(by_session)) == len(leaves(by_plan)) == len(free.requests) - 1
+
+
+@pytest.mark.parametrize("suite", [oolong, oolong_pairs])
+def test_a_suite_is_answered_as_by_its_plan(suite: Callable[..., SimpleTask]) -> None:
+    """The offline model answers the leaves of both."""
+    for item in suite(tokens=8_000).splits["test"][:2]:
+        name, _ = plans.plan_for(item.question)
+        strategy = plans.PlanStrategy(plans.ready_plan(name, part_tokens=1000))
+        cell = f"from ramify_plans import {name}\nFINAL({name}(part_tokens=1000))"
+        with RLM("offline:default") as rlm:
+            by_plan = rlm.completion(item.context, item.question, strategy=strategy)
+        by_session, _ = in_session(
+            [cell], item.context, question=item.question, sub_model="offline:default"
+        )
+        assert by_session.answer == by_plan.answer
+        assert len(leaves(by_session)) == len(leaves(by_plan)) == by_plan.usage.calls > 5
 
 
 def test_classify_replaces_a_loop_over_the_parts() -> None:
