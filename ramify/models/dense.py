@@ -29,7 +29,9 @@ vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -255,6 +257,8 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(shape)
         self.input_layernorm = _Norm(shape.width, shape.norm_eps)
         self.post_attention_layernorm = _Norm(shape.width, shape.norm_eps)
+        self.is_compiled = False
+        """Whether training computes the layer's two parts in compiled form (``compile_layers``)."""
 
     def forward(
         self,
@@ -265,10 +269,24 @@ class _Layer(nn.Module):
         attend: CausalAttention,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        o_ND = self.self_attn.forward(
-            self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d, index, attend, rows_N
-        )
-        h_ND = (h_TD if rows_N is None else h_TD.index_select(0, rows_N)) + o_ND
+        before, after = _Layer.before_attention, _Layer.after_attention
+        if self.is_compiled and not torch.is_inference_mode_enabled():
+            before, after = _compiled_parts()
+        q_THd, k_TKd, v_TKd = before(self, h_TD, cos_T1d, sin_T1d)
+        o_THd = attend(index, q_THd, k_TKd, v_TKd, self.self_attn.shape.head_size**-0.5)
+        if rows_N is not None:
+            h_TD, o_THd = h_TD.index_select(0, rows_N), o_THd.index_select(0, rows_N)
+        return after(self, h_TD, o_THd)
+
+    def before_attention(
+        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [T, H, d] and keys [T, K, d], and values [T, K, d]."""
+        return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
+
+    def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
+        """[N, D] after the layer, of the rows that go on."""
+        h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
 
@@ -289,25 +307,15 @@ class _Attention(nn.Module):
         self.shape = shape
 
     def forward(
-        self,
-        h_TD: Tensor,
-        cos_T1d: Tensor,
-        sin_T1d: Tensor,
-        index: int,
-        attend: CausalAttention,
-        rows_N: Tensor | None,
-    ) -> Tensor:
+        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.shape
         q_THd = self.q_proj.forward(h_TD).view(-1, shape.num_heads, shape.head_size)
         k_TKd = self.k_proj.forward(h_TD).view(-1, shape.num_kv_heads, shape.head_size)
         v_TKd = self.v_proj.forward(h_TD).view(-1, shape.num_kv_heads, shape.head_size)
         if shape.qk_norm:
             q_THd, k_TKd = self.q_norm.forward(q_THd), self.k_norm.forward(k_TKd)
-        q_THd, k_TKd = _rotate(q_THd, cos_T1d, sin_T1d), _rotate(k_TKd, cos_T1d, sin_T1d)
-        o_THd = attend(index, q_THd, k_TKd, v_TKd, shape.head_size**-0.5)
-        if rows_N is not None:
-            o_THd = o_THd.index_select(0, rows_N)
-        return self.o_proj.forward(o_THd.flatten(-2))
+        return _rotate(q_THd, cos_T1d, sin_T1d), _rotate(k_TKd, cos_T1d, sin_T1d), v_TKd
 
 
 class _Mlp(nn.Module):
@@ -346,6 +354,27 @@ class _Norm(nn.Module):
         return rms_norm(x, self.weight.to(x.dtype), self.eps)  # under autocast x has another type
 
 
+def compile_layers(model: DenseModel, enabled: bool) -> None:
+    """Turn ``torch.compile`` on or off for what each layer computes before and after attention:
+    norms, rotations, activations and casts become a few kernels, which all layers share.
+
+    The first batch compiles them, which takes most of a minute. An engine that samples from the
+    same model (in inference mode) computes as before. Attention is never compiled: it walks a
+    different forest in every batch.
+    """
+    for layer in model.model.layers:
+        assert isinstance(layer, _Layer)
+        layer.is_compiled = enabled
+
+
+@functools.cache
+def _compiled_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``before_attention`` and ``after_attention`` for any number of tokens."""
+    parts = (_Layer.before_attention, _Layer.after_attention)
+    before, after = (torch.compile(each, dynamic=True) for each in parts)
+    return before, after
+
+
 def frequencies(shape: DenseShape) -> Tensor:
     """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), scaled as in
     Llama 3.1.
@@ -366,8 +395,9 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     """Pairs (i, i + d/2) of each head, rotated by the position's angle; ``sin`` carries the
-    signs."""
-    return torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
+    signs. Under autocast, the angles are more precise than the result."""
+    rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
+    return rotated.to(x_Thd.dtype)
 
 
 def _rope(config: Any) -> dict[str, Any]:

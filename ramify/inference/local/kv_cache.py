@@ -108,7 +108,7 @@ class StepAttention:
         self._cache = cache
         self._num_decoding = len(step.slots)
         self._write_at = self._rows_of(step).to(cache.kv.device)
-        self._decoding = _SomeSlots(cache, step) if step.slots else None
+        self._decoding = DecodingSlots.of(cache, step) if step.slots else None
         self._chunks = [_Chunk(cache, span) for span in step.spans]
 
     def __call__(
@@ -170,31 +170,41 @@ class _FirstSlots:
         return o.reshape(q_nHd.shape)
 
 
-class _SomeSlots:
+class DecodingSlots:
     """Attention of one token each of some slots, over the block of slots up to the last of them."""
 
-    def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
+    def __init__(
+        self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
+    ) -> None:
+        """``slots_T``: the slot of each token, which may occur again with the same token; None if
+        token i is in slot i. ``last_n``: the last position that each slot attends to. ``length``:
+        how many positions are read. All on the cache's device."""
+        self._n = len(last_n)
+        self._attend = _FirstSlots(cache, last_n, length)
+        self._slots = slots_T
+
+    @classmethod
+    def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodingSlots:
+        """For the decoding tokens of ``step``."""
         device = cache.kv.device
-        self._n = step.slots[-1] + 1
+        num_slots = step.slots[-1] + 1
         length = max(step.positions) + 1
         if device.type != "cpu":  # GPU attention kernels prefer aligned memory
             length = min(-(-length // 16) * 16, cache.capacity)
-        is_dense = len(step.slots) == self._n
-        last_n = torch.tensor(step.positions)
-        if not is_dense:
+        last_n, slots_T = torch.tensor(step.positions), None
+        if len(step.slots) < num_slots:
+            slots_T = torch.tensor(step.slots)
             # A slot that does not decode attends to its first position, so that its unused row is
             # finite.
-            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(
-                0, torch.tensor(step.slots), last_n
-            )
-        self._attend = _FirstSlots(cache, last_n.to(device), length)
-        self._slots = None if is_dense else torch.tensor(step.slots, device=device)
+            last_n = torch.zeros(num_slots, dtype=torch.long).index_copy_(0, slots_T, last_n)
+            slots_T = slots_T.to(device)
+        return cls(cache, slots_T, last_n.to(device), length)
 
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
         if self._slots is None:
             return self._attend(layer, q_THd, scale)
         q_nHd = q_THd.new_zeros(self._n, *q_THd.shape[1:]).index_copy_(0, self._slots, q_THd)
-        return self._attend(layer, q_nHd, scale)[self._slots]
+        return self._attend(layer, q_nHd, scale).index_select(0, self._slots)
 
 
 class _Chunk:

@@ -3,7 +3,8 @@
 A model gets the fastest runner that gives its own results:
 
     DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on
-                           a CPU, small models run as a ``PreparedDecoder``
+                           a CPU, small models run as a ``PreparedDecoder``; on a GPU, steps that
+                           only decode are CUDA graphs (``decode_graphs.py``)
     transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
                            logits of the module alone (``models.trunk``); otherwise
                            ``ModuleRunner``: one sequence at a time, with transformers' own cache
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
+from ramify.inference.local.decode_graphs import CudaGraphRecorder, DecodeGraphs, Record
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
 from ramify.inference.local.prepared_decoder import PreparedDecoder
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
@@ -343,17 +345,24 @@ class FlatRunner:
     routers: MixtureRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
-    def __init__(self, decoder: DecoderModel, layout: CacheLayout) -> None:
+    def __init__(
+        self, decoder: DecoderModel, layout: CacheLayout, record: Record | None = None
+    ) -> None:
+        """``record``: how steps that only decode are recorded and repeated (``decode_graphs.py``);
+        None: they run like all others."""
         self._decoder = decoder
         self._layout = layout
+        self._record = record
         self.bytes_per_token = layout.bytes_per_token
-        self._cache = KeyValueCache(layout, 1, 1)
+        self._set_cache(KeyValueCache(layout, 1, 1))
 
     @property
     def cache_bytes(self) -> int:
         return self._cache.kv.untyped_storage().nbytes()
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
+        if self._graphs is not None and not step.spans:
+            return self._graphs.logits(step)
         rows_N = None
         if step.spans:
             rows = list(range(len(step.slots)))
@@ -372,7 +381,7 @@ class FlatRunner:
         self._cache.change(change)
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        self._cache = self._cache.resized(stay, num_slots, capacity)
+        self._set_cache(self._cache.resized(stay, num_slots, capacity))
 
     def forget(self) -> None:
         """Nothing to do: slots are written before they are read."""
@@ -383,6 +392,12 @@ class FlatRunner:
         return self._decoder.logits(
             self._hidden(EngineStep(spans=[SlotSpan(0, 0, ids)]), cache, None)
         )
+
+    def _set_cache(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+        self._graphs: DecodeGraphs | None = None
+        if self._record is not None and isinstance(self._decoder, DenseModel):
+            self._graphs = DecodeGraphs(self._decoder, cache, self._record)
 
     def _hidden(self, step: EngineStep, cache: KeyValueCache, rows_N: Tensor | None) -> Tensor:
         ids, positions = list(step.ids), list(step.positions)
@@ -415,7 +430,8 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
         layout = CacheLayout(*sizes, parameter.dtype, parameter.device)
         if PreparedDecoder.suits(model):
             return _PreparedRunner(PreparedDecoder(model), layout)
-        return FlatRunner(model, layout)
+        is_cuda = parameter.device.type == "cuda"
+        return FlatRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
     return _flat(model) or ModuleRunner(model)
 
 

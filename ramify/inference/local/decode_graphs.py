@@ -1,0 +1,192 @@
+"""CUDA graphs of the steps in which every sequence decodes one token.
+
+A step of a small model is some 800 kernels. On a GPU it takes ten times as long to launch them one
+by one as to run them. A CUDA graph records the launches once and repeats them with a single call,
+always with the same shapes and the same memory:
+
+    step ── round up to a ``StepShape`` ── copy the inputs ── replay that shape's graph ── logits
+
+Rounding up adds rows. Each repeats the first token of the step, so it writes the same keys and
+values to the same place of the cache, and its logits are dropped. A shape that occurs for the first
+time runs kernel by kernel, and is recorded when it occurs again.
+
+Not here: steps that also compute prompts (``model_runner.py`` runs them kernel by kernel).
+
+Legend: T tokens of the padded step, n slots, K key-value heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ramify.inference.local.kv_cache import DecodingSlots, KeyValueCache
+from ramify.inference.local.slots import EngineStep
+from ramify.models.dense import DenseModel
+
+MAX_GRAPHS = 128
+"""Recorded shapes of one cache. When there are more, all are dropped and recorded again."""
+_LEAST_LENGTH = 64
+
+Replay = Callable[[], Tensor]
+"""Repeats the recorded work; returns the tensor that it wrote its result to."""
+Record = Callable[[Callable[[], Tensor]], Replay]
+"""Records a piece of work, without running it."""
+
+
+class StepShape(NamedTuple):
+    """The sizes that are fixed in a graph."""
+
+    tokens: int
+    slots: int
+    """Slots up to the last that decodes."""
+    length: int
+    """Positions of the cache that are read."""
+
+    @classmethod
+    def of(cls, step: EngineStep, cache: KeyValueCache) -> StepShape:
+        """The smallest of the recorded sizes that holds ``step``."""
+        slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
+        longest = max(step.positions) + 1
+        length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
+        return cls(min(_rounded(len(step.slots)), slots), slots, length)
+
+
+class DecodeGraphs:
+    """The recorded steps of one cache."""
+
+    def __init__(self, model: DenseModel, cache: KeyValueCache, record: Record) -> None:
+        """``record``: ``CudaGraphRecorder``, or on a CPU a function that computes again."""
+        self._model = model
+        self._cache = cache
+        self._record = record
+        self._inputs: dict[StepShape, Tensor] = {}
+        self._replays: dict[StepShape, Replay] = {}
+        self._weights: tuple[int, ...] = ()
+
+    def logits(self, step: EngineStep) -> Tensor:
+        """fp32 [n, V] after each token of a ``step`` without spans. They are overwritten by the
+        next call."""
+        self._check_weights()
+        shape = StepShape.of(step, self._cache)
+        given = _packed(step, shape)
+        if shape in self._replays:
+            self._inputs[shape].copy_(given)
+            logits_TV = self._replays[shape]()
+        elif shape in self._inputs:
+            logits_TV = self._recorded(shape, given)
+        else:
+            if len(self._inputs) >= MAX_GRAPHS:
+                self._drop()
+            self._inputs[shape] = given.to(self._cache.kv.device)
+            logits_TV = self._compute(shape)
+        return logits_TV[: len(step.slots)]
+
+    def _recorded(self, shape: StepShape, given: Tensor) -> Tensor:
+        self._inputs[shape].copy_(given)
+
+        def compute() -> Tensor:
+            return self._compute(shape)
+
+        try:
+            self._replays[shape] = self._record(compute)
+        except RuntimeError as error:
+            warnings.warn(
+                f"this device records no CUDA graph ({error}): each step launches its kernels one "
+                "by one, which is slower",
+                stacklevel=2,
+            )
+            self._record = lambda work: work
+            self._replays[shape] = compute
+        return self._replays[shape]()
+
+    def _compute(self, shape: StepShape) -> Tensor:
+        """fp32 [T, V] of the shape's inputs."""
+        packed = self._inputs[shape]
+        ids_T, positions_T, slots_T, last_n = packed.split([shape.tokens] * 3 + [shape.slots])
+        attend = _PaddedStep(self._cache, positions_T, slots_T, last_n, shape.length)
+        return self._model.logits(self._model.hidden(ids_T, positions_T, attend))
+
+    def _check_weights(self) -> None:
+        """Drop all graphs if a weight has moved, since they read it at its address."""
+        weights = tuple(each.data_ptr() for each in self._model.parameters())
+        if weights != self._weights:
+            self._drop()
+            self._weights = weights
+
+    def _drop(self) -> None:
+        self._inputs.clear()
+        self._replays.clear()
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs that share one pool of memory, since only one of them runs at a time.
+    Implements ``Record``."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, work: Callable[[], Tensor]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Other threads, such as the trainer's, may use the device meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class _PaddedStep:
+    """Attention of a padded step. Implements ``dense.CausalAttention``."""
+
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        last_n: Tensor,
+        length: int,
+    ) -> None:
+        self._cache = cache
+        self._write_at = cache.write_rows(slots_T * (cache.heads * cache.capacity) + positions_T)
+        self._attend = DecodingSlots(cache, slots_T, last_n, length)
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        self._cache.write(layer, self._write_at, k_TKd, v_TKd)
+        return self._attend(layer, q_THd, scale)
+
+
+def _packed(step: EngineStep, shape: StepShape) -> Tensor:
+    """Ids [T], positions [T], slots [T] and the last position of each slot [n] in one tensor, which
+    is one copy to the device."""
+    num_more = shape.tokens - len(step.slots)
+    ids, positions, slots = (
+        [*each, *[each[0]] * num_more] for each in (step.ids, step.positions, step.slots)
+    )
+    # A slot that does not decode attends to its first position, so that its unused row is finite.
+    last = [0] * shape.slots
+    for slot, position in zip(step.slots, step.positions, strict=True):
+        last[slot] = position
+    return torch.tensor([*ids, *positions, *slots, *last])
+
+
+def _rounded(number: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    power = 1 << max(number - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power
