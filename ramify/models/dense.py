@@ -76,7 +76,8 @@ class _RmsNorm(torch.autograd.Function):
         return dx, dweight_D, None
 
 
-_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of the models that ``DenseModel`` runs."""
 
 
 class CausalAttention(Protocol):
@@ -166,8 +167,8 @@ class DenseShape(msgspec.Struct, frozen=True):
 
 def unsupported(config: Any) -> str | None:
     """Why ``DenseModel`` cannot run a model of this configuration; None if it can."""
-    if config.model_type not in _ARCHITECTURES:
-        return f"the architecture '{config.model_type}' is not one of {', '.join(_ARCHITECTURES)}"
+    if config.model_type not in ARCHITECTURES:
+        return f"the architecture '{config.model_type}' is not one of {', '.join(ARCHITECTURES)}"
     if config.hidden_act != "silu":
         return f"hidden_act '{config.hidden_act}' is not silu"
     kind = _rope(config).get("rope_type", "default")

@@ -391,6 +391,7 @@ def check_deterministic(run: Run) -> None:
         "placement": run.placement is not None,
         f"compute.backend={run.compute.backend}": run.compute.backend != "single",
         "compute.recompute=true": run.compute.recompute,
+        "compute.compile=true": run.compute.compile,
         "rl.sample.max_staleness": sample is not None and sample.max_staleness > 0,
         "rl.sample.straggler_factor": sample is not None and sample.straggler_factor is not None,
     }

@@ -161,6 +161,7 @@ def test_canary_reports_different_rounding_in_deterministic_runs() -> None:
     ("changes", "option"),
     [
         ({"compute": ComputeSpec(recompute=True)}, r"compute\.recompute=true"),
+        ({"compute": ComputeSpec(compile=True)}, r"compute\.compile=true"),
         ({"compute": ComputeSpec(backend="fsdp")}, r"compute\.backend=fsdp"),
     ],
 )

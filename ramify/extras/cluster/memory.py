@@ -80,7 +80,7 @@ def of_rank(
     if run.compute.backend == "fsdp" and shards > 1:
         parts["gathered"] = _gathered(run, shape, device)
     parts |= _second(run, shape, shards)
-    parts[_ACTIVATIONS] = max_tokens(run, shape, device) * _per_token(run, shape)
+    parts[_ACTIVATIONS] = max_tokens(run, shape, device) * _per_token(run, shape, device)
     parts[_LOGITS] = 2 * FP32 * (run.compute.max_logits or _logits(device))
     if rank == 0:
         parts |= _of_run(run, shape, device)
@@ -154,7 +154,7 @@ def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))
-    return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape))
+    return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape, device))
 
 
 def slots(run: Run, device: DeviceSpec) -> int:
@@ -265,11 +265,12 @@ def _share_of_gpu(args: Sequence[str]) -> float:
     return _SHARE_OF_VLLM
 
 
-def _per_token(run: Run, shape: ModelShape) -> int:
+def _per_token(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     from ramify.train.backends.activation_memory import activation_bytes
 
     mlp = shape.mlp // run.compute.shard.tensor
-    return activation_bytes(shape.width, mlp, shape.layers, run.compute.recompute)
+    itemsize = compute_itemsize(run, device)
+    return activation_bytes(shape.width, mlp, shape.layers, run.compute.recompute, itemsize)
 
 
 def _logits(device: DeviceSpec) -> int:

@@ -33,6 +33,7 @@ from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import adapters, shards
+from ramify.train.backends.activation_memory import most_tokens
 from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
@@ -235,8 +236,10 @@ class RankModels:
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
         plain = ComputeSpec(
-            max_tokens=compute.max_tokens,
+            max_tokens=compute.max_tokens
+            or most_tokens(made.policy.config, self.device, compute.recompute, compute.precision),
             precision="fp32",
+            compile=compute.compile,
             recompute=compute.recompute,
             max_logits=compute.max_logits,
             share=compute.share,

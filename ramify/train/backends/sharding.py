@@ -33,8 +33,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ramify.errors import ConfigError
-from ramify.models.dense import DenseModel
 from ramify.train.backends.activation_memory import layers_of
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.layer_split import RankMesh, SplitPlan
@@ -107,8 +105,6 @@ class ShardedLayout:
         mesh.split(model, plan)
         _tie_again(model, tied)
         layers = layers_of(model)
-        if shard.compile:
-            _compile(model, layers)
         self._root = _Root(model)
         everywhere: dict[str, Any] = {
             "mesh": mesh.storage(),
@@ -307,37 +303,6 @@ def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _compile(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Compile each layer's forward pass for any number of tokens, except attention, which walks a
-    different forest in every batch."""
-    if not isinstance(model, DenseModel):
-        raise ConfigError(
-            "compute.shard.compile is for Llama, Mistral, Qwen2 and Qwen3, which run as Dense"
-        )
-    for layer in layers:
-        layer.forward = _CompiledModule(layer.forward)
-
-
-class _CompiledModule:
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        self._forward = torch.compile(forward, dynamic=True)
-        self._attend: Any = forward
-        disable: Any = torch.compiler.disable
-        self._attended = disable(lambda *arguments: self._attend(*arguments))
-
-    def __call__(
-        self,
-        h_TD: Tensor,
-        cos_T1d: Tensor,
-        sin_T1d: Tensor,
-        index: int,
-        attend: Any,
-        rows_N: Tensor | None = None,
-    ) -> Tensor:
-        self._attend = attend
-        return self._forward(h_TD, cos_T1d, sin_T1d, index, self._attended, rows_N)
 
 
 def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ramify.actors.rank_group import RemoteRankError
 from ramify.errors import ConfigError, TrainError
+from ramify.models.dense import ARCHITECTURES, DenseModel, compile_layers
 from ramify.models.load import Policy
 from ramify.models.routing import MixtureRouters, StepBalance, configured_weight
 from ramify.models.trunk import HeadRequest, entry_logprobs, fixed_shape_trunk, trunk_of
@@ -92,6 +93,13 @@ class SingleBackend:
         self._router_weight = configured_weight(policy.config)
         routers = MixtureRouters.of(self.model)
         self._balance = None if routers is None else StepBalance(routers, self._spread.total)
+        if isinstance(self.model, DenseModel):
+            compile_layers(self.model, self.compute.compile)
+        elif self.compute.compile:
+            raise ConfigError(
+                f"compute.compile=true is for {', '.join(ARCHITECTURES)}, and this model is a "
+                f"{type(self.model).__name__}: leave it out"
+            )
         recompute_layers(self.model, self.compute.recompute)
         self.value_head: nn.Module | None = None
         if critic and spread is None:
@@ -103,12 +111,13 @@ class SingleBackend:
         self._optimizers = CombinedOptimizer(self.trained_modules, self._optim, self._spread.muon)
         self._num_steps = 0
         is_cuda = self._device.type == "cuda"
-        gpu_bytes = torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0
         self._max_logits = self.compute.max_logits or logits_at_once(is_cuda)
         self._window = policy.window
         self.packing = PackingSpec(
             self.compute.max_tokens
-            or most_tokens(policy.config, gpu_bytes, self.compute.recompute),
+            or most_tokens(
+                policy.config, self._device, self.compute.recompute, self.compute.precision
+            ),
             self.compute.share and self.trunk.shares,
             compute_cost(self.model, policy.config, self._device.type),
             _FILL_TOKENS if self._device.type == "cpu" else None,

@@ -119,8 +119,8 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     )
     # bf16: two layers and all that is outside of layers; gradients of one layer and of the latter
     assert found["gathered"] == 2 * (2 * 14_912_384 + 136_135_552) + 2 * (14_912_384 + 136_135_552)
-    # a token keeps ten vectors of 896 and four of 4,864 in each of 24 layers, at four bytes
-    assert found["activations, at most"] == 16_384 * 24 * 4 * (8_960 + 19_456)
+    # a token keeps ten vectors of 896 and four of 4,864 in each of 24 layers, in bf16
+    assert found["activations, at most"] == 16_384 * 24 * 2 * (8_960 + 19_456)
     # 2 x 24 layers x 2 heads x 64 x 2 bytes = 12,288 a token; a third of 80 GB is 66 slots of
     # 32,768 tokens
     engine = memory.of_engine(msgspec.structs.replace(run, inference=InferenceSpec()), shape, H100)

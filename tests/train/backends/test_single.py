@@ -5,6 +5,7 @@ non-finite values stop the step.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import GPT2Config, MistralConfig
 
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import ComputeCost, PackingSpec, attach, pack
 from ramify.train.losses import DppoTv, PpoClip
@@ -114,6 +115,36 @@ def test_recomputing_activations_changes_nothing(config: Any):
         backend = SingleBackend(model, compute=compute)
         check_same(learn(pack(tree()), backend), wanted)
         backend.model.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # torch's compiler imports what torch itself has deprecated
+def test_compiled_layers_give_the_same_gradients():
+    """For any number of tokens; a copy of the model is compiled too, and a later backend on it is
+    not."""
+    rows = tree()
+    model = policy()
+    for batches in (pack(rows), pack(rows, PackingSpec(share=False)), pack(rows[:2])):
+        wanted = learn(batches)
+        backend = SingleBackend(copy.deepcopy(model), compute=ComputeSpec(compile=True))
+        check_same(learn(batches, backend), wanted)
+        model = dataclasses.replace(model, model=backend.model)
+        backend.model.zero_grad()
+    assert {layer.is_compiled for layer in model.model.model.layers} == {True}
+    backend = SingleBackend(model)
+    check_same(learn(batches, backend), wanted)
+    assert {layer.is_compiled for layer in model.model.model.layers} == {False}
+
+
+def test_compiling_another_model_is_rejected():
+    with pytest.raises(ConfigError, match="this model is a GPT2LMHeadModel: leave it out"):
+        SingleBackend(policy(GPT2), compute=ComputeSpec(compile=True))
+
+
+def test_compile_under_shard_is_its_earlier_name():
+    with pytest.warns(DeprecationWarning, match="is called compute.compile here"):
+        assert ComputeSpec(shard=ShardSpec(compile=True)).compile
 
 
 def test_transformers_module_gets_same_gradients_on_forest_and_rows():
