@@ -39,13 +39,15 @@ def learn(
 
 
 def check_same(
-    found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]
+    found: tuple[float, dict[str, Tensor]],
+    wanted: tuple[float, dict[str, Tensor]],
+    most: float = 1e-5,
 ) -> None:
-    """Compare losses to 1e-6 and gradients to 1e-5 of their largest entry."""
+    """Compare losses to 1e-6 and gradients to ``most`` of their largest entry."""
     assert found[0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-7)
     for name, gradient in wanted[1].items():
         difference = float((found[1][name] - gradient).abs().max() / gradient.abs().max())
-        assert difference < 1e-5, name
+        assert difference < most, name
 
 
 def stepwise(rows: list[TokenSequence]) -> list[Batch]:
@@ -128,7 +130,7 @@ def test_compiled_layers_give_the_same_gradients():
     for batches in (pack(rows), pack(rows, PackingSpec(share=False)), pack(rows[:2])):
         wanted = learn(batches)
         backend = SingleBackend(copy.deepcopy(model), compute=ComputeSpec(compile=True))
-        check_same(learn(batches, backend), wanted)
+        check_same(learn(batches, backend), wanted, 1e-4)
         model = dataclasses.replace(model, model=backend.model)
         backend.model.zero_grad()
     assert {layer.is_compiled for layer in model.model.model.layers} == {True}
