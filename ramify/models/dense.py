@@ -258,8 +258,8 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(shape)
         self.input_layernorm = _Norm(shape.width, shape.norm_eps)
         self.post_attention_layernorm = _Norm(shape.width, shape.norm_eps)
-        self.is_compiled = False
-        """Whether training computes the layer's two parts in compiled form (``compile_layers``)."""
+        self.compiler: str | None = None
+        """torch's compiler for the layer's two parts in training (``compile_layers``)."""
 
     def forward(
         self,
@@ -271,8 +271,8 @@ class _Layer(nn.Module):
         rows_N: Tensor | None = None,
     ) -> Tensor:
         before, after = _Layer.before_attention, _Layer.after_attention
-        if self.is_compiled and not torch.is_inference_mode_enabled():
-            before, after = _compiled_parts()
+        if self.compiler is not None and not torch.is_inference_mode_enabled():
+            before, after = _compiled_parts(self.compiler)
         q_THd, k_TKd, v_TKd = before(self, h_TD, cos_T1d, sin_T1d)
         o_THd = attend(index, q_THd, k_TKd, v_TKd, self.self_attn.shape.head_size**-0.5)
         if rows_N is not None:
@@ -355,9 +355,10 @@ class _Norm(nn.Module):
         return rms_norm(x, self.weight.to(x.dtype), self.eps)  # under autocast x has another type
 
 
-def compile_layers(model: DenseModel, enabled: bool) -> None:
-    """Turn ``torch.compile`` on or off for what each layer computes before and after attention:
-    norms, rotations, activations and casts become a few kernels, which all layers share.
+def compile_layers(model: DenseModel, compiler: str | None) -> None:
+    """Compile what each layer computes before and after attention: norms, rotations, activations
+    and casts become a few kernels, which all layers share. ``compiler``: a backend of
+    ``torch.compile``, such as ``inductor``; None: do not compile any more.
 
     The first batch compiles them, which takes most of a minute. An engine that samples from the
     same model (in inference mode) computes as before. Attention is never compiled: it walks a
@@ -365,14 +366,14 @@ def compile_layers(model: DenseModel, enabled: bool) -> None:
     """
     for layer in model.model.layers:
         assert isinstance(layer, _Layer)
-        layer.is_compiled = enabled
+        layer.compiler = compiler
 
 
 @functools.cache
-def _compiled_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``before_attention`` and ``after_attention`` for any number of tokens."""
     parts = (_Layer.before_attention, _Layer.after_attention)
-    before, after = (torch.compile(each, dynamic=True) for each in parts)
+    before, after = (torch.compile(each, dynamic=True, backend=compiler) for each in parts)
     return before, after
 
 

@@ -94,7 +94,7 @@ class SingleBackend:
         routers = MixtureRouters.of(self.model)
         self._balance = None if routers is None else StepBalance(routers, self._spread.total)
         if isinstance(self.model, DenseModel):
-            compile_layers(self.model, self.compute.compile)
+            compile_layers(self.model, "inductor" if self.compute.compile else None)
         elif self.compute.compile:
             raise ConfigError(
                 f"compute.compile=true is for {', '.join(ARCHITECTURES)}, and this model is a "
