@@ -107,7 +107,9 @@ class DecodeGraphs:
     def _compute(self, shape: StepShape) -> Tensor:
         """fp32 [T, V] of the shape's inputs."""
         packed = self._inputs[shape]
-        ids_T, positions_T, slots_T, last_n = packed.split([shape.tokens] * 3 + [shape.slots])
+        ids_T, positions_T, slots_T, last_n = torch.split(
+            packed, [shape.tokens] * 3 + [shape.slots]
+        )
         attend = _PaddedStep(self._cache, positions_T, slots_T, last_n, shape.length)
         return self._model.logits(self._model.hidden(ids_T, positions_T, attend))
 
@@ -129,7 +131,7 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()
