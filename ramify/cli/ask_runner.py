@@ -32,9 +32,7 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
 from ramify.types.call_tree import ending
-from ramify.types.event import (
-    AnyEvent,
-)
+from ramify.types.event import AnyEvent, mode_of
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -253,12 +251,15 @@ def _why(result: Result) -> str:
 
 def _print_json(result: Result, run_id: str | None) -> None:
     """Print the JSON object that ``docs/cli.md`` describes: always every field, in this order."""
+    mode, why = mode_of(result.trajectory.metadata)
     fields = {
         "answer": jsonable(result.answer),
         "stop": result.stop,
         "error": result.error,
         "partial": result.partial or None,
         "citations": result.citations,
+        "mode": mode or None,
+        "mode_reason": why or None,
         "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
         "cost": result.cost,
         "seconds": result.trajectory.seconds,
@@ -291,9 +292,11 @@ def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "runni
     usage = trajectory.usage
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""
+    is_plan = bool(trajectory.calls) and trajectory.root.kind == "strategy"
+    num_turns = "" if is_plan else f"{terminal_text.many(turns, 'turn')}, "
     parts = [
         str(trajectory.stop or unfinished),
-        f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'request')}",
+        f"{num_turns}{terminal_text.many(usage.calls, 'request')}",
         f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
         bound * (trajectory.cost is not None) + terminal_text.dollars(trajectory.cost),
         terminal_text.seconds(trajectory.seconds),

@@ -46,6 +46,7 @@ from ramify.cli.terminal_text import (
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.printable import clean
 from ramify.types.call_tree import ending
+from ramify.types.event import mode_of
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
 
 _OUTPUT_LINES = 12
@@ -109,6 +110,9 @@ def _run_lines(
         yield ", ".join(filter(None, (size, one_line(context.by_reference, 500))))
     if gold := trajectory.metadata.get("gold"):
         yield f"expected: {one_line(str(gold), 200)}"
+    mode, why = mode_of(trajectory.metadata)
+    if mode:
+        yield f"mode {mode}" + f": {one_line(why, 500)}" * bool(why)
     yield from _strategy_lines(trajectory.metadata)
     yield ""
     yield from tree_lines(trajectory)
@@ -126,13 +130,15 @@ def _run_lines(
     turns = len(roots[-1].turns) if roots else 0
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
-    yield paint(tone, f"ended: {ending(trajectory.stop, reason, turns, is_alive)}")
+    below = max(0, len(trajectory.calls) - len(roots))
+    ended = ending(trajectory.stop, reason, turns, is_alive, num_below=below)
+    yield paint(tone, f"ended: {ended}")
     if trajectory.stop is Stop.SUSPENDED:
         yield f"continue with: ramify ask --resume {trajectory.id}"
 
 
 def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
-    """The plan of a run that was answered by one, and why it was chosen."""
+    """The plan of a run that was answered by one."""
     strategy = config.get("strategy") or {}
     if strategy.get("name") != "plan":
         return
@@ -144,7 +150,7 @@ def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
     except (msgspec.ValidationError, RamifyError) as error:  # of another version
         yield f"plan: cannot be shown here ({one_line(str(error), 200)})"
         return
-    yield "plan" + f" ({found.reason})" * bool(found.reason)
+    yield "plan"
     yield from found.plan.picture().splitlines()
 
 

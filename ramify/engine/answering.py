@@ -14,6 +14,7 @@ session (see ``rlm_call.py``).
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import msgspec
@@ -220,7 +221,9 @@ async def _answer_as_asked(
     except BaseException:
         run.end(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
         raise
-    choice = recorded_choice(question) or asked.choice(chosen.answer, chosen.error or "")
+    choice = recorded_choice(question) or await asyncio.to_thread(
+        asked.choice, chosen.answer, chosen.error or ""
+    )
     run.recorder.emit(event_of(choice, run.recorder.now(), is_asked=True))
     question = applied(question, choice)
     if question.strategy is not None:

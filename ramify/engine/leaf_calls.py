@@ -107,22 +107,23 @@ class LeafCalls:
         self, waiting: Iterator[tuple[int, LeafRequest]], outcomes: list[CallOutcome]
     ) -> None:
         for index, leaf in waiting:
-            outcomes[index] = await self._ask(leaf)
+            outcomes[index] = await self._ask(leaf, self.client)
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
         """Ask ``leaf``, as a separate step before those of ``ask_all``, and return its
         outcome. Raises ReplayDiverged."""
-        outcome = await self._ask(leaf)
+        outcome = await self._ask(leaf, self._root.client)
         if isinstance(outcome.failure, ReplayDiverged):
             raise outcome.failure
         return outcome
 
-    async def _ask(self, leaf: LeafRequest) -> CallOutcome:
+    async def _ask(self, leaf: LeafRequest, client: Client) -> CallOutcome:
         run, root = self._run, self._root
         where = Parent(root.id, self._step, 0)
         id, depth = root.next_child(), root.depth + 1
-        call = LiveCall(id, "leaf", self.client, depth, leaf.label, parent=where)
-        sampling = Sampling(max_tokens=leaf.max_tokens + self.reasoning_tokens)
+        call = LiveCall(id, "leaf", client, depth, leaf.label, parent=where)
+        hidden = run.requests.lengths.reasoning_tokens(client)
+        sampling = Sampling(max_tokens=leaf.max_tokens + hidden)
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:

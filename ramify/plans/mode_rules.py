@@ -1,8 +1,9 @@
-"""The rules of the modes ``plan`` and ``auto``: which ready plan answers a question, and whether a
-plan, a session or one plain call does.
+"""The modes ``plan`` and ``auto``: which ready plan answers a question, and whether a plan, a
+session or one plain call does.
 
     what only a session has ─> free     a small context ─> direct     words of the question ─> plan
-    words of what code counts ─> free   a plan that cannot run ─> free    none of these ─> free
+    words of what code counts ─> free   a plan that cannot run ─> free
+    none of these ─> one call: the question, the size of the context and its ends ─> free or a plan
 
 A rule reads the question, the size of the context and the settings, and asks nothing. Not here: the
 plans and the words that ask for each (``ready_plans.py``), and how a choice is recorded
@@ -12,15 +13,19 @@ plans and the words that ask for each (``ready_plans.py``), and how a choice is 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from ramify.engine.modes import ModeChoice, ModeFacts
+from ramify.engine.leaf_calls import LeafRequest
+from ramify.engine.modes import ModeChoice, ModeFacts, ModeQuestion
 from ramify.engine.observe import chars_of
+from ramify.engine.prompt_text import context_facts
+from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError
 from ramify.plans.calibration import calibration_of
 from ramify.plans.plan_cost import PlanModel, model_of
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.ready_plans import asked_plan, strategy_for
-from ramify.plans.text_parts import BYTES_PER_TOKEN
+from ramify.plans.text_parts import BYTES_PER_TOKEN, shortened
 
 _COUNTED_BY_CODE = re.compile(
     r"\b(?:how many|number of|count(?: of| the)?|most (?:common|frequent\w*)(?: \w+ed)?|longest"
@@ -35,14 +40,57 @@ _BETTER_THAN_FREE = ("aggregate", "pairwise", "summarise")
 one or a few places is often answered by code that searches."""
 
 
+_SESSION = "session"
+_WAYS = {
+    _SESSION: "code is written that searches, filters and computes in the data, and models are "
+    "asked about what it finds; for exact computation, for data with a structure, for questions "
+    "about few places that code can find, and for open questions",
+    "search": "the parts whose words are most like the question are read, and the best answer is "
+    "taken; for one fact that is stated in one place",
+    "classify": "each record gets one of the labels; for an answer that labels every record",
+    "aggregate": "each record is labelled by a model, and the labels are counted; for counts and "
+    "shares of what has to be understood",
+    "pairwise": "each record is judged by a model, and those that fit are paired; for lists of "
+    "pairs",
+    "summarise": "every part is summarised, and the summaries are merged",
+    "multi-hop": "the parts that may matter are read for facts, and the facts are combined; for an "
+    "answer that follows from facts in several places",
+}
+"""Way to answer -> what it does, and for which questions."""
+_MAX_QUESTION, _MAX_SHAPE, _MAX_REASON = 3_000, 6_000, 200
+"""Most bytes of the question and of the look at the context that the call reads, and characters of
+its reason that are recorded."""
+_REPLY_TOKENS = 300
+_MAX_LABELS = 30
+_ANSWER = {
+    "type": "object",
+    "properties": {
+        "way": {"enum": list(_WAYS)},
+        "labels": {"type": "array", "items": {"type": "string"}, "maxItems": _MAX_LABELS},
+        "reason": {"type": "string"},
+    },
+    "required": ["way", "reason"],
+}
+_PROMPT = """\
+Question: {question}
+
+It is asked about data that nobody has read yet. The data is {shape}
+
+Choose how the question is answered:
+{ways}
+
+Give the way, a reason of at most 20 words, and, for classify and aggregate, the labels that the \
+question names, if it names them. Do not answer the question."""
+
+
 def choose_plan(facts: ModeFacts) -> ModeChoice:
     """A ready plan, chosen by the words of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client)
     return ModeChoice("plan", strategy.reason, strategy)
 
 
-def choose_mode(facts: ModeFacts) -> ModeChoice:
-    """The mode, and with a plan which one, chosen by rules."""
+def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
+    """The mode, and with a plan which one, chosen by rules; or the call that chooses."""
     question = facts.question
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
@@ -59,10 +107,44 @@ def choose_mode(facts: ModeFacts) -> ModeChoice:
         return ModeChoice("free", f"the question says {found[0]!r:.60}, which code counts")
     chosen = asked_plan(question.text)
     if chosen is None or chosen.name not in _BETTER_THAN_FREE:
-        return ModeChoice("free", "no words of the question ask for a plan")
-    strategy = strategy_for(question.text, model=facts.client)
-    if why := _why_not(strategy, facts):
-        return ModeChoice("free", f"{strategy.reason}, but the plan cannot run: {why}")
+        return _call(facts, num_chars)
+    return _with_plan(facts, chosen.name, chosen.reason)
+
+
+def _call(facts: ModeFacts, num_chars: int) -> ModeQuestion:
+    """The call that chooses between a session and the plans."""
+    question = facts.question
+    shape = context_facts(question.context, num_chars, num_chars).shape
+    prompt = _PROMPT.format(
+        question=shortened(question.text, _MAX_QUESTION),
+        shape=shortened(shape, _MAX_SHAPE),
+        ways="\n".join(f"{name}: {about}" for name, about in _WAYS.items()),
+    )
+
+    def choice(answer: object, why: str) -> ModeChoice:
+        if not isinstance(answer, dict):
+            return ModeChoice("free", f"no rule decides, and the call that chooses failed: {why}")
+        way, reason = str(answer["way"]), f"the model says {answer['reason'][:_MAX_REASON]!r}"
+        if way == _SESSION:
+            return ModeChoice("free", reason)
+        labels = answer.get("labels") if way in ("classify", "aggregate") else None
+        return _with_plan(facts, way, reason, labels=labels or None)
+
+    # It is asked only once: without a choice, a session answers.
+    leaf = LeafRequest("choose the mode", prompt, answer_type(_ANSWER), _REPLY_TOKENS, 0)
+    return ModeQuestion(leaf, choice)
+
+
+def _with_plan(facts: ModeFacts, name: str, why: str, **options: Any) -> ModeChoice:
+    """The plan called ``name`` if it can run, else a session."""
+    try:
+        strategy = strategy_for(
+            facts.question.text, name=name, why=why, model=facts.client, **options
+        )
+    except ConfigError as error:
+        return ModeChoice("free", f"{name}: {why}, but there is no such plan: {error}")
+    if problem := _why_not(strategy, facts):
+        return ModeChoice("free", f"{strategy.reason}, but the plan cannot run: {problem}")
     return ModeChoice("plan", strategy.reason, strategy)
 
 

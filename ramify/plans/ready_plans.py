@@ -303,16 +303,21 @@ def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:
 
 
 def strategy_for(
-    question: str, *, name: str | None = None, model: Any = None, **options: Any
+    question: str,
+    *,
+    name: str | None = None,
+    why: str = "named",
+    model: Any = None,
+    **options: Any,
 ) -> PlanStrategy:
     """Return the strategy that answers ``question`` by the ready plan called ``name``, by default
-    the one that its words ask for. Its reason says which rule chose it, and the size of its parts
-    if ``model`` is calibrated."""
+    the one that its words ask for. Its reason says ``why``, or which rule chose it, and the size of
+    its parts if ``model`` is calibrated."""
     if name is None:
         name, rule = plan_for(question, options.get("labels"))
         reason = f"{name}: {rule}"
     else:
-        reason = f"{name}: named"
+        reason = f"{name}: {why}"
     size, note = part_size(model, options.get("part_tokens"))
     plan = ready_plan(name, **{**options, "part_tokens": size})
     return PlanStrategy(plan, "; ".join(filter(None, [reason, note])))

@@ -269,14 +269,19 @@ _WITHOUT_REASON = {
 """Reasons for journals that store none."""
 
 
-def ending(stop: Stop | None, reason: str, num_turns: int, is_alive: bool = False) -> str:
+def ending(
+    stop: Stop | None, reason: str, num_turns: int, is_alive: bool = False, *, num_below: int = 0
+) -> str:
     """Say in one sentence why a run or call ended. The page, ``show``, ``runs`` and ``ask`` use it.
+    ``num_below`` is the number of calls below a root that has no turns.
 
-    >>> ending(Stop.FINAL, "", 6)
-    'final, after 6 turns'
+    >>> ending(Stop.FINAL, "", 6), ending(Stop.FINAL, "", 0, num_below=21)
+    ('final, after 6 turns', 'final, after 21 leaf calls')
     """
     if stop is None:
         return "running" if is_alive else "interrupted: its process ended before the run did"
+    if stop is Stop.FINAL and num_below and not num_turns:
+        return f"final, after {num_below:,} leaf call{'' if num_below == 1 else 's'}"
     if stop is Stop.FINAL:
         return f"final, after {num_turns:,} turn{'' if num_turns == 1 else 's'}"
     text = " ".join((reason or _WITHOUT_REASON.get(stop, "")).split())

@@ -13,7 +13,7 @@ it on a file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -440,6 +440,17 @@ def chosen_mode(event: ModeChosen) -> dict[str, Any]:
     """Return what a run's metadata says of its mode."""
     strategy = {"strategy": event.strategy} if event.strategy else {}
     return {"chosen_mode": event.mode, "mode_reason": event.reason, **strategy}
+
+
+def mode_of(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the mode in which a run was answered, and why; two empty texts for a run without a
+    mode. A strategy that was given counts as a mode with its name."""
+    strategy = metadata.get("strategy")
+    if "chosen_mode" in metadata:
+        return str(metadata["chosen_mode"]), str(metadata.get("mode_reason", ""))
+    if not isinstance(strategy, dict):
+        return "", ""
+    return str(strategy.get("name") or "strategy"), str(strategy.get("reason", ""))
 
 
 def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:

@@ -23,6 +23,7 @@ from ramify.errors import StoreError
 from ramify.store.reviews import RunReview
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import ending
+from ramify.types.event import mode_of
 from ramify.types.trajectory import ContextRef, cut
 from ramify.viewer.shown_sources import answer_and_citations
 from ramify.viewer.watched_run import WatchedRun
@@ -160,6 +161,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
+    mode, mode_reason = mode_of(config)
     answer, citations = answer_and_citations(trajectory)
     return {
         "key": run.key,
@@ -176,6 +178,8 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "citations": citations[:MAX_CITATIONS],
         "has_answer": trajectory.answer is not None,
         "ending": _ending(run),
+        "mode": mode,
+        "mode_reason": cut(mode_reason, 1_000),
         "gold": str(config.get("gold") or ""),
         "answered_by": trajectory.answered_by,
         "usage": fields(trajectory.usage),
@@ -235,7 +239,10 @@ def _ending(run: WatchedRun) -> str:
     reason = trajectory.reason or (root.reason or root.error if root else "")
     if trajectory.stop is None and not order and run.problem:
         return ""
-    return ending(trajectory.stop, reason, root.num_turns if root else 0, run.is_alive)
+    num_turns = root.num_turns if root else 0
+    return ending(
+        trajectory.stop, reason, num_turns, run.is_alive, num_below=max(0, len(order) - 1)
+    )
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:

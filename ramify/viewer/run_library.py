@@ -158,7 +158,13 @@ def row_of_summary(summary: RunSummary, key: str) -> RunRow:
         task=summary.task,
         problem=summary.problem,
         answer=summary.answer,
-        ending=ending(summary.stop, summary.reason, summary.root_turns, summary.alive),
+        ending=ending(
+            summary.stop,
+            summary.reason,
+            summary.root_turns,
+            summary.alive,
+            num_below=max(0, summary.num_calls - 1),
+        ),
     )
 
 
@@ -194,7 +200,12 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
         source=str(path),
         task=short.task,
         answer=None if short.answer is None else cut(as_text(short.answer), MAX_ANSWER),
-        ending=ending(short.stop, short.reason, len(short.calls[0].turns) if short.calls else 0),
+        ending=ending(
+            short.stop,
+            short.reason,
+            len(short.calls[0].turns) if short.calls else 0,
+            num_below=max(0, len(short.calls) - 1),
+        ),
     )
 
 

@@ -60,6 +60,8 @@ def test_json_output_is_one_object(shell: Shell) -> None:
         "error": None,
         "partial": None,
         "citations": [],
+        "mode": None,
+        "mode_reason": None,
         "cost": None,
     }
     assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 250, run[:2]) == (

@@ -104,7 +104,10 @@ def test_ask_has_the_mode_of_a_plan(shell: Shell) -> None:
     done = shell.run("ask", "How many buy?", "mail.txt", "--mode", "plan", "--model", model)
     assert (done.code, done.out) == (0, "2\n")
     shown = shell.run("show", done.err.split()[-1]).out
-    assert "plan (aggregate: the question says 'How many')" in shown
+    assert "\nmode plan: aggregate: the question says 'How many'\n\nplan\n" in shown
+    assert "\nended: final, after 2 leaf calls\n" in shown
+    assert " (strategy): How many buy?" in shown
+    assert "final · 2 requests" in shown
     direct = shell.run("ask", "Who?", "mail.txt", "--mode", "direct", "--model", model)
     assert "1 request" in direct.err
     for more, message in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, ConfigError, Limits, Result, ScriptedClient, Stop, Store, plans
-from tests.plans.helpers import QUESTION, lines, reply
+from tests.plans.helpers import LABELS, QUESTION, lines, reply
 
 LARGE = lines(1200)
 """More characters than one plain call answers without a mode."""
@@ -148,3 +149,80 @@ def test_a_recorded_plan_is_used_although_the_rules_would_make_another(tmp_path:
     strategy = plans.PlanStrategy
     assert result.trajectory.metadata["strategy"]["name"] == strategy.__struct_config__.tag
     assert len(result.trajectory.calls) < len(whole.trajectory.calls)
+
+
+OPEN = "Which mail mentions noon?"
+"""A question of whose way no rule decides."""
+
+
+def choosing(way: str, **more: Any) -> Any:
+    """A script: the choice, a session that answers, and leaves."""
+    choice = json.dumps({"way": way, "reason": "it looks so", **more})
+
+    def script(messages: Any) -> str:
+        prompt = messages[-1].content
+        if "Choose how the question is answered" in prompt:
+            return choice
+        return SESSION[0] if messages[0].role == "system" else reply(messages)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("script", "mode", "reason"),
+    [
+        (choosing("session"), "free", "the model says 'it looks so'"),
+        (choosing("summarise"), "plan", "summarise: the model says 'it looks so'"),
+        (choosing("classify", labels=LABELS), "plan", "classify: the model says 'it looks so'"),
+        (
+            choosing("classify"),
+            "free",
+            "classify: the model says 'it looks so', but there is no such plan: plan classify: ",
+        ),
+        (
+            choosing("guess"),
+            "free",
+            "no rule decides, and the call that chooses failed: after 1 replies",
+        ),
+    ],
+)
+def test_one_call_chooses_if_the_rules_do_not(script: Any, mode: str, reason: str) -> None:
+    client = ScriptedClient(script)
+    with RLM(client, mode="auto") as rlm:
+        result = rlm.completion(LARGE, OPEN)
+    assert chosen(result)[0] == mode
+    assert chosen(result)[1].startswith(reason)
+    root, first, *_ = result.trajectory.calls
+    assert (root.kind, first.id, first.kind) == (
+        "rlm" if mode == "free" else "strategy",
+        "0.0",
+        "leaf",
+    )
+    (prompt,) = first.turns[0].prompt
+    assert len(prompt.content) < 4_000
+    assert sum("Choose how" in request.messages[-1].content for request in client.requests) == 1
+    assert result.usage.calls == len(client.requests)
+    if mode == "free":
+        assert result.answer == "seen"
+
+
+@pytest.mark.parametrize("way", ["session", "summarise"])
+def test_the_call_that_chooses_is_paid_once(tmp_path: Path, way: str) -> None:
+    """The journal is cut after each of its lines, as a kill cuts it."""
+    store, script = Store(tmp_path), choosing(way)
+    client = ScriptedClient(script)
+    with RLM(client, store=store) as rlm:
+        whole = rlm.completion(LARGE, OPEN, mode="auto")
+        assert rlm.replay(whole.run_id).answer == whole.answer
+    (journal,) = (tmp_path / "runs").glob("*.jsonl")
+    recorded = journal.read_bytes().splitlines(keepends=True)
+    for num_lines in (*range(1, 9), len(recorded) - 1):
+        journal.write_bytes(b"".join(recorded[:num_lines]))
+        num_paid = sum(b'"type":"Replied"' in line for line in recorded[:num_lines])
+        after = ScriptedClient(script)
+        with RLM(after, store=store) as rlm:
+            result = rlm.resume(whole.run_id)
+        assert (result.answer, chosen(result)) == (whole.answer, chosen(whole))
+        assert num_paid + len(after.requests) == len(client.requests)
+        if not result.usage.unknown_calls:  # no request was in flight at the kill
+            assert result.usage.total_tokens == whole.usage.total_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify import Store
+from ramify import RLM, ScriptedClient, Store
 from ramify.types.event import (
     CallEnded,
     CallStarted,
@@ -24,6 +24,8 @@ from ramify.viewer.page_script import page as exported
 from ramify.viewer.run_library import RunLibrary
 from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.watched_run import WatchedRun
+from tests.plans.helpers import lines as plan_lines
+from tests.plans.helpers import reply as leaf_reply
 from tests.viewer import golden
 from tests.viewer.browser import AXE, photograph, served, tab, violations
 from tests.viewer.conftest import World
@@ -231,3 +233,16 @@ def test_rows_of_a_live_run_keep_their_place(browser: Any, tmp_path: Path) -> No
     with served(store.root) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/run/{journal.id}")
         page.locator(".call-row .text", has_text="6 alike: sheet 1 … sheet 6").wait_for()
+
+
+def test_the_mode_of_a_run_and_its_reason_are_on_its_page(browser: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with RLM(ScriptedClient(leaf_reply), store=store) as rlm:
+        rlm.completion(plan_lines(50), "How many are spam?", mode="plan")
+    with served(tmp_path) as server, tab(browser, (1440, 900)) as shown:
+        page = shown.open(f"{server.url}#/")
+        page.locator(".run-row .question").first.click()
+        page.locator(".mode").wait_for()
+        assert text(page, ".mode") == "mode plan: aggregate: the question says 'How many'"
+        assert text(page, ".story-line .ending") == "after 2 leaf calls"
+        assert not AXE.is_file() or violations(page) == []

@@ -61,6 +61,7 @@ export class Story {
       "details",
     );
     this.forked = h("p.forked", { hidden: true });
+    this.mode = h("p.mode", { hidden: true });
     this.tools = h("div.run-tools");
     this.sources = new Sources(run);
     this.onanswer = null; // called when the answer has been drawn
@@ -79,6 +80,7 @@ export class Story {
       h("div.story-line", null, this.worth, this.status, this.ending, this.budget),
       this.differing,
       this.forked,
+      this.mode,
       this.details,
       this.sources.read,
       this.sources.text,
@@ -112,12 +114,14 @@ export class Story {
     // the badge before it names the kind of the end
     this.ending.textContent = head.stop
       ? head.ending.replace(/^[a-z_]+[,:] /, "")
-      : head.alive && this.run.calls.length
+      : head.alive && this.run.calls.length && this.run.calls[0].kind !== "strategy"
         ? `in turn ${Math.max(1, this.run.calls[0].turns)}`
         : "";
     this.drawDiffering();
     this.drawDetails();
     this.drawForked(head.forked);
+    this.mode.hidden = !head.mode;
+    this.mode.textContent = `mode ${head.mode}${head.mode_reason ? `: ${head.mode_reason}` : ""}`;
     this.sources.draw();
     this.tick();
   }
