@@ -117,7 +117,10 @@ SETTINGS = (
     OptionSpec("strict", bool, "stop if one of several files cannot be read, not only note it"),
     OptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
     OptionSpec(
-        "direct", bool, "answer with one plain call if the input is small enough (default: yes)"
+        "direct",
+        bool,
+        "answer with one plain call if the input is small enough (default: yes; --no-direct is "
+        "--mode free)",
     ),
     OptionSpec(
         "cache",
@@ -150,6 +153,14 @@ _ALLOWED_WITH_RESUME = {
     *LIMITS,
 }
 """Settings that may be given together with ``--resume``."""
+MODE = OptionSpec(
+    "mode",
+    str,
+    "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it), direct "
+    "(one plain call of any length) or auto (one of them, chosen by rules and at most one "
+    "call); default: direct for a small input, else free",
+    "auto|free|plan|direct",
+)
 OF_ONE_QUESTION = (
     OptionSpec(
         "dry_run",
@@ -157,14 +168,7 @@ OF_ONE_QUESTION = (
         "print the prompt, what would be loaded and what it would cost; send nothing",
         has_no=False,
     ),
-    OptionSpec(
-        "mode",
-        str,
-        "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it), direct "
-        "(one plain call of any length) or auto (one of them, chosen by rules and at most one "
-        "call); default: direct for a small input, else free",
-        "auto|free|plan|direct",
-    ),
+    MODE,
     OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
     OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
     OptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
@@ -489,6 +493,7 @@ def make_rlm(
     spec: SandboxSpec,
     store: RunStore | None,
     tools: Mapping[str, Any] | None = None,
+    mode: Any = None,
 ) -> RLM:
     from ramify.clients.base import Sampling
     from ramify.clients.providers import is_in_process
@@ -523,6 +528,7 @@ def make_rlm(
         examples=read_examples(settings.get("examples")),
         branches=settings.get("branches", 1),
         tools=tools,
+        mode=mode,
     )
 
 

@@ -97,9 +97,11 @@ OF_A_MATRIX = (
     OptionSpec(
         "modes",
         str,
-        "ways to answer: direct (one plain call), free (a session; the default), or both",
+        "ways to answer, separated by commas: free (a session; the default), plan (a ready plan), "
+        "direct (one plain call), auto (one of them, chosen for each question)",
         "MODES",
     ),
+    OptionSpec("mode", str, "the same for one of them", "MODE"),
     OptionSpec(
         "with",
         list,
@@ -150,6 +152,7 @@ def evaluate(
     lengths: str | None,
     models: str | None,
     modes: str | None,
+    mode: str | None,
     html: str | None,
     dry_run: bool | None,
     yes: bool | None,
@@ -161,7 +164,9 @@ def evaluate(
         raise UsageError(f"--placement {placement} is unknown: give local or ray")
     if workers is not None and (placement != "ray" or workers < 1):
         raise UsageError("--workers needs --placement ray, and a number from 1")
-    axes = {"lengths": lengths, "models": models, "modes": modes}
+    if mode is not None and modes is not None:
+        raise UsageError("--mode and --modes decide the same: give only one of them")
+    axes = {"lengths": lengths, "models": models, "modes": modes or mode}
     systems: list[str] | None = given.pop("with")
     plan_options = {
         option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given

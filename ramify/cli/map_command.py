@@ -23,9 +23,12 @@ import msgspec
 from ramify.cli import terminal_text
 from ramify.cli.ask import (
     KINDS,
+    MODE,
     NO_MODEL,
+    NOT_OF_MODE,
     OF_SOURCES,
     SETTINGS,
+    check_mode,
     make_rlm,
     mcp_tools,
     open_folder,
@@ -70,6 +73,7 @@ OPTIONS = (
         int,
         "workers with --placement ray (default: up to one for each CPU of the cluster)",
     ),
+    MODE,
     OptionSpec("answer_schema", str, "JSON schema that each answer must match", "FILE|JSON"),
     OptionSpec(
         "column", list, "column that the model reads (default: all); repeat for more", "NAME"
@@ -125,9 +129,12 @@ def run(
     workers: int | None = None,
     batch: bool | None = None,
     batch_rows: int | None = None,
+    mode: str | None = None,
     **given: Any,
 ) -> int:
     """``ramify map``."""
+    if mode is not None:
+        check_mode(mode, given)
     if placement not in (None, "local", "ray"):
         raise UsageError(f"--placement {placement} is unknown: give local or ray")
     if workers is not None and placement != "ray":
@@ -161,7 +168,8 @@ def run(
         batch=bool(batch),
         batch_rows=batch_rows,
     )
-    row_settings = {**settings, **of_row, "branches": 1}
+    settings = {n: v for n, v in settings.items() if n not in NOT_OF_MODE.get(mode or "", ())}
+    row_settings = {**settings, **of_row, "branches": 1, "mode": mode}
     if placement == "ray":
         if batch:
             raise UsageError("--batch needs no other machines: remove --placement ray")
@@ -180,7 +188,7 @@ def run(
         ProgressScreen(notes, form, has_lines=True) as screen,
         mcp_tools(settings) as tools,
     ):
-        rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools)
+        rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools, mode)
         result, code = _until_the_end(MapRun(rlm, source, request), notes, screen)
     if result is None:
         return code
@@ -224,7 +232,7 @@ def _ray_run(
 
 def _worker_rlm(settings: dict[str, Any]) -> RLM:
     """Make the RLM of a worker, with the keys of the worker's environment."""
-    return make_rlm(settings, sandbox_spec(settings), None)
+    return make_rlm(settings, sandbox_spec(settings), None, mode=settings["mode"])
 
 
 class _MapInterrupts:

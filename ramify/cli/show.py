@@ -130,8 +130,8 @@ def _run_lines(
     turns = len(roots[-1].turns) if roots else 0
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
-    below = max(0, len(trajectory.calls) - len(roots))
-    ended = ending(trajectory.stop, reason, turns, is_alive, num_below=below)
+    num_below = max(0, len(trajectory.calls) - len(roots))
+    ended = ending(trajectory.stop, reason, turns, is_alive, num_below=num_below)
     yield paint(tone, f"ended: {ended}")
     if trajectory.stop is Stop.SUSPENDED:
         yield f"continue with: ramify ask --resume {trajectory.id}"
@@ -190,6 +190,8 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
     yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {question}"
     cells = below.get(call.id, {})
     has_turns = call.kind == "rlm" or call.cause is not None
+    if call.turns:  # the call that chose the mode came before them
+        yield from _children_lines(below, cells.get((-1, 0), []), f"{indent}  ", full)
     for number, turn in enumerate(call.turns):
         if has_turns:
             yield f"{indent}  turn {number + 1}{_bill(turn)}"

@@ -26,7 +26,7 @@ from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.model_conversations import ModelConversations
-from ramify.engine.modes import ModeQuestion, applied, event_of, recorded_choice
+from ramify.engine.modes import ModeChoice, ModeQuestion, applied, event_of, recorded_choice
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import ALWAYS, Question
@@ -213,7 +213,7 @@ async def _answer_as_asked(
     run.begin(root)
     calls = LeafCalls(run, root, question)
     try:
-        chosen = await calls.ask(asked.leaf)
+        choice = await _chosen(calls, question, asked)
     except ReplayDiverged as error:
         outcome = failed(error, run.recorder.is_stored)
         run.end(root, outcome)
@@ -221,15 +221,22 @@ async def _answer_as_asked(
     except BaseException:
         run.end(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
         raise
-    choice = recorded_choice(question) or await asyncio.to_thread(
-        asked.choice, chosen.answer, chosen.error or ""
-    )
     run.recorder.emit(event_of(choice, run.recorder.now(), is_asked=True))
     question = applied(question, choice)
     if question.strategy is not None:
         run.pass_limit(root)
         return await _ended_by_strategy(run, root, question, calls)
     return await _answer_in_session(run, question, context, None, root)
+
+
+async def _chosen(calls: LeafCalls, question: Question, asked: ModeQuestion) -> ModeChoice:
+    """Return the choice of the call, or the recorded one. The call is repeated in either case: its
+    reply was paid, and its id is taken."""
+    outcome = await calls.ask(asked.leaf)
+    if (recorded := recorded_choice(question)) is not None:
+        return recorded
+    # Whether a plan can read a large context takes seconds to find out.
+    return await asyncio.to_thread(asked.choice, outcome.answer, outcome.error or "")
 
 
 def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:

@@ -28,9 +28,10 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.limits import Ledger, Reservation, ResourceAmount, bound
 from ramify.engine.model_requests import check_prices, filtered, recordable, reply_cut
 from ramify.engine.plain_call import answer_plainly, asked_for, direct_prompt
-from ramify.engine.question import Question
+from ramify.engine.question import ALWAYS, Question
 from ramify.engine.reply_lengths import ReplyLengths
 from ramify.engine.resources import RlmSetup, RunModels
+from ramify.engine.strategies import Mode
 from ramify.errors import LimitReached, ReplyCut
 from ramify.quantities import plain
 from ramify.types.message import Message, Reply, Usage
@@ -75,8 +76,12 @@ DirectEvent = DirectRequest | DirectReply | DirectFailure
 class DirectCalls:
     """Answers small questions with one plain call each. Lives on one event loop."""
 
-    def __init__(self, setup: RlmSetup, models: RunModels, budget: Ledger) -> None:
-        """``budget`` is that of all calls; the limits of ``setup`` hold for each question."""
+    def __init__(
+        self, setup: RlmSetup, models: RunModels, budget: Ledger, mode: Mode | None = None
+    ) -> None:
+        """``budget`` is that of all calls; the limits of ``setup`` hold for each question. ``mode``
+        is that of the questions."""
+        self.mode = mode
         self.setup = setup
         self.client = models.rlm(0)
         self.budget = budget
@@ -99,6 +104,10 @@ class DirectCalls:
         """True if one plain call is enough for ``question``, and it shows no pictures."""
         if question.pictures or has_pictures(question.context):
             return False
+        if self.mode in ("free", "plan"):
+            return False
+        if self.mode == "direct":
+            question = msgspec.structs.replace(question, direct=ALWAYS)
         return way_to_answer(self.setup, question, self._models, None) == "plain call"
 
     @property

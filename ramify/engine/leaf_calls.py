@@ -78,8 +78,12 @@ class LeafCalls:
 
     @property
     def budget(self) -> ResourceAmount:
-        """Calls, tokens and dollars that the strategy may use."""
-        return self._run.requests.ledger.limit if self._rest is None else self._rest
+        """Calls, tokens and dollars that the strategy may use: at most the whole budget of several
+        runs, if the run shares one."""
+        if self._rest is not None:
+            return self._rest
+        own = self._run.requests.ledger
+        return own.limit if own.shared is None else own.limit.least(own.shared.limit)
 
     @property
     def reasoning_tokens(self) -> int:

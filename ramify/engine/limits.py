@@ -134,6 +134,12 @@ class ResourceAmount(NamedTuple):
         """Whether no part of it is more than that of ``limit``."""
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
+    def least(self, other: ResourceAmount) -> ResourceAmount:
+        """Return the smaller one of each part."""
+        return ResourceAmount(
+            min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
+        )
+
     def minus(self, other: ResourceAmount) -> ResourceAmount:
         return ResourceAmount(
             self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost

@@ -197,7 +197,7 @@ class RLM:
                 check_prices(shared, models.all)
                 is_priced = any(client.price is not None for client in models.all)
                 shared = Ledger(shared, priced=is_priced, owner="map")
-            yield DirectCalls(setup, models, shared)
+            yield DirectCalls(setup, models, shared, chosen.mode)
 
     # --- questions --------------------------------------------------------------------------------
 

@@ -64,7 +64,10 @@ _BREATH = 200
 """Rows without a request after which other work of the event loop gets its turn."""
 _HOPELESS = 20
 """If so many rows have failed alike, and none was answered, the map stops."""
-_SETTINGS = ("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples")
+_SETTINGS = (
+    *("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples"),
+    "mode",
+)
 """Settings of an RLM that change what is asked, or who answers."""
 MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 

@@ -51,7 +51,10 @@ _STORE_BYTES = 160 << 20
 _WORKER_CPUS = 0.5
 """CPUs of a worker in Ray's count: the rest is for reading and writing."""
 _MANIFEST = "_map.json"
-_SETTINGS = ("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples")
+_SETTINGS = (
+    *("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples"),
+    "mode",
+)
 
 
 class PartManifest(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ _ANSWER = {
 _PROMPT = """\
 Question: {question}
 
-It is asked about data that nobody has read yet. The data is {shape}
+It is asked about data that has not been read yet. The data is {shape}
 
 Choose how the question is answered:
 {ways}

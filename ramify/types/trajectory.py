@@ -28,7 +28,7 @@ SCHEMA_VERSION = 2
 Version 2 added ``Scored`` and ``Annotation``."""
 
 CallKind = Literal["rlm", "strategy", "lm", "leaf", "judge"]
-"""``strategy``: a root without turns, which a plan or another strategy answers by its leaves.
+"""``strategy``: a call without turns, which a plan or another strategy answers by its leaves.
 ``judge``: a call that judges its parent call after that ended. Training never learns from it."""
 
 

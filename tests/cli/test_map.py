@@ -49,5 +49,9 @@ def test_wrong_words_are_one_line(shell: Shell) -> None:
     missing = shell.run("map", "Is it?", "none.jsonl", "--model", "scripted:x", "--out", "a.csv")
     assert (missing.code, missing.err.count("\n")) == (2, 1)
     assert "none.jsonl does not exist" in missing.err
+    for mode, message in (("plans", "--mode plans is unknown"), ("plan", "remove --scaffold")):
+        wrong = mapped(shell, "--mode", mode, "--scaffold", "minimal")
+        assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+        assert message in wrong.err
     no_out = shell.run("map", "Is it?", "rows.jsonl", "--model", "scripted:x")
     assert "give --out FILE" in no_out.err
