@@ -311,8 +311,8 @@ states the facts of the run."""
 MINIMAL = Scaffold(name="minimal", system=_MINIMAL_SYSTEM)
 """For small models: text with code in Markdown blocks, which runs, and the shortest instructions."""
 PLANS = Scaffold(name="plans", plans=True)
-"""Text with code in Markdown blocks, which runs, and may import ``ramify_plans``: the combinators of
-plans."""
+"""As the default one, for the same models; code may also import the combinators of plans from
+ramify_plans."""
 _HERE = "ramify.engine.scaffold"
 SCAFFOLDS = Registry(
     "scaffold",

@@ -279,7 +279,7 @@ def _type_of(value: Any) -> ValueType:
 
 def _part_type(parts: Sequence[Part]) -> ValueType:
     largest = max(math.ceil(num_bytes(part.text) / BYTES_PER_TOKEN) for part in parts)
-    has_records = all(part.records for part in parts)
+    has_records = any(part.records for part in parts)  # a part may be blank
     return ValueType("part", has_records=has_records, tokens=largest)
 
 

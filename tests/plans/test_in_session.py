@@ -133,6 +133,17 @@ FINAL([labels, count(labels), [part.place for part in parts][:2], parts[1].recor
     assert prompts(client) == prompts(planned)
 
 
+def test_a_blank_part_has_no_labels() -> None:
+    text = "a spam b\n" + "\n" * 1500 + "a ham b\n"
+    cell = (
+        "from ramify_plans import *\nFINAL(classify(split(context, tokens=200), ['ham', 'spam']))"
+    )
+    result, client = in_session([cell], text)
+    by_plan, planned = answered(plans.classify(LABELS, SMALL), text)
+    assert result.answer == by_plan.answer == ["spam", "ham"]
+    assert prompts(client) == prompts(planned)
+
+
 def test_leaves_are_recorded_below_one_call_of_the_session() -> None:
     cells = [
         "from ramify_plans import classify",
