@@ -319,9 +319,7 @@ class CellHost:
         finally:
             if calls.has_begun:
                 run.end(call, outcome)
-        if isinstance(outcome.failure, ReplayDiverged):
-            raise outcome.failure
-        if isinstance(outcome.failure, HostCallError):
+        if isinstance(outcome.failure, ReplayDiverged | HostCallError):
             raise outcome.failure
         if outcome.stop is not Stop.FINAL:
             why = _named(strategy.title, outcome.error or str(outcome.stop))

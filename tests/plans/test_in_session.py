@@ -475,6 +475,17 @@ def test_a_run_that_is_killed_anywhere_resumes_and_pays_no_leaf_twice(tmp_path: 
         rlm.resume(whole.run_id)
 
 
+def test_no_leaf_is_paid_twice_when_a_session_dies() -> None:
+    cells = [
+        "from ramify_plans import *\nlabels = classify(context, ['ham', 'spam'], part_tokens=200)",
+        "import os; os._exit(3)",
+        "FINAL([len(labels), count(labels)])",
+    ]
+    result, client = in_session(cells, lines(30), sandbox="process")
+    assert result.answer == [30, {"ham": 20, "spam": 10}]
+    assert len(client.requests) == 3 + 3
+
+
 @pytest.mark.parametrize("sandbox", ["jail", "process"])
 def test_sessions_in_other_processes_import_the_module(sandbox: str) -> None:
     cell = """
