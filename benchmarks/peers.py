@@ -55,7 +55,7 @@ class PeerEnvironment(NamedTuple):
 
 
 BESIDE = PeerEnvironment(HERE / ".venv", HERE / "requirements.txt")
-"""The environment of rlms, droste and ipykernel."""
+"""The environment of rlms, droste, ipykernel and llama.cpp."""
 WITH_TRL = PeerEnvironment(HERE / ".venv-trl", HERE / "requirements-trl.txt")
 """The environment of TRL, which has Ramify in it, too."""
 

@@ -333,6 +333,8 @@ def main() -> int:
     figures: list[Figure] = []
     if trl.__name__ in (options.only or FIGURES):
         figures += peers.check(options.without_peers, peers.WITH_TRL, "trl")
+    if sampling.__name__ in (options.only or FIGURES):
+        figures += peers.check(options.without_peers, peers.BESIDE, "xllamacpp", "gguf")
     bench = Bench(SingleBackend(small_policy(), compute=FP32), options.quick)
     for name in options.only or FIGURES:
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A small ``DenseModel`` as the engine computes it on a CPU: the same function in a third of the
+"""A small ``DenseModel`` as the engine computes it on a CPU: the same function in half the
 operations, over prepared copies of the weights.
 
 In small models, starting an operation costs more than its arithmetic. So q, k and v are one
