@@ -29,6 +29,9 @@ from ramify.types.event import ModeChosen
 if TYPE_CHECKING:
     from ramify.engine.resources import RlmSetup, RunModels
 
+_SHOWN_TOOLS = 4
+"""Tools that a reason names."""
+
 
 class ModeFacts(msgspec.Struct, frozen=True):
     """What a chooser knows of a question. Nothing has been asked yet."""
@@ -127,7 +130,8 @@ def event_of(choice: ModeChoice, at_s: float, *, is_asked: bool = False) -> Mode
 def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
     root, limits = models.rlm(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
-    has_tools = question.has_session_tools or bool(setup.tools.functions or setup.tools.values)
+    of_question = question.tools if question.has_session_tools else ()
+    tools = [*of_question, *setup.tools.functions, *setup.tools.values]
     return ModeFacts(
         question,
         root,
@@ -144,7 +148,7 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
                 (question.cite, "citations"),
                 (bool(question.pictures), "pictures in the context"),
                 (question.needs_session, "a context that only a tool can read"),
-                (has_tools, "tools"),
+                (bool(tools), f"tools ({', '.join(tools[:_SHOWN_TOOLS])})"),
                 (not setup.scaffold.takes_words, f"the scaffold {setup.scaffold.name}"),
             )
             if is_given

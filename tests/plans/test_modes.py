@@ -55,7 +55,7 @@ def test_rules_choose_the_mode(context: Any, question: str, mode: str, reason: s
 @pytest.mark.parametrize(
     ("question", "options", "reason"),
     [
-        (QUESTION, {"tools": {"lookup": len}}, "only a session has tools"),
+        (QUESTION, {"tools": {"lookup": len}}, "only a session has tools (lookup)"),
         (QUESTION, {"branches": 2}, "only a session has branches"),
         (QUESTION, {"instructions": "Be brief."}, "a plan cannot have instructions"),
         (QUESTION, {"answer_type": int | str}, "a plan cannot have an answer with a schema"),
