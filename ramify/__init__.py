@@ -57,8 +57,9 @@ def lazy_namespace(
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] == "ramify":
                 raise
+            how = _module("ramify.install_command").install_command("train")
             raise ModuleNotFoundError(
-                f"{package}.{name} needs {error.name}: pip install 'ramify[train]'", name=error.name
+                f"{package}.{name} needs {error.name}: {how}", name=error.name
             ) from error
         setattr(_module(package), name, value)
         return value

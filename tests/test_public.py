@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import ramify
+from ramify.install_command import install_command
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("check_public", ROOT / "scripts/check_public.py")
@@ -148,7 +149,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     script = "import sys; sys.modules['torch'] = None; from ramify import inference; inference.LocalClient"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: ramify.inference.LocalClient needs torch: pip install 'ramify[train]'"
+        f"ModuleNotFoundError: ramify.inference.LocalClient needs torch: {install_command('train')}"
     )
 
 

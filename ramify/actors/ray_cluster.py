@@ -25,6 +25,7 @@ from typing import Any
 
 from ramify import __version__
 from ramify.errors import ConfigError
+from ramify.install_command import install_command
 
 ADDRESS = "RAY_ADDRESS"
 _REACH_S = 10.0
@@ -234,7 +235,7 @@ def imported() -> Any:
         import ray
         import ray.util
     except ImportError:
-        raise ConfigError("--placement ray needs Ray: pip install 'ramify[ray]'") from None
+        raise ConfigError(f"--placement ray needs Ray: {install_command('ray')}") from None
     return ray
 
 

@@ -22,6 +22,7 @@ from ramify.cli.settings import config_path, fill, unknown_variables
 from ramify.cli.terminal_text import size
 from ramify.clients.providers import PROVIDERS, PriceTable
 from ramify.errors import RamifyError
+from ramify.install_command import install_command
 from ramify.printable import clean
 from ramify.sandbox.base import open_sandbox
 
@@ -129,7 +130,7 @@ def _extras() -> Iterator[str]:
         if _is_installed(module):
             yield f"{extra}: {module} {_version_of(module)}".rstrip()
         else:
-            yield f"{extra}: not installed (pip install 'ramify[{extra}]')"
+            yield f"{extra}: not installed ({install_command(extra)})"
 
 
 def _is_installed(module: str) -> bool:

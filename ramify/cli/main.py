@@ -21,6 +21,7 @@ from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_
 from ramify.cli.terminal_text import error_line, give_up_stdout, protect_terminal
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
+from ramify.install_command import install_command
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
@@ -204,7 +205,7 @@ def _unexpected(error: Exception) -> str:
         problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f"this needs {error.name}: pip install 'ramify[{_EXTRAS[error.name]}]'"
+        return f"this needs {error.name}: {install_command(_EXTRAS[error.name])}"
     return (
         f"{_place_in_plugin(error) or 'internal error'}: {type(error).__name__}: {error}; set "
         "RAMIFY_DEBUG=1 to see the traceback"

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ramify.cli.terminal_text import StderrNotes
+from ramify.install_command import install_command
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -58,7 +59,7 @@ def _provider(name: str, notes: StderrNotes) -> Any:
         exporter = _exporter(name)
     except ImportError as error:
         notes.say(
-            "ramify: warning: to export OpenTelemetry spans: pip install 'ramify[otel]' "
+            f"ramify: warning: to export OpenTelemetry spans: {install_command('otel')} "
             f"({error.name})"
         )
         return None

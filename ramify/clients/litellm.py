@@ -1,4 +1,4 @@
-"""Client for every provider that LiteLLM supports (``pip install 'ramify[litellm]'``).
+"""Client for every provider that LiteLLM supports (the extra ``litellm``).
 
 Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
 format, which ``chat_json.py`` reads. If the provider itself uses that format, the finish reason and
@@ -25,6 +25,7 @@ from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
 from ramify.clients.vision import known_vision
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
+from ramify.install_command import install_command
 from ramify.types.message import Reply
 
 _TIER = re.compile(r"input_cost_per_token_above_(\d+)k_tokens$")
@@ -74,7 +75,7 @@ class LiteLLMClient:
         try:
             import litellm
         except ImportError:
-            raise ConfigError(f"{name} needs LiteLLM: pip install 'ramify[litellm]'") from None
+            raise ConfigError(f"{name} needs LiteLLM: {install_command('litellm')}") from None
         litellm.suppress_debug_info = True
         # Its aiohttp transport would read bytes that arrive on an idle connection as the reply to
         # the next request.

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.engine import threads
 from ramify.engine.tool_set import RESERVED
 from ramify.errors import ConfigError, RamifyError
+from ramify.install_command import install_command
 
 if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters
@@ -173,7 +174,7 @@ def need_extra(what: str) -> None:
     from importlib.util import find_spec
 
     if find_spec("mcp") is None:
-        raise ConfigError(f"{what} need the official SDK: pip install 'ramify[mcp]'")
+        raise ConfigError(f"{what} need the official SDK: {install_command('mcp')}")
 
 
 def recorded(server: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request
 from ramify.errors import ConfigError, ModelError, Refused
+from ramify.install_command import install_command
 
 if TYPE_CHECKING:
     pass
@@ -82,8 +83,8 @@ def need_train_extra(what: str) -> None:
     for package in ("torch", "transformers", "safetensors"):
         if find_spec(package) is None:
             raise ConfigError(
-                f"{what} runs a model in this process and needs {package}: pip install "
-                "'ramify[train]'"
+                f"{what} runs a model in this process and needs {package}: "
+                + install_command("train")
             )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import SourceError, StoreError
+from ramify.install_command import install_command
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, MapParts
 from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTable, MapTableRow
 from ramify.maps.part_output import NOT_ASKED, is_part, part_output
@@ -44,7 +45,7 @@ class RayMapTable(MapTable):
             import pyarrow.fs as arrow_fs
         except ModuleNotFoundError:
             raise StoreError(
-                f"the parts of map {self.id} need pyarrow: pip install 'ramify[ray]'"
+                f"the parts of map {self.id} need pyarrow: {install_command('ray')}"
             ) from None
         header, parts = self._described()
         try:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.install_command import install_command
 from ramify.plans.text_parts import Part, compiled
 from ramify.plans.value_types import BOOLEAN, ValueType, check_fields
 
@@ -103,7 +104,7 @@ class Relevance(
 
         if not has_tantivy():
             raise ConfigError(
-                "BM25 needs tantivy: pip install 'ramify[inputs]', or read every part "
+                f"BM25 needs tantivy: {install_command('inputs')}, or read every part "
                 "(search(top=0), --top 0)"
             )
         if len(items) <= self.top:

@@ -1,4 +1,4 @@
-"""Ramify in pipelines of Ray Data: ``pip install 'ramify[ray]'``.
+"""Ramify in pipelines of Ray Data; needs the extra ``ray``.
 
     asker = ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini")
     dataset.map_batches(asker, batch_size=500)

@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from typing import Any, BinaryIO, cast
 
-from ramify.sources.base import NEEDS_INPUTS, OversizedSource, SourceLoader, UnreadableSource
+from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource, needs_inputs
 from ramify.sources.file_kinds import SourceFile, read_as, read_file
 
 MAX_MEMBERS = 100_000
@@ -186,7 +186,7 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
         else:
             from backports import zstd
     except ImportError:
-        raise UnreadableSource("is packed by zstd", NEEDS_INPUTS) from None
+        raise UnreadableSource("is packed by zstd", needs_inputs()) from None
     return cast("BinaryIO", _ZstdStream(zstd, raw))
 
 

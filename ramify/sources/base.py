@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
+from ramify.install_command import install_command
 from ramify.printable import one_line
 from ramify.progress import ProgressTask
 from ramify.sandbox.base import MappedText
@@ -28,8 +29,6 @@ MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
 MIN_SEARCHED_CHARS = 100_000
 """A context with fewer characters of text has no ``search`` and no ``chunks``."""
-NEEDS_INPUTS = "reading it needs pip install 'ramify[inputs]'"
-"""Remedy for a source whose library is not installed."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Detail of a text that may have been decoded wrongly."""
 MAX_RECORDED = 500
@@ -38,6 +37,11 @@ MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_byte
 """Remedy for sources above the limit."""
 _SHOWN = 6
 """Maximum number of names in a list before "and 12 more"."""
+
+
+def needs_inputs() -> str:
+    """Return the remedy for a source whose library is not installed."""
+    return f"reading it needs {install_command('inputs')}"
 
 
 class UnreadableSource(Exception):

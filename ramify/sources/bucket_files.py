@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.secrets import without_secrets
-from ramify.sources.base import NEEDS_INPUTS, UnreadableSource
+from ramify.sources.base import UnreadableSource, needs_inputs
 from ramify.sources.remote_urls import ListedFile, RemoteHead, shown_url
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
@@ -215,7 +215,7 @@ def _hub(rest: str) -> tuple[Any, str]:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError:
-        raise UnreadableSource("is on the Hugging Face hub", NEEDS_INPUTS) from None
+        raise UnreadableSource("is on the Hugging Face hub", needs_inputs()) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(HfFileSystem())), rest
 
 
@@ -270,7 +270,7 @@ def _sentences(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise UnreadableSource("does not exist", _name_check(url)) from None
     except ModuleNotFoundError:
-        raise UnreadableSource("is in a bucket", NEEDS_INPUTS) from None
+        raise UnreadableSource("is in a bucket", needs_inputs()) from None
     except Exception as error:  # noqa: BLE001 -- each client has its own errors
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for signs, (reason, remedy) in _SIGNS.items():

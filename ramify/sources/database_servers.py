@@ -27,6 +27,7 @@ import msgspec
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.run_messages import decode
 from ramify.errors import SourceError
+from ramify.install_command import install_command
 from ramify.secrets import remember
 from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
@@ -246,7 +247,7 @@ def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
     try:
         import psycopg
     except ImportError:
-        raise ValueError("asking PostgreSQL needs pip install 'ramify[inputs]'") from None
+        raise ValueError(f"asking PostgreSQL needs {install_command('inputs')}") from None
     try:
         given: dict[str, Any] = {"user": address.user, "password": address.password}
         given = {name: value for name, value in given.items() if value}
@@ -282,7 +283,7 @@ def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
         import pymysql
         import pymysql.cursors
     except ImportError:
-        raise ValueError("asking MySQL needs pip install 'ramify[inputs]'") from None
+        raise ValueError(f"asking MySQL needs {install_command('inputs')}") from None
     try:
         connection = pymysql.connect(
             host=address.host,

@@ -23,7 +23,7 @@ from ramify.sources.archives import (
     member_name,
     read_member,
 )
-from ramify.sources.base import NEEDS_INPUTS, OversizedSource, SourceLoader, UnreadableSource
+from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource, needs_inputs
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.pdf_pages import keep, read_scan
@@ -48,7 +48,7 @@ _ZIPPED = ("docx", "pptx", "odt", "epub")
 def _converted(kind: str, file: SourceFile, loading: SourceLoader) -> ConvertedDocument:
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
-        raise UnreadableSource(f"is {what}", NEEDS_INPUTS)
+        raise UnreadableSource(f"is {what}", needs_inputs())
     parts = check_parts(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
     found = convert_document(kind, what, file, loading)
     if has_macros(parts):
@@ -96,7 +96,7 @@ def read_html(file: SourceFile, loading: SourceLoader) -> None:
     except OversizedSource:
         raise
     except UnreadableSource as error:
-        why = error.remedy if error.remedy == NEEDS_INPUTS else error.reason
+        why = error.remedy if error.remedy == needs_inputs() else error.reason
         loading.add(file.name, text, "html", len(file.data), f"markup of a page, because it {why}")
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, SourceError
+from ramify.install_command import install_command
 from ramify.sandbox.base import Column, MappedText, NumberArray, Table
 
 _LEAVES = {
@@ -38,7 +39,6 @@ _NUMBERS |= {"uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "floa
 _ARROW_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _MAX_SMALL_BYTES = (1 << 31) - 1
 """Maximum size of the text in one array whose offsets have 32 bits."""
-_NEEDS = "needs pyarrow: pip install 'ramify[inputs]'"
 
 
 def as_context(value: Any) -> Any:
@@ -336,7 +336,9 @@ def _pyarrow(value: Any) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise ConfigError(f"a context that is a {type(value).__name__} {_NEEDS}") from None
+        raise ConfigError(
+            f"a context that is a {type(value).__name__} needs pyarrow: {install_command('inputs')}"
+        ) from None
     return pyarrow
 
 

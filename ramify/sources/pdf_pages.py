@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.install_command import install_command
 from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.picture_process import PictureFailed, rendered_page
@@ -102,8 +103,8 @@ def read_scan(file: SourceFile, num_pages: int, loading: SourceLoader) -> None:
     if not (can_render() and loading.has_tools):
         raise UnreadableSource(
             "is a PDF without text, perhaps a scan",
-            "run OCR on it first, or ask a model that reads pictures, after pip install "
-            "'ramify[inputs]'",
+            "run OCR on it first, or ask a model that reads pictures, after "
+            + install_command("inputs"),
         )
     detail = f"PDF: {num_pages:,} page{'s' * (num_pages != 1)} without text, perhaps a scan"
     if num_pages > MAX_PICTURES or not file.is_named:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from ramify.install_command import install_command
 from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.picture_process import MAX_PIXELS, MAX_SOURCE_BYTES, PictureFailed, scaled
@@ -24,8 +25,6 @@ from ramify.types.picture import (
     picture_of,
     size_of,
 )
-
-REMEDY = "scale it down, or run pip install 'ramify[inputs]', with which it is scaled for you"
 
 
 def read(file: SourceFile, loading: SourceLoader) -> None:
@@ -55,7 +54,10 @@ def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Pic
             "bytes",
         )
     if importlib.util.find_spec("PIL") is None:
-        raise UnreadableSource(why, REMEDY)
+        raise UnreadableSource(
+            why,
+            f"scale it down, or run {install_command('inputs')}, with which it is scaled for you",
+        )
     try:
         data = scaled(file.data, MAX_SIDE // 4, MAX_PICTURE_BYTES, limit_s)
         return picture_of(data, name), data

@@ -8,7 +8,7 @@ queried (``tables.py``).
 from __future__ import annotations
 
 from ramify.sources.archives import MACROS, check_parts, has_macros
-from ramify.sources.base import NEEDS_INPUTS, SourceLoader, SourcePlace, UnreadableSource
+from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource, needs_inputs
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.table_types import TableInfo
 from ramify.sources.tables import describe_file, described, has_duckdb
@@ -64,7 +64,7 @@ def _read(file: SourceFile, kind: str, loading: SourceLoader) -> None:
 def _infos(file: SourceFile, kind: str, loading: SourceLoader) -> list[TableInfo]:
     if not has_duckdb():
         raise UnreadableSource(
-            f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file", NEEDS_INPUTS
+            f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file", needs_inputs()
         )
     return describe_file(file.name, kind, file.path, file.data, loading)
 

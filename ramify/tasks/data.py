@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, SourceError
+from ramify.install_command import install_command
 from ramify.tasks.base import (
     DATA_SUFFIXES,
     SPLITS,
@@ -352,7 +353,7 @@ def _package(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(
-            f"this needs {module.partition('.')[0]}: pip install 'ramify[{extra}]'"
+            f"this needs {module.partition('.')[0]}: {install_command(extra)}"
         ) from None
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
+from ramify.install_command import install_command
 from ramify.tasks.base import (
     ENDLESS,
     Item,
@@ -49,7 +50,7 @@ def verifiers_v1() -> Any:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
         raise ConfigError(
-            f"this needs verifiers, 0.4: pip install 'ramify[verifiers]' ({error})"
+            f"this needs verifiers, 0.4: {install_command('verifiers')} ({error})"
         ) from None
 
 

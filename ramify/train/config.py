@@ -96,7 +96,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Train low-rank adapters instead of all weights; needs ``ramify[lora]``."""
+    """Train low-rank adapters instead of all weights; needs the extra ``lora``."""
 
     rank: int = 16
     alpha: float | None = None

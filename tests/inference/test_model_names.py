@@ -17,6 +17,7 @@ from ramify.engine.scaffold import made_for
 from ramify.errors import ConfigError
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
+from ramify.install_command import install_command
 from ramify.models.load import load_policy, save_policy
 from ramify.policy_card import PolicyCard, packaged_policies
 from tests.inference.helpers import policy
@@ -127,4 +128,4 @@ def test_naming_a_model_imports_no_heavy_library() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert "needs torch: pip install 'ramify[train]'" in done.stdout
+    assert f"needs torch: {install_command('train')}" in done.stdout

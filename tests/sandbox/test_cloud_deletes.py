@@ -17,6 +17,7 @@ from ramify.extras.sandboxes.daytona import DaytonaService, DaytonaSpec
 from ramify.extras.sandboxes.e2b import E2BService, E2BSpec
 from ramify.extras.sandboxes.modal import ModalService, ModalSpec
 from ramify.extras.sandboxes.prime import PrimeService, PrimeSpec, open_provider
+from ramify.install_command import install_command
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.providers.remote import RemoteSandbox
 
@@ -320,7 +321,7 @@ def test_incompatible_sdk_is_refused_before_anything_is_created(
         version = "of unknown version"
     assert said.startswith(f"sandbox 'prime' cannot use prime-sandboxes {version}: {fault}")
     assert said.endswith(
-        "; nothing was created; install prime-sandboxes>=0.2.38,<0.6: pip install 'ramify[prime]'"
+        "; nothing was created; install prime-sandboxes>=0.2.38,<0.6: " + install_command("prime")
     )
     assert "\n" not in said
     assert doubles.asked == []

@@ -22,6 +22,7 @@ import msgspec
 from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
 from ramify.cli.terminal_text import json_line
 from ramify.errors import ConfigError
+from ramify.install_command import install_command
 
 if TYPE_CHECKING:
     from ramify.extras.cluster.rate import EngineRate
@@ -185,7 +186,7 @@ def _check_packages() -> None:
     for package in ("simpy", "numpy"):
         if find_spec(package) is None:
             raise ConfigError(
-                f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'"
+                f"ramify cluster simulate needs {package}: {install_command('cluster')}"
             )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import SandboxError
+from ramify.install_command import install_command
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.host.session import GuestSession
 from ramify.sandbox.providers.process import ProcessSandbox
@@ -33,7 +34,7 @@ class IPythonSandbox:
 
     def __init__(self, spec: SandboxSpec) -> None:
         if importlib.util.find_spec("IPython") is None:
-            raise SandboxError("sandbox 'ipython' needs IPython: pip install 'ramify[ipython]'")
+            raise SandboxError(f"sandbox 'ipython' needs IPython: {install_command('ipython')}")
         self._process = ProcessSandbox(
             msgspec.structs.replace(spec, packages=(*spec.packages, *_LOADED))
         )

@@ -22,6 +22,7 @@ from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
 from ramify.extras.sandboxes.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
+from ramify.install_command import install_command
 from ramify.sandbox.base import (
     Answer,
     CellResult,
@@ -63,7 +64,7 @@ class MontySandbox:
         try:
             self._monty: Any = importlib.import_module("pydantic_monty")
         except ImportError:
-            raise SandboxError("sandbox 'monty' needs Monty: pip install 'ramify[monty]'") from None
+            raise SandboxError(f"sandbox 'monty' needs Monty: {install_command('monty')}") from None
         if spec.packages:
             raise ConfigError(
                 f"sandbox 'monty' does not support packages, but '{spec.packages[0]}' was "

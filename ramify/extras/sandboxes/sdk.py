@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ramify.errors import SandboxError
+from ramify.install_command import install_command
 from ramify.logging import RoomLogger
 
 _log = RoomLogger("sandbox")
@@ -72,15 +73,15 @@ class Sdk:
         except ImportError as error:
             raise SandboxError(
                 f"sandbox '{self.provider}' needs its SDK, which cannot be imported ({error}): "
-                f"pip install 'ramify[{self.provider}]'"
+                f"{install_command(self.provider)}"
             ) from None
         for call in self.calls:
             if fault := _fault(module, call):
                 raise SandboxError(
                     f"sandbox '{self.provider}' cannot use {self.package} {self._version()}: "
                     f"{fault}; "
-                    f"nothing was created; install {self.package}{self.versions}: pip install "
-                    f"'ramify[{self.provider}]'"
+                    f"nothing was created; install {self.package}{self.versions}: "
+                    f"{install_command(self.provider)}"
                 )
         return module
 

@@ -25,6 +25,7 @@ import msgspec
 
 from ramify.actors.child_process import IdleProcesses, kill
 from ramify.errors import ConfigError, RamifyError
+from ramify.install_command import install_command
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.types.boxed import TAIL_CHARS, last_boxed
@@ -99,8 +100,8 @@ def _integer(text: str) -> int | None:
 def _start_worker() -> subprocess.Popen[str]:
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "an answer that is not an integer needs math-verify to be compared: pip install "
-            "'ramify[math]'"
+            "an answer that is not an integer needs math-verify to be compared: "
+            + install_command("math")
         )
     path = Path(__file__).with_name("math_worker.py")
     worker = subprocess.Popen(

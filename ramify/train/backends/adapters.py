@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
+from ramify.install_command import install_command
 from ramify.train.backends.lora import is_chosen
 
 _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"
@@ -38,7 +39,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def need_peft() -> None:
     if find_spec("peft") is None:
-        raise ConfigError("adapters on the backend fsdp need peft: pip install 'ramify[lora]'")
+        raise ConfigError(f"adapters on the backend fsdp need peft: {install_command('lora')}")
 
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.install_command import install_command
 from ramify.logging import RoomLogger
 from ramify.plugins import Registry
 from ramify.train.config_fields import redacted
@@ -71,7 +72,7 @@ class Tracker(Protocol):
     modules: ClassVar[tuple[str, ...]]
     """Modules that it can use; at least one must be installed."""
     extra: ClassVar[str]
-    """``tensorboard`` for ``pip install 'ramify[tensorboard]'``; empty for a user-defined class."""
+    """The extra that installs it, such as ``tensorboard``; empty for a user-defined class."""
 
     @property
     def id(self) -> str:
@@ -250,7 +251,7 @@ def _class_of(name: str, options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"tracker '{name}' is a {type(kind).__name__}, not a class")
     modules = getattr(kind, "modules", ())
     if modules and not any(find_spec(module) for module in modules):
-        how = f"pip install 'ramify[{kind.extra}]'" if kind.extra else f"pip install {modules[0]}"
+        how = install_command(kind.extra) if kind.extra else f"pip install {modules[0]}"
         raise ConfigError(f"tracker '{name}' needs a package that is not installed: {how}")
     parameters = [*inspect.signature(kind).parameters.values()][1:]
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

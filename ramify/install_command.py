@@ -1,0 +1,45 @@
+"""The command that installs an optional extra beside the Ramify that runs.
+
+    install_command("ray")    pip install -e '/home/me/ramify[ray]'    from a clone, editable
+                              pip install '/home/me/ramify[ray]'       from a folder or a wheel
+                              pip install 'ramify[ray]'                from a package index
+
+A name alone would fail wherever no index has the package, and install another version elsewhere.
+Decides the command by what the installer recorded (``direct_url.json``, PEP 610). Not here: which
+package belongs to which extra (``pyproject.toml``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from urllib.parse import unquote, urlsplit
+
+
+def install_command(*extras: str) -> str:
+    """Return the ``pip install`` line that adds ``extras`` to this installation."""
+    from importlib import metadata  # takes 10 ms, and only errors need it
+
+    try:
+        record = metadata.distribution("ramify").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # a folder on PYTHONPATH
+        record = None
+    return command_for(record, extras)
+
+
+def command_for(record: str | None, extras: tuple[str, ...]) -> str:
+    """Return the command for the text of a ``direct_url.json``, or None without that file."""
+    named = f"[{','.join(extras)}]"
+    origin = json.loads(record) if record else {}
+    url = urlsplit(origin.get("url", ""))
+    if url.scheme == "file":
+        path = unquote(url.path)
+        option = "-e " if origin.get("dir_info", {}).get("editable") else ""
+        # The folder may be gone, or be one of the machine that built an image.
+        if os.path.exists(path):
+            return f"pip install {option}{shlex.quote(path + named)}"
+    elif "vcs_info" in origin:
+        source = f"{origin['vcs_info']['vcs']}+{origin['url']}"
+        return f"pip install {shlex.quote(f'ramify{named} @ {source}')}"
+    return f"pip install {shlex.quote(f'ramify{named}')}"
