@@ -27,7 +27,7 @@ check_house = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check_house)
 FLOORS = [
     {"types", "errors", "plugins", "policy_card", "progress", "secrets", "logging", "log_outputs"}
-    | {"printable", "quantities", "lazy_pattern", "install_command"},
+    | {"printable", "quantities", "lazy_pattern", "install_command", "time_account"},
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},

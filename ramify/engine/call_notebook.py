@@ -35,6 +35,7 @@ from ramify.engine.live_run import LiveRun
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import RoomLogger
 from ramify.sandbox.base import Answer, CellResult, Session
+from ramify.time_account import under_way
 from ramify.types.trajectory import Cell
 
 _log = RoomLogger("engine")
@@ -217,6 +218,10 @@ class Notebook:
         return problem
 
     async def _new_session(self) -> Session:
+        with under_way("sessions"):
+            return await self._opened()
+
+    async def _opened(self) -> Session:
         run, call = self.run, self.call
         session = await run.open_session(call)
         try:

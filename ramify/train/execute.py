@@ -18,6 +18,7 @@ from ramify.errors import ConfigError
 from ramify.log_outputs import RUN_LOG, LogFile
 from ramify.logging import RoomLogger, run_log
 from ramify.progress import report_progress
+from ramify.time_account import PARTS, ROLLOUTS, WAITING
 from ramify.train.assemble import assemble
 from ramify.train.backends import launch
 from ramify.train.build import opened_trainer
@@ -45,6 +46,9 @@ _IN_LOG = (
     "failed_rollouts",
     "work_s",
     "learn_s",
+    "time/step_s",
+    "time/overhead",
+    *(f"time/{part}_s" for part in (*PARTS, ROLLOUTS, WAITING)),
 )
 """Metrics that run.log repeats; metrics.jsonl has all."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

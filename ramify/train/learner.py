@@ -25,6 +25,7 @@ import asyncio
 import copy
 import dataclasses
 import enum
+import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ import numpy as np
 from ramify.errors import TrainError
 from ramify.logging import RoomLogger
 from ramify.models import checksums
+from ramify.time_account import under_way, working
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
 from ramify.train.data.pack import attach, describe, pack
@@ -185,6 +187,10 @@ class Learner:
         """Compute the streams that the rows of a step need before its first minibatch."""
         backend = self.publisher.backend
         assert backend is not None
+        with working("forward_backward"):
+            return self._prepare(backend, stage, work)
+
+    def _prepare(self, backend: Backend, stage: TrainingStage, work: StepData) -> dict[str, float]:
         rows = [row for part in work.parts for row in part.rows]
         if "staleness" in stage.streams:
             self._attach_staleness(rows)
@@ -204,22 +210,26 @@ class Learner:
         """Score a sample of the step's calls with the policy before it learns. None if there is no
         sample."""
         assert self.publisher.backend is not None
-        return UpdateProbe.taken(stage.probed(self.own(work.groups), step), self.publisher.backend)
+        with working("forward_backward"):
+            rows = stage.probed(self.own(work.groups), step)
+            return UpdateProbe.taken(rows, self.publisher.backend)
 
     def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
         """Metrics of all tokens that this policy sampled for a step, before it learns from them.
         Call it after ``prepare``, which completes the advantages."""
-        own = self.own(work.groups)
-        rows = [row for part in work.parts for row in part.rows]
-        measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
-        return measured if probe is None else measured | probe.mismatch
+        with working("credit"):
+            own = self.own(work.groups)
+            rows = [row for part in work.parts for row in part.rows]
+            measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
+            return measured if probe is None else measured | probe.mismatch
 
     def note_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
         """Store the gaps between trainer and sampler in the rollouts of a step, at the tokens that
         were scored before it: those of ``old_logprobs``, and of ``probe``. Call it after
         ``prepare``."""
-        rows = [row for part in work.parts for row in part.rows]
-        note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
+        with working("credit"):
+            rows = [row for part in work.parts for row in part.rows]
+            note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
 
     def measured_after(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
@@ -232,7 +242,8 @@ class Learner:
             lr = self._lr_scale * stage.optim.lr_at(backend.version)
             still = {"lr": lr, "grad_norm": 0.0}
             return still if probe is None else {**still, "post_kl": 0.0}
-        return {} if probe is None else probe.moved(backend)
+        with working("forward_backward"):
+            return {} if probe is None else probe.moved(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
         """Attach the stream ``staleness``: how many versions the sampling policy lags behind the
@@ -248,15 +259,19 @@ class Learner:
         backend = self.publisher.backend
         assert backend is not None
         whole = stage.loss.sequence if stage.loss.is_over_sequences else None
-        batches = pack(part.rows, backend.packing, part.denominators, whole=whole)
-        if self.publisher.check is not None:
-            self.publisher.check.weights(part.rows, batches)
-        measured = backend.forward_backward(batches, stage.loss)
-        measured |= backend.optim_step()
+        with working("packing"):
+            batches = pack(part.rows, backend.packing, part.denominators, whole=whole)
+            if self.publisher.check is not None:
+                self.publisher.check.weights(part.rows, batches)
+        with working("forward_backward"):
+            measured = backend.forward_backward(batches, stage.loss)
+        with working("optimizer"):
+            measured |= backend.optim_step()
         self.publisher.learned()
         if stage.samples and "entropy" in measured:  # ``entropy`` is that of all sampled tokens
             measured["loss_entropy"] = measured.pop("entropy")
-        return {**measured, **describe(batches, part.rows)}
+        with working("packing"):
+            return {**measured, **describe(batches, part.rows)}
 
 
 def _attach(
@@ -267,7 +282,8 @@ def _attach(
 ) -> None:
     """Attach the stream ``name`` to ``rows``, by applying ``ask`` to batches packed for
     ``backend``."""
-    batches = pack(rows, backend.packing)
+    with working("packing"):
+        batches = pack(rows, backend.packing)
     attach(rows, batches, name, ask(batches))
 
 
@@ -317,6 +333,10 @@ class Publisher:
     async def sleep(self) -> dict[str, float]:
         """Have engines on the trainer's devices sleep until weights are published. Returns how long
         that took."""
+        with under_way("weight_sync"):
+            return await self._sleep()
+
+    async def _sleep(self) -> dict[str, float]:
         started = time.monotonic()
         sleeping = self.thread.watch.bounded(
             f"letting the engines sleep before step {self._record.state.step + 1}",
@@ -329,6 +349,10 @@ class Publisher:
 
     async def publish(self) -> None:
         """Publish the newest weights to the engine, and check that it uses them."""
+        with under_way("weight_sync"):
+            await self._publish()
+
+    async def _publish(self) -> None:
         if self.phase is EnginePhase.CURRENT:
             return
         state = self._record.state
@@ -371,10 +395,21 @@ class Publisher:
             step = self._record.state.step
 
             def in_thread(work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
-                return self.thread.run(step + 1, work, *arguments)
+                return self.thread.run(step + 1, _as_weight_sync(work), *arguments)
 
             checking = self.check.engine(self.backend, in_thread)
             await self.thread.watch.bounded(f"checking the engine after step {step}", checking)
+
+
+def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
+    """``work``, which counts as a weight sync in the account of the step's time."""
+
+    @functools.wraps(work)
+    def counted(*arguments: Any) -> T:
+        with working("weight_sync"):
+            return work(*arguments)
+
+    return counted
 
 
 class PolicyWeights:

@@ -29,6 +29,13 @@ All files of a run's folder that hold one JSON line per record are ``RunLines``:
 
 Each record has the number of its ``step``.
 
+Where the time of each step went, since the line before it, as metrics of the step:
+
+    time/sampling_s, time/packing_s, …         wall seconds of each part (``time_account.py``), and
+    time/step_s                                their sum
+    time_cpu/sampling_s, …, time_cpu/step_s    CPU seconds
+    time/overhead, time_cpu/overhead           share of all parts but sampling and passes
+
 CPU time of each step's rollouts, as metrics of the step:
 
     cpu/loop_s, cpu/sessions_s, cpu/engine_s   seconds of CPU; cpu/cores: cores that they share
@@ -59,6 +66,7 @@ from ramify.evaluate.statistics import pass_at_k
 from ramify.inference.local.step_timings import StepTiming
 from ramify.tasks.base import total
 from ramify.tasks.mixture import part_of
+from ramify.time_account import PartTimes
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
 
@@ -443,6 +451,18 @@ def batch_metrics(timing: StepTiming) -> Iterator[tuple[str, float]]:
     yield f"{prefix}/cpu_s", timing.cpu_s
     if timing.reads:
         yield f"{prefix}/read", float(timing.read)
+
+
+def of_times(times: PartTimes) -> dict[str, float]:
+    """The metrics of where a step's time went; ``overhead`` is the share of all parts but sampling
+    and the forward and backward passes."""
+    metrics: dict[str, float] = {}
+    for kind, parts in (("time", times.wall_s), ("time_cpu", times.cpu_s)):
+        metrics |= {f"{kind}/{part}_s": seconds for part, seconds in parts.items()}
+        step_s = metrics[f"{kind}/step_s"] = math.fsum(parts.values())
+        useful_s = parts["sampling"] + parts["forward_backward"]
+        metrics[f"{kind}/overhead"] = 1 - useful_s / step_s if step_s else 0.0
+    return metrics
 
 
 def num_cores() -> int:

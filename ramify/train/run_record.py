@@ -26,6 +26,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import RoomLogger
+from ramify.time_account import TimeAccount
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
 from ramify.train.data.sft_data import write
@@ -38,6 +39,8 @@ from ramify.train.metrics import (
     GroupRecord,
     MetricsFile,
     StepMetrics,
+    below_s,
+    of_times,
     read_metrics,
 )
 from ramify.train.recipe import with_defaults
@@ -108,6 +111,9 @@ class RunRecord:
         self._listener = listener
         self._measures = measures
         self._meter = meter
+        self.account = TimeAccount(None if meter is None else below_s)
+        """Where the time of a step goes. Sessions count only if the child processes are known to
+        be sessions."""
         self._metrics: MetricsFile | None = None
         self._since = self._saved_at = time.monotonic()
         self._cpu_since = 0.0
@@ -244,11 +250,19 @@ class RunRecord:
         return values
 
     def write(
-        self, stage: str, values: Mapping[str, float], diagnoses: Sequence[Diagnosis] = ()
+        self,
+        stage: str,
+        values: Mapping[str, float],
+        diagnoses: Sequence[Diagnosis] = (),
+        *,
+        is_step: bool = False,
     ) -> None:
-        """Write a line of metrics, with what the doctor found."""
+        """Write a line of metrics, with what the doctor found. That of a step says where its time
+        went."""
         assert self._metrics is not None
         self._tick()
+        if is_step:
+            values = {**values, **of_times(self.account.take())}
         self._metrics.write(
             self.state.step,
             stage,

@@ -24,6 +24,7 @@ import msgspec
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Task, items_of
 from ramify.tasks.mixture import MixtureTask
+from ramify.time_account import working
 from ramify.train.advantages.base import (
     Algorithm,
     AssignedRollout,
@@ -421,10 +422,11 @@ class RlStage:
         minibatch is an estimate of the same loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
-        return [
-            Minibatch(token_sequences(assigned.rollouts[index::num], self._temperature), shares)
-            for index in range(num)
-        ]
+        with working("packing"):
+            return [
+                Minibatch(token_sequences(assigned.rollouts[index::num], self._temperature), shares)
+                for index in range(num)
+            ]
 
 
 class RolloutStepSource:
@@ -453,7 +455,8 @@ class RolloutStepSource:
             for _, group in taken.groups:
                 await self._reader.group(group)
             self._taken = []
-        return self._stage.step_data(taken, step, self._reader)
+        with working("credit"):
+            return self._stage.step_data(taken, step, self._reader)
 
 
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:

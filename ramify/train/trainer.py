@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, TypeVar
 from ramify.errors import StoreError
 from ramify.logging import RoomLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
+from ramify.time_account import working
 from ramify.train.checkpoint import CheckpointState, Write, read_state
 from ramify.train.learner import Learner
 from ramify.train.learners import Learners
@@ -100,7 +101,11 @@ class Trainer:
         """Train from the beginning, or from the checkpoint ``resume``, to the end. Returns the
         final state."""
         try:
-            with subscribe(lambda _: self._watch.moved()), on_heartbeat(self._watch.moved):
+            with (
+                self.record.account,
+                subscribe(lambda _: self._watch.moved()),
+                on_heartbeat(self._watch.moved),
+            ):
                 state = await self._run(resume)
         except StallError:
             self._thread.close(is_stalled=True)
@@ -190,6 +195,7 @@ class Trainer:
         self._learners.recall(stage)
         async with stage.source(state.next_item, state.pending) as source:
             self._source = source
+            self.record.account.take()  # what was before is not part of a step
             if state.is_due:
                 await self._at_intervals(stage)
                 if self._rollback:
@@ -228,9 +234,12 @@ class Trainer:
             verdict = after_step(self._guard, state.guard, values)
             values |= verdict.metrics
             self._report_verdict(verdict, where)
-        record.write(stage.name, values, [] if verdict is None else verdict.diagnoses)
-        self._learners.check_ids(stage, work)
-        record.write_rollouts(work.groups, work.accounts)
+        with working("journal"):
+            diagnoses = [] if verdict is None else verdict.diagnoses
+            record.write(stage.name, values, diagnoses, is_step=True)
+            record.write_rollouts(work.groups, work.accounts)
+        with working("credit"):
+            self._learners.check_ids(stage, work)
         if self._rollback:
             return
         if not state.stopped:
@@ -315,7 +324,8 @@ class Trainer:
         saved = stage.kept if self.state.stage_step else {}
         parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
         parts |= self._learners.parts(stage)
-        self.record.save(parts)
+        with working("journal"):
+            self.record.save(parts)
 
     def _restore(self, checkpoint: Path) -> None:
         """Restore the state of ``checkpoint``."""
@@ -357,6 +367,7 @@ class Trainer:
             self.state.score = values.get("validation/reward")
         self.record.write(stage, values)
         self.record.restart_meter()
+        self.record.account.take()  # an evaluation is not part of a step
         return values
 
     async def _report(self) -> None:

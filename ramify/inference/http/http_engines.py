@@ -34,6 +34,7 @@ from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
 from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
+from ramify.time_account import under_way, working
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -155,16 +156,19 @@ class HttpEngines:
         """``complete`` by one given server."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
-        ids = prompt_ids(self._policy.renderer, request)
+        with working("rendering"):
+            ids = prompt_ids(self._policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
         so_far = PartialReply(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
-            version, part, routes = await self._sampled(so_far, sampling, request, only)
+            with under_way("sampling"):
+                version, part, routes = await self._sampled(so_far, sampling, request, only)
             so_far.add(part, version, routes)
             if part.end != "abort" or so_far.left < 1:
                 break
-        return self._reply(so_far, request, time.perf_counter() - started)
+        with working("rendering"):
+            return self._reply(so_far, request, time.perf_counter() - started)
 
     async def _sampled(
         self, so_far: PartialReply, sampling: Sampling, request: Request, only: EngineServer | None

@@ -39,6 +39,7 @@ from ramify.inference.local.generation import Generation, draw
 from ramify.inference.local.model_runner import ModelRunner
 from ramify.inference.local.slots import EngineStep, SlotSpan, SlotTable
 from ramify.inference.local.step_timings import StepTimings
+from ramify.time_account import working
 
 _LEAST_CAPACITY = 128
 """Initial number of tokens per slot."""
@@ -317,7 +318,8 @@ class EngineThread:
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function())
+                    with working("weight_sync"):  # calls are about weights
+                        future.set_result(function())
                 except BaseException as error:  # noqa: BLE001 (raised by the caller)
                     future.set_exception(error)
 
@@ -402,7 +404,8 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            finished = self.engine.step()
+            with working("sampling"):
+                finished = self.engine.step()
         except Exception as error:  # noqa: BLE001 (passed to all callers)
             self._fail(error)
             return

@@ -41,6 +41,7 @@ from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
 from ramify.models.routing import MixtureRouters, mixture_shape
 from ramify.models.template import streamable_reply
 from ramify.models.weights import fingerprint, load_weights
+from ramify.time_account import working
 from ramify.types.message import Finish, Message, Reply, Usage
 
 Result = TypeVar("Result")
@@ -119,9 +120,11 @@ class LocalClient:
         """One reply. Raises Refused if the prompt does not fit. Cancelling the task frees its slot
         before the next step."""
         started = time.perf_counter()
-        generation = self._generation(request)
+        with working("rendering"):
+            generation = self._generation(request)
         await self._finished(generation)
-        return self._reply(generation, request, time.perf_counter() - started)
+        with working("rendering"):
+            return self._reply(generation, request, time.perf_counter() - started)
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""

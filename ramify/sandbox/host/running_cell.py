@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ramify import time_account
 from ramify.errors import HostCallError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxSpec
 from ramify.sandbox.guest.frames import HALF_BYTES
@@ -57,6 +58,7 @@ class CellClock:
 
     def start(self) -> None:
         self.stop()
+        time_account.begin("sessions")
         self._since = time.monotonic()
 
     def pause(self) -> None:
@@ -66,6 +68,8 @@ class CellClock:
             self._paused = time.monotonic(), self._cpu_s()
 
     def stop(self) -> None:
+        if self._since is not None:
+            time_account.end("sessions")
         self.worked_s, self._since, self._paused = self.worked(), None, None
 
     def worked(self) -> float:

@@ -15,20 +15,28 @@ const GROUPS = [
   ["off-policy: sampler mismatch, effective sample size, staleness", /mismatch|^ess$|stale/],
   ["per depth and role", /by depth$|role|^calls_per_rollout$|^turns_per_call$|child_/],
   ["signals", /^signal|hint|judge|process|hindsight|teacher/],
-  ["speed", /tokens_per_s|_s$|cpu|by batch$/],
+  ["speed", /tokens_per_s|_s$|cpu|by batch$|by part$|overhead$/],
   ["rollouts and sizes", /./],
 ];
+const PART = /^(time|time_cpu)\/(\w+)_s$/; // as in time/sampling_s
 const LAYER = /^(depth|batch)(\d+)\.(\w+)\/(\w+)$/; // as in depth1.rlm/reward, batch16.decode/steps
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--live", "--bad"];
 
-// Chart -> [{ name, label }]: one line per chart, but metrics of each depth share one chart.
+// Chart -> [{ name, label }]: one line per chart, but metrics of each depth, and the parts of
+// a step's time, share one chart.
 export function chartsOf(names) {
   const charts = new Map();
   for (const name of names) {
     const layer = LAYER.exec(name),
-      chart = layer ? `${layer[4]} by ${layer[1]}` : name;
+      part = PART.exec(name),
+      chart = layer
+        ? `${layer[4]} by ${layer[1]}`
+        : part
+          ? `${part[1] === "time" ? "wall" : "CPU"} seconds by part`
+          : name,
+      label = layer ? `${layer[2]} ${layer[3]}` : part ? part[2].replaceAll("_", " ") : "";
     if (!charts.has(chart)) charts.set(chart, []);
-    charts.get(chart).push({ name, label: layer ? `${layer[2]} ${layer[3]}` : "" });
+    charts.get(chart).push({ name, label });
   }
   for (const lines of charts.values()) {
     lines.sort((a, b) => (a.name < b.name ? -1 : 1));

@@ -1,0 +1,227 @@
+"""Where the time of a training step goes: the code that works names its part, and one account adds
+up wall and CPU time.
+
+    with TimeAccount(): …                the account of this process; ``train/trainer.py`` opens it
+    with working("packing"): …           one thread works on a part; awaits nothing meanwhile
+    with under_way("weight_sync"): …     a part is in progress, wherever: wall time alone
+    account.take()                       the parts since the last call, in seconds
+
+                 engine      ▄▄▄▄▄▄▄▄▄▄▄▄▄        ▄▄▄▄▄▄▄▄
+                 event loop  ▄▄      ▄▄      ▄  ▄▄    ▄▄    ▄▄
+    wall time                rr sampling    cc ro sampling  pp forward and backward …
+
+Each moment of wall time counts for one part: the first of ``PARTS`` that is in progress; otherwise
+``rollouts``, as far as the event loop worked, and ``waiting`` for the rest. CPU time is that of the
+thread inside a block, without blocks inside it. What else the event loop computed is ``rollouts``,
+CPU time of child processes is ``sessions``, and that of PyTorch's helper threads is divided over
+the parts of ``COMPUTING`` in proportion to theirs. So both kinds add up to the step.
+
+The account is global to the process, as progress is. Without one, a block costs one comparison. Not
+here: the names of the metrics (``train/metrics.py``), and work in other processes than sessions.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+Part = Literal[
+    "packing",
+    "optimizer",
+    "forward_backward",
+    "weight_sync",
+    "credit",
+    "journal",
+    "sampling",
+    "rendering",
+    "sessions",
+]
+PARTS: tuple[Part, ...] = (
+    "packing",
+    "optimizer",
+    "forward_backward",
+    "weight_sync",
+    "credit",
+    "journal",
+    "sampling",
+    "rendering",
+    "sessions",
+)
+"""Parts that code names, in the order in which wall time counts for them."""
+COMPUTING: tuple[Part, ...] = ("forward_backward", "optimizer", "sampling", "weight_sync")
+ROLLOUTS, WAITING = "rollouts", "waiting"
+_account: TimeAccount | None = None
+_innermost = threading.local()
+
+
+class PartTimes(NamedTuple):
+    """Time since an account was last asked, in seconds."""
+
+    wall_s: dict[str, float]
+    """Part -> wall time. They add up to the time that has passed."""
+    cpu_s: dict[str, float]
+    """Part -> CPU time. They add up to the CPU time of this process and of sessions."""
+
+
+class TimeAccount:
+    """Adds up the time of the parts. Open it, and call ``take``, in the event loop's thread."""
+
+    def __init__(self, children_s: Callable[[], float] | None = None) -> None:
+        """``children_s`` returns the CPU seconds of all sessions so far; None if other processes
+        cannot be told from them."""
+        self._children_s = children_s or (lambda: 0.0)
+        self._lock = threading.Lock()
+        self._active = dict.fromkeys(PARTS, 0)
+        self._loop = 0
+        self._loop_clock: int | None = None
+        self._outer: TimeAccount | None = None
+        self._at = time.monotonic()
+        """When the account last changed."""
+        self._loop_seen_s = 0.0
+        """CPU time of the event loop's thread then."""
+        self._children_began_s = 0.0
+        self._reset()
+
+    def __enter__(self) -> TimeAccount:
+        global _account
+        self._outer, _account = _account, self
+        self._loop = threading.get_ident()
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._loop_clock = time.pthread_getcpuclockid(self._loop)
+        self._charge()
+        self._reset()
+        self._children_began_s = self._children_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _account
+        _account = self._outer
+
+    def enter(self, part: Part) -> None:
+        """``part`` is in progress from now on, once more."""
+        with self._lock:
+            self._charge()
+            self._active[part] += 1
+
+    def leave(self, part: Part) -> None:
+        with self._lock:
+            self._charge()
+            # 0 if it began before the account was opened.
+            self._active[part] = max(0, self._active[part] - 1)
+
+    def computed(self, part: Part, cpu_s: float) -> None:
+        """Count CPU time of the calling thread."""
+        with self._lock:
+            self._cpu[part] += cpu_s
+            if threading.get_ident() == self._loop:
+                self._in_blocks_s += cpu_s
+
+    def take(self) -> PartTimes:
+        """The times since the last call, or since the account was opened."""
+        with self._lock:
+            self._charge()
+            loop_s = time.thread_time() - self._loop_began_s
+            process_s = time.process_time() - self._process_began_s
+            wall, cpu = self._wall, {**self._cpu, ROLLOUTS: max(0.0, loop_s - self._in_blocks_s)}
+            self._reset()
+        before_s, self._children_began_s = self._children_began_s, self._children_s()
+        rest_s, own_s = process_s - sum(cpu.values()), sum(cpu[part] for part in COMPUTING)
+        for part in COMPUTING if own_s else ():
+            cpu[part] += rest_s * cpu[part] / own_s
+        if not own_s:
+            cpu[ROLLOUTS] += rest_s
+        cpu["sessions"] += max(0.0, self._children_began_s - before_s)
+        return PartTimes(wall, cpu)
+
+    def _reset(self) -> None:
+        self._wall = dict.fromkeys((*PARTS, ROLLOUTS, WAITING), 0.0)
+        self._cpu: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._in_blocks_s = 0.0
+        """CPU time of the event loop's thread that parts have."""
+        self._loop_began_s = time.thread_time()
+        self._process_began_s = time.process_time()
+
+    def _charge(self) -> None:
+        """Count the wall time since the last change of what is in progress."""
+        now = time.monotonic()
+        passed_s, self._at = now - self._at, now
+        busy_s = 0.0
+        if self._loop_clock is not None:
+            loop_s = time.clock_gettime(self._loop_clock)
+            busy_s, self._loop_seen_s = loop_s - self._loop_seen_s, loop_s
+        part = next((part for part in PARTS if self._active[part]), None)
+        if part is not None:
+            self._wall[part] += passed_s
+        else:
+            busy_s = min(busy_s, passed_s)
+            self._wall[ROLLOUTS] += busy_s
+            self._wall[WAITING] += passed_s - busy_s
+
+
+class under_way:
+    """The part is in progress for as long as the block runs."""
+
+    __slots__ = ("_account", "_part")
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._account: TimeAccount | None = None
+
+    def __enter__(self) -> None:
+        self._account = _account
+        if self._account is not None:
+            self._account.enter(self._part)
+
+    def __exit__(self, *_: object) -> None:
+        if self._account is not None:
+            self._account.leave(self._part)
+
+
+class working:
+    """The calling thread works on the part for as long as the block runs. Inside, nothing may be
+    awaited; blocks of other parts may be."""
+
+    __slots__ = ("_account", "_began_s", "_inner_s", "_outer", "_part")
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._account: TimeAccount | None = None
+        self._inner_s = 0.0
+
+    def __enter__(self) -> None:
+        self._account = _account
+        if self._account is None:
+            return
+        self._account.enter(self._part)
+        self._outer: working | None = getattr(_innermost, "block", None)
+        _innermost.block = self
+        self._began_s = time.thread_time()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._account is None:
+            return
+        spent_s = time.thread_time() - self._began_s
+        _innermost.block = self._outer
+        if self._outer is not None:
+            self._outer._inner_s += spent_s
+        self._account.leave(self._part)
+        self._account.computed(self._part, spent_s - self._inner_s)
+
+
+def begin(part: Part) -> None:
+    """The part is in progress until ``end`` is called as often; for work without a block."""
+    if _account is not None:
+        _account.enter(part)
+
+
+def end(part: Part) -> None:
+    if _account is not None:
+        _account.leave(part)
