@@ -43,7 +43,7 @@ def measured(run: Run, out: Path) -> tuple[list[dict[str, float]], dict[str, Any
     """Return the metrics except for times and batch sizes, and the trained weights."""
     rows: list[dict[str, float]] = []
     train(run, out, listener=lambda row: rows.append(dict(row.values)))
-    skipped = ("cpu/", "batch", "concurrency", "tokens_per_s")
+    skipped = ("cpu/", "time/", "time_cpu/", "batch", "concurrency", "tokens_per_s")
     kept = [
         {
             name: value

@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ramify.time_account import (
@@ -22,6 +23,7 @@ from ramify.time_account import (
 )
 from ramify.train.config import EvaluateSpec, Schedule
 from ramify.train.metrics import StepMetrics, read_metrics
+from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
 from tests.train.small import small
 
@@ -32,9 +34,15 @@ EVERY = (*PARTS, ROLLOUTS, WAITING)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with all three stages."""
     out = tmp_path_factory.mktemp("timed")
-    train(
-        small(evaluate=EvaluateSpec(num=1, final=()), schedule=Schedule(evaluate_every=None)), out
+    run = small(evaluate=EvaluateSpec(num=1, final=()), schedule=Schedule(evaluate_every=None))
+    assert run.sft is not None
+    assert run.rl is not None
+    run = msgspec.structs.replace(
+        run,
+        sft=msgspec.structs.replace(run.sft, num=8),
+        rl=msgspec.structs.replace(run.rl, steps=2, rollout=RolloutOptions(group=2, concurrency=1)),
     )
+    train(run, out)
     return out
 
 
