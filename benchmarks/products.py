@@ -3,6 +3,7 @@ losses, gathers and Python were free.
 
     run = products(model, batches, dtype)      forward and backward, three products per matrix
     step_seconds / seconds(run)                how far the step is from its products
+    multiplications(model, batches)            forward, with those of attention
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ramify.models.dense import DenseModel
+from ramify.models.forest_attention import ForestAttentionPlan
 from ramify.types.sequence import Batch
 
 
@@ -39,6 +42,35 @@ def products(model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype) -> 
                     _multiply(matrix, num, rows)
 
     return run
+
+
+def multiplications(model: DenseModel, batches: Iterable[Batch]) -> float:
+    """Return the multiplications of a forward pass: of each matrix with its rows, of the output
+    matrix with the entries, and of queries with keys and weights with values."""
+    shape = model.shape
+    heads = shape.num_heads * shape.head_size
+    before = sum(
+        matrix.numel()
+        for name, matrix in model.model.layers[0].named_parameters()
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    )
+    layer = sum(each.numel() for each in model.model.layers[0].parameters() if each.dim() == 2)
+    total = 0.0
+    for batch in batches:
+        rows = sorted(set(batch.sources.tolist()))
+        total += (shape.num_layers - 1) * len(batch) * layer + len(batch) * before
+        total += len(rows) * (layer - before) + len(batch.owners) * shape.vocab_size * shape.width
+        pairs = (shape.num_layers - 1) * _pairs(ForestAttentionPlan.of(batch.segments))
+        total += 2 * heads * (pairs + _pairs(ForestAttentionPlan.of(batch.segments, rows)))
+    return total
+
+
+def _pairs(plan: ForestAttentionPlan) -> float:
+    """The number of queries and keys that meet."""
+    below = sum(
+        (each.keys[1] - each.keys[0]) * (each.queries[1] - each.queries[0]) for each in plan.below
+    )
+    return sum(num * (num + 1) / 2 for num in plan.own) + below
 
 
 def _multiply(matrix_OI: Tensor, num: int, rows: dict[int, Tensor]) -> None:

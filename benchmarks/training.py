@@ -8,10 +8,12 @@ sampling engine.
     python benchmarks/training.py --write    also update docs/learning.md and docs/training.svg
 
     step-wise rows   each turn is a row that repeats everything before it; nothing is shared
+    whole rows       the same, and every token passes every layer, as in trainers without trees; the
+                     others' last layer computes only what a loss reads
     merged rows      each path is a row; nothing is shared
     forest           the trainer's form: shared tokens occur once if that is cheaper
 
-All three use the same trainer with the same model (0.5M parameters), in CPU seconds of one thread.
+All use the same trainer with the same model (0.5M parameters), in CPU seconds of one thread.
 Replies have 16 tokens and observations 8. Prompt : response 16 : 1 means a prompt with 16 times the
 sampled tokens of one sibling. A step is packing, forward and backward. The exit code is 1 if a
 figure misses its limit. TRL has its own environment, which ``benchmarks/setup`` makes;
@@ -24,7 +26,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,21 +34,26 @@ import inference_part
 import msgspec
 import numpy as np
 import peers
+import step_parts
 import torch
 import training_page
 import trees
 from figures import Figure, show
+from products import multiplications, products
 from transformers import Qwen3Config
 from trl_peer import against_trl
 
+from ramify.models.dense import DenseModel
+from ramify.models.forest_attention import ForestAttention
 from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer import train_tokenizer
+from ramify.models.trunk import DenseTrunk
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.loss import LossSpec
-from ramify.types.sequence import Batch, TokenSequence
+from ramify.types.sequence import Batch, Segment, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")
@@ -75,6 +82,24 @@ def small_policy(window: int = 8192) -> Policy:
     return from_config(config, train_tokenizer(texts, trees.VOCAB), 0)
 
 
+class WholeTrunk(DenseTrunk):
+    """A trunk that computes all rows of the last layer, whichever are needed."""
+
+    def __init__(self, model: DenseModel) -> None:
+        super().__init__(model)
+        self._whole = model
+
+    def hidden(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        segments: Sequence[Segment],
+        rows_N: torch.Tensor,
+    ) -> torch.Tensor:
+        h_TD = self._whole.hidden(ids_T, positions_T, ForestAttention(segments))
+        return h_TD.index_select(0, rows_N)
+
+
 class Bench(NamedTuple):
     """Inputs shared by all figures."""
 
@@ -84,6 +109,14 @@ class Bench(NamedTuple):
     def learn(self, batches: list[Batch]) -> None:
         self.backend.forward_backward(batches, LOSS)
         self.backend.model.zero_grad(set_to_none=True)
+
+    def learn_whole(self, batches: list[Batch]) -> None:
+        """``learn`` with every token in every layer."""
+        trunk, self.backend.trunk = self.backend.trunk, WholeTrunk(self.backend.model)
+        try:
+            self.learn(batches)
+        finally:
+            self.backend.trunk = trunk
 
     def forest(self, rows: list[TokenSequence]) -> list[Batch]:
         return pack(rows, self.backend.packing)
@@ -128,19 +161,29 @@ def sixteen_turns(b: Bench) -> Iterator[Figure]:
         rounds = rounds if b.quick else 3
         some = rows[:timed]
         b.learn(b.forest(rows))
-        stepwise, merged = b.ratios(
+        forest = b.forest(rows)
+        alone = products(b.backend.model, forest, torch.float32)
+        stepwise, whole, merged, multiplied = b.ratios(
             rounds,
             lambda rows=rows: b.learn(b.forest(rows)),
             lambda some=some: b.learn(b.stepwise(some)),
+            lambda some=some: b.learn_whole(b.stepwise(some)),
             lambda rows=rows: b.learn(b.merged(rows)),
+            alone,
         )
+        model = b.backend.model
+        fewer = multiplications(model, b.stepwise(rows)) / multiplications(model, forest)
         tokens = trees.num_tokens(b.stepwise(rows)) / trees.num_tokens(b.forest(rows))
         off = max(
             differences(b, b.forest(rows), b.merged(rows)),
             differences(b, b.forest(some), b.stepwise(some)),
         )
         value = median(stepwise) * GROUP / timed
-        against = {"merged rows": median(merged), "fewer tokens": tokens}
+        against = {
+            "merged rows": median(merged),
+            "fewer tokens": tokens,
+            "fewer multiplications": fewer,
+        }
         valid = max(off) <= 1e-5
         yield Figure(
             f"16 turns, 8 siblings, {ratio}:1: step-wise rows to forest",
@@ -150,6 +193,22 @@ def sixteen_turns(b: Bench) -> Iterator[Figure]:
             None,
             valid,
             least,
+        )
+        gain = median(whole) * GROUP / timed
+        yield Figure(
+            f"the same, {ratio}:1: share of the ratio of tokens, of whole rows to forest",
+            gain / tokens,
+            "",
+            {"whole rows": f"{gain:.3g} ×", "this trainer's rows": value / tokens},
+            None,
+            valid,
+            0.9,
+        )
+        yield Figure(
+            f"the same, {ratio}:1: the forest's step to its matrix products alone",
+            1 / median(multiplied),
+            "×",
+            {},
         )
         yield Figure(f"the same, {ratio}:1: logprobs off by", off[0], "", {}, 1e-5)
         yield Figure(f"the same, {ratio}:1: gradient off by, relative", off[1], "", {}, 1e-5)
@@ -295,6 +354,12 @@ def trl(b: Bench) -> Iterator[Figure]:
     yield from against_trl(small_policy, quick=b.quick)
 
 
+def parts(b: Bench) -> Iterator[Figure]:
+    """Measure where the time of a step of ``recipes/tiny_recursive.py`` goes, with the packaged
+    policy."""
+    yield from step_parts.measure(quick=b.quick)
+
+
 def sampling(b: Bench) -> Iterator[Figure]:
     for each in inference_part.measure(quick=b.quick):
         yield Figure(
@@ -304,7 +369,7 @@ def sampling(b: Bench) -> Iterator[Figure]:
 
 FIGURES = {
     figure.__name__: figure
-    for figure in (sixteen_turns, anywhere, two_levels, growth, speed, trl, sampling)
+    for figure in (sixteen_turns, anywhere, two_levels, growth, speed, parts, trl, sampling)
 }
 
 
