@@ -1,5 +1,5 @@
 """Where a step of ``recipes/tiny_recursive.py`` goes, in its steady state: the packaged policy, which was
-trained on the same kind of task, continues for a few steps in the recipe's sizes, in a process of its own
+trained on the same kind of task, continues for a few steps in the recipe's sizes, in a separate process
 with one thread per product.
 
 The first step is left out, since it begins the fork server and imports. ``train/metrics.py`` names the

@@ -70,8 +70,8 @@ class TimeAccount:
     """Adds up the time of the parts. Open it, and call ``take``, in the event loop's thread."""
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
-        """``children_s`` returns the CPU seconds of all sessions so far; None if other processes
-        cannot be told from them."""
+        """``children_s`` returns the CPU seconds of all sessions so far; None if there are
+        other child processes."""
         self._children_s = children_s or (lambda: 0.0)
         self._lock = threading.Lock()
         self._active = dict.fromkeys(PARTS, 0)
