@@ -54,7 +54,7 @@ class AskingStep(PlanStep, frozen=True):
 class SplitText(AskingStep, frozen=True, tag="split"):
     """Cuts the context into parts with a hard bound.
 
-    >>> [part.text for part in plans.SplitText("lines", 16).parts("a b\\n" * 20)]
+    >>> print([part.text for part in plans.SplitText("lines", 16).parts("a b\\n" * 20)])
     ['a b\\na b\\n...', 'a b\\na b\\n...']
     """
 

@@ -153,7 +153,7 @@ def pairwise(
 def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
     """Summarise all of the context with the question in mind.
 
-    >>> [step.title for step in plans.summarise().steps]
+    >>> print([step.title for step in plans.summarise().steps])
     ['split', 'map summarise', 'reduce merge']
     """
     tokens = _merged_tokens(part_tokens)

@@ -150,7 +150,8 @@ def dataset(
     raises when it is accessed.
 
     >>> rows = [{"q": "Who failed first?", "a": "web-3"}]
-    >>> tasks.dataset({"test": rows}, question="q", gold="a").splits["test"][0].gold
+    >>> test = tasks.dataset({"test": rows}, question="q", gold="a").splits["test"]
+    >>> test[0].gold
     'web-3'
     """
     if gold is None and item is None and isinstance(reward, str):

@@ -66,7 +66,7 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     """One request as it was received.
 
     Example:
-        server.requests[0].json()["messages"][0]["content"]
+        first, *others = server.requests[0].json["messages"]
     """
 
     path: str
