@@ -142,7 +142,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_json(text: str | bytes) -> Plan:
         """Read a plan. Raises ConfigError."""
         try:
-            return msgspec.json.decode(text, type=Plan)
+            return _DECODER.decode(text)
         except msgspec.MsgspecError as error:
             cause = error.__cause__
             why = str(cause if isinstance(cause, ConfigError) else error)
@@ -202,6 +202,10 @@ AnyStep = (
     | JoinRecords
     | DatePeriods
 )
+
+_DECODER = msgspec.json.Decoder(Plan)
+"""Reads plans. It is made here, under the import lock: msgspec crashes the process if two threads
+at once are the first to use structs that contain each other, as ``Plan`` and ``BothPlans`` do."""
 
 
 def _lines(plan: Plan, indent: str, given: ValueType | None = None) -> Iterator[str]:

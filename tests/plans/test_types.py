@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -158,3 +160,20 @@ context
 def test_the_words_of_a_question_choose_a_plan(question: str, name: str) -> None:
     assert plans.plan_for(question).name == name
     assert plans.plan_for(question).reason
+
+
+FIRST_USE = """
+import sys, threading
+from ramify import plans
+sys.setswitchinterval(1e-6)
+ready = threading.Barrier(32)
+threads = [threading.Thread(target=lambda: (ready.wait(), plans.aggregate())) for _ in range(32)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_many_threads_may_make_their_first_plan_at_once() -> None:
+    """One in five of these processes crashed in msgspec, so several are started."""
+    started = [subprocess.Popen([sys.executable, "-c", FIRST_USE]) for _ in range(4)]
+    assert [process.wait(100) for process in started] == [0] * 4
