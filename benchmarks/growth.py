@@ -61,7 +61,7 @@ AXES = (
     Axis("sub_calls", "sub-calls in one cell, 1,000 at once", 20_000, 20_000),
     Axis("depth", "levels of children", 32, 64),
     Axis("context", "characters of a context", 256_000_000, 2_000_000_000),
-    Axis("output", "characters that a cell prints", 16_000_000, 64_000_000),
+    Axis("output", "characters that a cell prints", 64_000_000, 128_000_000),
     Axis("resume", "events of a resumed journal", 100_000, RESUMED, 8),
     Axis("show", "events of a shown journal", 100_000, RESUMED, 8),
     Axis("view", "events of a journal on the page", 100_000, RESUMED, 8),

@@ -12,7 +12,8 @@ in the same way. A resume skips the failure that ended the run: that request is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,7 +36,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Cell, Parent, Stop
+from ramify.types.trajectory import CallKind, Cell, Parent, Stop
 
 Key = tuple[object, ...]
 
@@ -94,10 +95,7 @@ class RecordedReplies:
         """Earlier questions that ended, and whose end a resume repeats."""
         self._forgotten: dict[tuple[str, int], list[ForgottenTurns]] = {}
         self._models: dict[str, str] = {}
-        self._direct: set[str] = set()
-        """Plain calls of sessions and of questions."""
-        self._leaves: set[str] = set()
-        """Plain calls of strategies."""
+        self._kinds: dict[str, CallKind] = {}
         self._parents: dict[str, Parent] = {}
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
@@ -108,7 +106,9 @@ class RecordedReplies:
         self._replies: dict[tuple[str, int], ReplyReceived] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
-        self._held: set[Key] = set()
+        self._held: dict[Key, None] = {}
+        """Identities of the events. Python's garbage collector searches a large set each time, and
+        a dict of plain values not again."""
         self._booked: set[tuple[str, int]] = set()
         """Requests without a reply whose last attempt is accounted for."""
         for event in events:
@@ -256,57 +256,64 @@ class RecordedReplies:
         before it, and the failures of that cell's calls. A direct answer is forgotten as a whole.
         """
         stop, self.ended = self.ended and self.ended.stop, None
+        turns: dict[str, list[int]] = {}
+        for call, turn in self._requests:
+            turns.setdefault(call, []).append(turn)
+        made: dict[str, list[str]] = {}
+        for child, parent in self._parents.items():
+            made.setdefault(parent.call, []).append(child)
         cut: dict[str, int] = {}
-        for id, ended in list(self._ends.items()):
-            parent = self._parents.get(id)
-            if parent is None and (ended.stop.is_truncated() or ended.answer is None):
-                cut[id] = self._first_forgotten(id)
+        for id, ended in self._ends.items():
+            is_root = id not in self._parents
+            if is_root and (ended.stop.is_truncated() or ended.answer is None):
+                cut[id] = self._first_forgotten(id, turns.get(id, []))
         below = list(cut)
         while below:
             id = below.pop()
-            for child, parent in self._parents.items():
-                is_of_cell = parent.call == id and parent.turn == cut[id] - 1
-                is_of_cell = is_of_cell or (parent.call == id and child in self._leaves)
+            for child in made.get(id, ()):
+                is_of_cell = (
+                    self._parents[child].turn == cut[id] - 1 or self._kinds.get(child) == "leaf"
+                )
                 end = self._ends.get(child)
-                has_reply = child in self._direct and (child, 0) in self._replies
+                has_reply = self._kinds.get(child) == "lm" and (child, 0) in self._replies
                 if is_of_cell and end is not None and end.stop is stop and not has_reply:
-                    cut[child] = self._first_forgotten(child)
+                    cut[child] = self._first_forgotten(child, turns.get(child, []))
                     below.append(child)
-        for id, first in cut.items():
-            self._forget(id, first, is_recorded=False)
+        self._forget(cut, is_recorded=False)
 
     def continue_past_interruption(self) -> None:
         """Forget an unanswered final request that a run sent before it was cancelled."""
         for (id, turn), request in list(self._requests.items()):
             is_unanswered = request.last_word is Stop.CANCELLED and (id, turn) not in self._replies
             if is_unanswered and self._parents.get(id) is None:
-                self._forget(id, turn, is_recorded=False)
+                self._forget({id: turn}, is_recorded=False)
 
-    def _first_forgotten(self, id: str) -> int:
-        turns = [turn for call, turn in self._requests if call == id]
+    def _first_forgotten(self, id: str, turns: list[int]) -> int:
         last = [turn for turn in turns if self._requests[id, turn].last_word is not None]
-        return 0 if id in self._direct else min(last, default=max(turns, default=-1) + 1)
+        return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def forgotten(self, call: str, turn: int) -> list[ForgottenTurns]:
         """What was paid for from this turn on and no longer counts, oldest first; given once."""
         return self._forgotten.pop((call, turn), [])
 
-    def _forget(self, id: str, first: int, *, is_recorded: bool) -> None:
-        gone: list[AnyEvent] = []
-        for turn in sorted(turn for call, turn in self._requests if call == id and turn >= first):
-            gone.append(self._requests.pop((id, turn)))
+    def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
+        """Forget how each call in ``firsts`` ended, its turns from the given one on, and the
+        results of the cell before that turn."""
+        gone: dict[str, list[AnyEvent]] = {id: [] for id in firsts}
+        for id, turn in sorted(
+            (call, turn) for call, turn in self._requests if turn >= firsts.get(call, math.inf)
+        ):
+            gone[id].append(self._requests.pop((id, turn)))
             if (id, turn) in self._replies:
-                gone.append(self._replies.pop((id, turn)))
-        for at in [at for at in self._cells if at[0] == id and at[1] >= first - 1]:
+                gone[id].append(self._replies.pop((id, turn)))
+        for at in [at for at in self._cells if at[1] >= firsts.get(at[0], math.inf) - 1]:
             del self._cells[at]
-        self._ends.pop(id, None)
-        self._held = {
-            key
-            for key in self._held
-            if key[1] != id
-            or not (key[0] is CallEnded or _turn_of(key) >= first - (key[0] is CellRan))
-        }
-        self._forgotten.setdefault((id, first), []).append(ForgottenTurns(gone, is_recorded))
+        for key in [key for key in self._held if _is_of_turns(key, firsts)]:
+            del self._held[key]
+        for id, first in firsts.items():
+            self._ends.pop(id, None)
+            forgotten = ForgottenTurns(gone[id], is_recorded)
+            self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
         """Raise Refused for a prompt that was refused and that another prompt replaced at the same
@@ -344,7 +351,7 @@ class RecordedReplies:
             is_stopped = ended.stop in (Stop.CANCELLED, Stop.SUSPENDED) and ended.answer is None
             if is_stopped or (ended.stop is Stop.ERROR and id not in self._parents):
                 del self._ends[id]
-                self._held.discard(_key(ended))
+                self._held.pop(_key(ended), None)
 
     def _diverged(self, text: str) -> ReplayDiverged:
         self.diverged = ReplayDiverged(text)
@@ -367,17 +374,14 @@ class RecordedReplies:
             return  # a score is about the run, not part of it
         if self._failed_end and not isinstance(event, RunStarted):
             self._reopen()
-        self._held.add(_key(event))
+        self._held[_key(event)] = None
         self.last_s = max(self.last_s, event.at_s)
         match event:  # the most frequent ones first
             case CallStarted():
                 self._models[event.id] = event.model
                 if event.parent is not None:
                     self._parents[event.id] = event.parent
-                if event.kind == "lm":
-                    self._direct.add(event.id)
-                elif event.kind == "leaf":
-                    self._leaves.add(event.id)
+                self._kinds[event.id] = event.kind
             case RequestStarted():
                 place = (event.call, event.turn)
                 before = self._requests.get(place)
@@ -408,8 +412,7 @@ class RecordedReplies:
                 self.ended = None
             case RunResumed():
                 self.limits, self.ended = event.limits, None
-                for id, first in event.forgets.items():
-                    self._forget(id, first, is_recorded=True)
+                self._forget(event.forgets, is_recorded=True)
             case ModeChosen():
                 self.chosen_mode = event
             case RunEnded():
@@ -423,6 +426,15 @@ def _turn_of(key: Key) -> int:
     """Turn of an event that belongs to one; -1 for the others."""
     is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
     return key[2] if is_of_turn and isinstance(key[2], int) else -1
+
+
+def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
+    """True for an event of a call's turns from the one in ``firsts`` on, of the cell before it, or
+    of the call's end."""
+    first = firsts.get(str(key[1]))
+    if first is None:
+        return False
+    return key[0] is CallEnded or _turn_of(key) >= first - (key[0] is CellRan)
 
 
 def _key(event: AnyEvent) -> Key:

@@ -11,6 +11,7 @@ and of each other only the part that the siblings do not share. Not here: which 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 
 from ramify.lazy_pattern import lazy_pattern
 
@@ -40,6 +41,8 @@ class SiblingQuestions:
         """The end that all questions share, without ``_prefix``."""
         self._parts: list[str] = []
         """The rest of each question."""
+        self._sorted: list[str] | None = None
+        """``_parts`` in order, once a name was asked for: a cell may have thousands of outliers."""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -47,6 +50,7 @@ class SiblingQuestions:
     def add(self, question: str) -> bool:
         """Add a question. Returns whether the own parts of the earlier ones have grown."""
         text, prefix, suffix = question[:_MAX_CHARS], self._prefix, self._suffix
+        self._sorted = None
         if not self._parts:
             self._first = self._prefix = text
             self._suffix = text if len(question) == len(text) else ""
@@ -104,9 +108,13 @@ class SiblingQuestions:
         """Whether another question has the same first ``chars`` in its own part."""
         part = self._parts[index]
         piece = part[: max(chars, 0) + 1]
+        if self._sorted is None:
+            self._sorted = sorted(self._parts)
+        first = bisect_left(self._sorted, piece)
+        found = self._sorted[first : first + 2]
         if len(piece) == len(part):
-            return self._parts.count(part) > 1
-        return sum(each.startswith(piece) for each in self._parts) > 1
+            return found == [part, part]
+        return len(found) == 2 and all(each.startswith(piece) for each in found)
 
     def _own(self, index: int) -> tuple[int, str]:
         """(where it begins, text) of a question's own part, in whole words. The word before a
