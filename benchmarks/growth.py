@@ -60,12 +60,12 @@ AXES = (
     Axis("children", "children in one cell", 500, 2_000),
     Axis("sub_calls", "sub-calls in one cell, 1,000 at once", 20_000, 20_000),
     Axis("depth", "levels of children", 32, 64),
-    Axis("context", "characters of a context", 256_000_000, 2_000_000_000),
+    Axis("context", "characters of a context", 512_000_000, 2_000_000_000),
     Axis("output", "characters that a cell prints", 64_000_000, 128_000_000),
-    Axis("resume", "events of a resumed journal", 100_000, RESUMED, 8),
-    Axis("show", "events of a shown journal", 100_000, RESUMED, 8),
-    Axis("view", "events of a journal on the page", 100_000, RESUMED, 8),
-    Axis("listing", "events of a listed journal", 100_000, RESUMED, 8),
+    Axis("resume", "events of a resumed journal", 200_000, RESUMED, 8),
+    Axis("show", "events of a shown journal", 200_000, RESUMED, 8),
+    Axis("view", "events of a journal on the page", 200_000, RESUMED, 8),
+    Axis("listing", "events of a listed journal", 200_000, RESUMED, 8),
 )
 FIELDS = (("time", "cpu_s", MOST_TIME), ("memory", "mb", MOST_MEMORY), ("wall", "wall_s", None))
 
@@ -145,7 +145,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     axes = [axis for axis in AXES if not options.only or axis.name in options.only]
-    found = list(figures(axes, options.quick, 1 if options.quick else 3))
+    found = list(figures(axes, options.quick, 2 if options.quick else 3))
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))
