@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = RoomLogger("engine")
-_opened: set[str] = set()
-"""Providers whose sandbox this process has already opened."""
 
 
 class RunModels:
@@ -202,16 +200,15 @@ class LoopResources:
         return value
 
     def sandbox(self) -> Sandbox:
-        """Return the sandbox, opened at the first call. The jail then tests its isolation, once per
-        process, which takes a tenth of a second.
+        """Return the sandbox, opened at the first call. Its first session begins to start. The jail
+        tests its isolation first, which takes a tenth of a second, unless it did so since this
+        boot.
 
         Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
         """
         if self._sandbox is None:
-            # The launched server reports its own isolation, so no separate test is needed.
-            if self._spec.provider not in _opened:
-                _opened.add(self._spec.provider)
-                launch(self._spec)
+            # It is needed soon. It reports its own isolation, so no separate test is needed.
+            launch(self._spec)
             self._sandbox = open_sandbox(self._spec)
             if warning := warning_of(self._sandbox, self._spec):
                 _log.warn(warning, WeakSandboxWarning, stacklevel=2)
@@ -243,6 +240,11 @@ class SharedResources:
         self._max_in_flight = max_in_flight
         self._spec = spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
+
+    def prepare(self) -> None:
+        """Begin to start the first session, unless an event loop has a sandbox."""
+        if not self._open:
+            launch(self._spec)
 
     def pin(self) -> LoopResources:
         """Add one user on the running loop and return its resources."""

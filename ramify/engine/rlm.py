@@ -530,11 +530,17 @@ class RLM:
         """``resume`` with the options of the suspended run."""
         return functools.partial(self.resume, options=self._options.updated(options, changes))
 
+    def _prepare(self) -> None:
+        """Begin to start the first session, if every question needs one."""
+        if self._setup.scaffold.direct_chars == 0:
+            self._shared.prepare()
+
     def close(self) -> None:
         """Release what the synchronous API keeps open between completions. Idempotent."""
         self._loop.close()
 
     def __enter__(self) -> RLM:
+        self._prepare()
         return self
 
     def __exit__(
@@ -546,6 +552,7 @@ class RLM:
         self.close()
 
     async def __aenter__(self) -> RLM:
+        self._prepare()
         self._shared.pin()
         return self
 

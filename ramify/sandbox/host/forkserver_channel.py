@@ -51,8 +51,9 @@ class ForkServerChannel:
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(sock, self._readable)
 
-    async def wait_ready(self) -> None:
-        """Wait until the server is ready. Raises SandboxError with the reason if it is not."""
+    async def wait_ready(self) -> dict[str, Any]:
+        """Wait until the server is ready and return its report. Raises SandboxError with the reason
+        if it is not."""
         await asyncio.wait(
             (self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -64,7 +65,8 @@ class ForkServerChannel:
             )
             words = self._last_words() or f": {sys.executable} said nothing"
             raise SandboxError(f"the fork server {why}{words}")
-        self.ready.result()
+        ready: dict[str, Any] = self.ready.result()
+        return ready
 
     def _last_words(self) -> str:
         if self._complaints is None:
@@ -142,6 +144,8 @@ class ForkServerChannel:
             if call is not None:
                 call(header["status"])
             return
+        if header["op"] == "walls":  # for a host that waits for nothing else; ``ready`` has it too
+            return
         reply = self._replies.get(header["id"]) if "id" in header else self.ready
         if reply is None or reply.done():
             # The caller is gone; the process will see its socket closed.
@@ -153,7 +157,7 @@ class ForkServerChannel:
         elif "id" in header:
             reply.set_result((header, fds))
         else:
-            reply.set_result(None)
+            reply.set_result(header)
 
     def _lose(self) -> None:
         self._loop.remove_reader(self._sock)

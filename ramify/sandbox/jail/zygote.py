@@ -191,6 +191,7 @@ class Zygote(forkserver.ForkServer):
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
         confinement.enter(prepared)
+        confine.end_skipping()
         fds = process_setup.keep_only(fds)
         process_setup.tie_to_parent(self.pid)
         memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
@@ -291,13 +292,16 @@ def _live(control: Any, config: dict[str, Any]) -> None:
         )
     if config["probes"]:
         return
-    if built.tier == "A":
+    zygote = Zygote(control, config, built)
+    if built.tier == "A" and not config["packages"]:
+        zygote.to_import = [name for name in forkserver.PRELOAD if name not in sys.modules]
+    elif built.tier == "A":
         preload(False)
     forkserver.settle(built.proc if built.proc >= 0 else None)
     control.send(
         {"op": "ready", "tier": built.tier, "missing": built.missing, "landlock": built.landlock}
     )
-    Zygote(control, config, built).serve()
+    zygote.serve()
 
 
 def _be_poorer(deny: list[int]) -> None:

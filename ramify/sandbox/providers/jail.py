@@ -46,6 +46,12 @@ from ramify.sandbox.host.session import GuestSession
 from ramify.sandbox.host.session_packages import listed, locate, readable
 from ramify.sandbox.providers.jail_transport import JailTransport
 from ramify.sandbox.providers.jail_watch import JailBudgetWatcher, machine_bytes
+from ramify.sandbox.providers.probed_tier import (
+    ProbedTier,
+    forget_tier,
+    keep_tier,
+    kept_tier,
+)
 from ramify.sandbox.providers.process import ProcessSandbox, leave_to_parent
 from ramify.sandbox.providers.rollback import RollbackSession
 
@@ -68,25 +74,23 @@ _REMEDIES = {
 _OTHER_REMEDY = "allow what was refused (docker: --security-opt seccomp=unconfined)"
 
 
-class ProbedTier(msgspec.Struct, frozen=True):
-    """The strongest tier of this machine."""
-
-    tier: str | None
-    """None: not even C."""
-    missing: dict[str, str]
-    """Stronger tier -> what the kernel refused."""
-    landlock: int = 0
-    """Version of Landlock in use, 0 for none."""
-
-
 NEWEST = 1 << 10
 """A version of Landlock that no kernel has yet: use the kernel's own version."""
+_WHOLE = (frozenset[int](), NEWEST)
 _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
 def learn(server: StartedForkServer) -> None:
-    """Read the result, once, from a zygote that was started with ``reports``."""
-    _probed[frozenset(), NEWEST] = read_walls(server)
+    """Read the result, once, from a zygote that was started with ``reports``, and keep it."""
+    _probed[_WHOLE] = found = read_walls(server)
+    keep_tier(found)
+
+
+def known() -> ProbedTier | None:
+    """Return the tier, with all features of the kernel, if this process need not find it out."""
+    if _WHOLE not in _probed and (kept := kept_tier()) is not None:
+        _probed[_WHOLE] = kept
+    return _probed.get(_WHOLE)
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
@@ -209,13 +213,16 @@ class JailSandbox(ProcessSandbox):
         self._deny, self._landlock, self._counts = deny, landlock, counts
         if self._uses_whole_kernel():
             with _lock:
-                _read_report(spec)
+                if known() is None:
+                    _read_report(spec)
         self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
         self._budget = JailBudgetWatcher(spec.all_memory_bytes, self._ask_folders)
         self._ready: deque[GuestSession] = deque()
         self._filling: asyncio.Task[None] | None = None
+        self._is_used_again = False
+        """True after the first session: from the second on, sessions are kept ready."""
         self.caps = SandboxCapabilities(
             isolates_files=True,
             isolates_network=True,
@@ -261,11 +268,30 @@ class JailSandbox(ProcessSandbox):
     def start(self) -> StartedForkServer:
         with _lock:
             if self._uses_whole_kernel() and self.spec in launched:
-                _read_report(self.spec)
                 _reported.discard(self.spec)
                 return launched.pop(self.spec)
         poorer = {"deny": sorted(self._deny), "landlock": self._landlock}
         return _start(self.spec, self.paths, poorer, reports=False)
+
+    async def base(self) -> ForkServerChannel:
+        try:
+            return await super().base()
+        except SandboxError:
+            forget_tier()
+            raise
+
+    def check_server(self, ready: Mapping[str, Any]) -> None:
+        """Compare the walls that the zygote has built and tried out with those that were expected,
+        which may have been found by an earlier process. Raises SandboxError if they are too
+        weak."""
+        found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
+        if found != self.reached:
+            if self._uses_whole_kernel():
+                _probed[_WHOLE] = found
+                keep_tier(found)
+            self.reached = found
+            self.warning = self._settle_tier()
+            check_places(self.spec.mounts, found)
 
     # -- sessions kept ready
 
@@ -277,8 +303,10 @@ class JailSandbox(ProcessSandbox):
         session = await self._take(seed)
         if session is None:
             session = await super().fork(channel, seed)
-        if self._filling is None and self.spec.pool:
+        # Many questions need one session only, and this machine has better work at their start.
+        if self._filling is None and self.spec.pool and self._is_used_again:
             self._filling = asyncio.ensure_future(self._fill())
+        self._is_used_again = True
         return session
 
     async def _take(self, seed: str) -> GuestSession | None:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Coroutine, MutableMapping, Sequence
+from collections.abc import Coroutine, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ramify.errors import ConfigError, SandboxError, SourceError
@@ -144,13 +144,16 @@ class ProcessSandbox:
             self._folders.append(server.folder)
             channel = ForkServerChannel(server.control, server.complaints)
             try:
-                await channel.wait_ready()
+                self.check_server(await channel.wait_ready())
                 return channel
             except SandboxError:
                 await channel.close()
                 if not retries_left or not await _was_killed(server.process):
                     raise
         raise AssertionError("a start ends well or raises")
+
+    def check_server(self, ready: Mapping[str, Any]) -> None:
+        """Raise SandboxError if a server that reports ``ready`` is not what sessions need."""
 
     def start(self) -> StartedForkServer:
         """Start a fork server."""
@@ -301,10 +304,10 @@ class ProcessSandbox:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        for _ in range(200):
+        for attempt in range(250):  # it ends in a few milliseconds
             if process.poll() is not None:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001 if attempt < 50 else 0.01)
         process.kill()
         await asyncio.to_thread(process.wait)
 

@@ -104,6 +104,8 @@ PRELOAD = (
     "uuid",
 )
 """Modules that cells often import: imported once here, they cost a session nothing."""
+_IDLE_MS = 20
+"""Time without a request after which ``to_import`` is continued."""
 _USUAL_FDS = [MAX_FILES, MAX_FILES + 1, MAX_FILES + 2]
 """Descriptors of a session: wire, spool, shared buffers."""
 _TEMPLATE = None
@@ -160,6 +162,9 @@ class ForkServer:
         """The guest of the next session whose descriptors have the usual numbers."""
         self.children: dict[int, Any] = {}
         """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
+        self.to_import: list[str] = []
+        """Modules to import while there is nothing else to do. A session that is forked before
+        imports for itself what it uses. Templates continue with what was left."""
         self._num_opened = 0
         self._is_retiring = False
         self.is_ending = False
@@ -179,8 +184,13 @@ class ForkServer:
         poll = select.poll()
         poll.register(awake, select.POLLIN)
         poll.register(self.control.sock, select.POLLIN)
+        idle_ms = _IDLE_MS
         while not (self._is_retiring and not self.children):
-            for fd, _ in poll.poll():
+            events = poll.poll(idle_ms if self.to_import else None)
+            idle_ms = _IDLE_MS if events else 0
+            if not events:
+                self._import_next()
+            for fd, _ in events:
                 if fd == awake:
                     os.read(awake, 4096)
                     self._reap()
@@ -193,6 +203,13 @@ class ForkServer:
                 except (EOFError, OSError):
                     self._end()
         os._exit(0)
+
+    def _import_next(self) -> None:
+        with contextlib.suppress(Exception):  # the session that uses it will see why
+            importlib.import_module(self.to_import.pop(0))
+        if not self.to_import:
+            gc.collect()
+            gc.freeze()
 
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         op = header["op"]

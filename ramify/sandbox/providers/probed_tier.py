@@ -1,0 +1,154 @@
+"""The tier of the jail that was found on this machine, and where it is kept for later processes.
+
+Trying out the walls takes a good part of a short question's time. So a result is used again if it
+was found since this boot, by this user, on this kernel, with the same rights, by the same files. It
+only decides that a run may begin: each fork server tries out its own walls before its first
+session, and a session whose walls are weaker than the run accepts does not open. Not here: how the
+tier is found (see ``jail.py``).
+
+The result is kept in a folder of the user's. A folder or file that somebody else owns, or can write
+to, is not used: whoever can write there could claim walls that do not stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+from ramify.sandbox.host.forkserver_process import JAIL_MODULES
+from ramify.sandbox.host.server_files import FOLDER
+
+_FILE = "walls.json"
+_MOST_BYTES = 1 << 16
+_FACTS = (
+    "/proc/sys/kernel/random/boot_id",
+    "/proc/sys/kernel/unprivileged_userns_clone",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+    "/proc/sys/user/max_user_namespaces",
+    "/sys/kernel/security/lsm",
+    "/proc/self/attr/current",
+)
+_SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_RIGHTS = ("Uid:", "Gid:", "Cap", "NoNewPrivs:")
+_UNFILTERED = "Seccomp:\t0"
+"""The line of a process without a system call filter. What a filter forbids cannot be read, so a
+result that was found behind one is not kept."""
+
+
+class ProbedTier(msgspec.Struct, frozen=True):
+    """The strongest tier of this machine."""
+
+    tier: str | None
+    """None: not even C."""
+    missing: dict[str, str]
+    """Stronger tier -> what the kernel refused."""
+    landlock: int = 0
+    """Version of Landlock in use, 0 for none."""
+
+
+class _KeptTier(msgspec.Struct, frozen=True):
+    """What the file holds."""
+
+    conditions: list[str]
+    """What the result depends on."""
+    found: ProbedTier
+
+
+def kept_tier() -> ProbedTier | None:
+    """Return the tier that was found under the conditions of this process, or None."""
+    if _UNFILTERED not in _content("/proc/self/status"):
+        return None
+    with contextlib.suppress(OSError, ValueError), _opened_folder() as folder:
+        file = os.open(_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            _check_private(os.fstat(file), stat.S_ISREG)
+            kept = msgspec.json.decode(os.read(file, _MOST_BYTES), type=_KeptTier)
+        finally:
+            os.close(file)
+        if kept.conditions == _conditions():
+            return kept.found
+    return None
+
+
+def keep_tier(found: ProbedTier) -> None:
+    """Keep ``found`` for later processes, if there is a private folder for it."""
+    if _UNFILTERED not in _content("/proc/self/status"):
+        return
+    with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:
+        data = msgspec.json.encode(_KeptTier(_conditions(), found))
+        name = f"{_FILE}.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(name, flags, 0o600, dir_fd=folder)
+        try:
+            os.write(file, data)
+        finally:
+            os.close(file)
+        os.rename(name, _FILE, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def forget_tier() -> None:
+    """Remove a result that turned out not to hold."""
+    with contextlib.suppress(OSError), _opened_folder() as folder:
+        os.unlink(_FILE, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _opened_folder(makes: bool = False) -> Iterator[int]:
+    """Open the folder. Raises PermissionError if somebody else can write to it."""
+    above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = os.path.join(above, "ramify")
+    if makes:
+        os.makedirs(above, 0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    _check_parent(os.stat(above))
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_private(os.fstat(folder), stat.S_ISDIR)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check_private(found: os.stat_result, is_kind: object) -> None:
+    assert callable(is_kind)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022 or not is_kind(found.st_mode):
+        raise PermissionError("others can write here")
+
+
+def _check_parent(found: os.stat_result) -> None:
+    """Raise PermissionError if somebody else could put another folder in the place of ours."""
+    is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+    if found.st_uid not in (0, os.geteuid()) or is_shared:
+        raise PermissionError("others can write here")
+
+
+def _conditions() -> list[str]:
+    """Return everything that a tier depends on and that can be read in microseconds."""
+    conditions = [sys.executable, sys.version, *map(str, os.uname())]
+    for path in _FACTS:
+        conditions.append(f"{path}: {_content(path)}")
+    for space in _SPACES:
+        with contextlib.suppress(OSError):
+            conditions.append(os.readlink(f"/proc/self/ns/{space}"))
+    conditions += [
+        line for line in _content("/proc/self/status").splitlines() if line.startswith(_RIGHTS)
+    ]
+    for name in JAIL_MODULES:
+        path = f"{FOLDER}/{name}"
+        found = os.stat(path if os.path.isdir(path) else f"{path}.py")
+        conditions.append(f"{name}: {found.st_size} {found.st_mtime_ns}")
+    return conditions
+
+
+def _content(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_BYTES).strip()
+    except OSError:
+        return ""
