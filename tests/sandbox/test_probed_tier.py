@@ -17,7 +17,7 @@ from ramify.sandbox.providers.jail import NEWEST, JailSandbox
 from ramify.sandbox.providers.probed_tier import ProbedTier, forget_tier, keep_tier, kept_tier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the jail needs Linux")
-FOUND = ProbedTier("B", {"A": "user namespace: Operation not permitted"}, 6)
+FOUND = ProbedTier("A", {}, 6)
 
 
 @pytest.fixture
@@ -37,6 +37,12 @@ def test_result_is_kept_for_its_user_alone(cache: Path) -> None:
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     forget_tier()
     assert kept_tier() is None
+
+
+def test_machine_that_lacks_something_is_tried_again(cache: Path) -> None:
+    for found in (ProbedTier("B", {"A": "user namespace: refused"}, 6), ProbedTier(None, {})):
+        keep_tier(found)
+        assert kept_tier() is None
 
 
 def test_result_of_another_boot_or_kernel_does_not_count(cache: Path) -> None:

@@ -76,8 +76,9 @@ def kept_tier() -> ProbedTier | None:
 
 
 def keep_tier(found: ProbedTier) -> None:
-    """Keep ``found`` for later processes, if there is a private folder for it."""
-    if _UNFILTERED not in _content("/proc/self/status"):
+    """Keep ``found`` for later processes, if there is a private folder for it. A tier that lacks
+    something is not kept: the next process may find that it was repaired."""
+    if found.tier is None or found.missing or _UNFILTERED not in _content("/proc/self/status"):
         return
     with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:
         data = msgspec.json.encode(_KeptTier(_conditions(), found))
