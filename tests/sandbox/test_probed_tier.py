@@ -107,7 +107,7 @@ def test_nothing_is_written_where_others_can_write(cache: Path) -> None:
     keep_tier(FOUND)
     assert not [*(cache / "ramify").iterdir()]
     cache.chmod(0o500)
-    keep_tier(FOUND)  # a folder that cannot be written to is no error
+    keep_tier(FOUND)  # a folder that is read-only is not an error
 
 
 def test_each_fork_server_proves_its_own_walls(cache: Path) -> None:

@@ -6,8 +6,8 @@ only decides that a run may begin: each fork server tries out its own walls befo
 session, and a session whose walls are weaker than the run accepts does not open. Not here: how the
 tier is found (see ``jail.py``).
 
-The result is kept in a folder of the user's. A folder or file that somebody else owns, or can write
-to, is not used: whoever can write there could claim walls that do not stand.
+The result is kept in a folder of the user's. A folder or file that another user owns, or can write
+to, is not used: that user could claim walls that do not stand.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def forget_tier() -> None:
 
 @contextlib.contextmanager
 def _opened_folder(makes: bool = False) -> Iterator[int]:
-    """Open the folder. Raises PermissionError if somebody else can write to it."""
+    """Open the folder. Raises PermissionError if another user can write to it."""
     above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = os.path.join(above, "ramify")
     if makes:
@@ -123,7 +123,7 @@ def _check_private(found: os.stat_result, is_kind: object) -> None:
 
 
 def _check_parent(found: os.stat_result) -> None:
-    """Raise PermissionError if somebody else could put another folder in the place of ours."""
+    """Raise PermissionError if another user could put a folder in the place of ours."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
         raise PermissionError("others can write here")
