@@ -43,7 +43,7 @@ at = sys.argv.index("-c")
 boot, sys.argv = sys.argv[at + 1], ["-c", *sys.argv[at + 2:]]
 exec(boot)
 """
-"""Stands in for Python when the command starts its fork server."""
+"""Runs instead of Python when the command starts its fork server."""
 _COMMAND = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -200,7 +200,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, scripted_server(Path(name)) as url:
         folder = Path(name)
         (folder / "big.log").write_text("a line of a log with forty characters.\n" * 26_000)
-        run(folder, url)  # compiles what is not compiled yet
+        run(folder, url)  # compiles all modules
         runs = sorted(run(folder, url) for _ in range(RUNS))
     total_ms, events = runs[RUNS // 2]
     if options.print:

@@ -1,4 +1,4 @@
-"""The tier of the jail that was found on this machine, and where it is kept for later processes.
+"""The tier of the jail that was found on this machine, and the file that keeps it.
 
 Trying out the walls takes a good part of a short question's time. So a result is used again if it
 was found since this boot, by this user, on this kernel, with the same rights, by the same files. It
