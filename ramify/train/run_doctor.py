@@ -135,7 +135,8 @@ class GuardVerdict(msgspec.Struct):
 
 
 def before_steps(memory: GuardState, values: Mapping[str, float]) -> None:
-    """Note the evaluation before the first step, with which later ones are compared."""
+    """Remember the score of the evaluation before the first step. Later evaluations are compared
+    with it."""
     memory.best_score = ValidationScore.of(values, None, 0.0)
 
 
@@ -199,7 +200,8 @@ def after_step(
 def _after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> GuardVerdict:
-    """Check one policy; ``values``: its metrics."""
+    """Check the metrics of one policy after a step, update its alarms in ``memory``, and return the
+    verdict."""
     verdict = GuardVerdict({}, [])
     history = StageHistory(_first(memory), memory.recent)
     is_seen = False
@@ -273,7 +275,8 @@ def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple
 
 
 def _first(memory: GuardState) -> dict[str, float]:
-    """What steps are compared with."""
+    """Return the metrics with which later steps are compared: averages over the first steps, and
+    the peak reward with its standard error."""
     first = {name: total / memory.num for name, total in memory.first.items()} if memory.num else {}
     if memory.peak is not None:
         first |= {"peak_reward": memory.peak[0], "peak_error": memory.peak[1]}

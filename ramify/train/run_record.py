@@ -101,9 +101,9 @@ class RunRecord:
         measures: Sequence[Callable[[], Mapping[str, float]]] = (),
         meter: CpuMeter | None = None,
     ) -> None:
-        """``first_item``: number of the first item of a new run. ``measures`` return further
-        metrics at each step, such as the engines' own. ``meter``: given if all parts of a rollout
-        share the CPUs of this machine."""
+        """``first_item`` is the number of a new run's first item. ``measures`` are functions that
+        return further metrics at each step, such as the engines' own. ``meter`` measures CPU time;
+        give it only if all parts of a rollout run on the CPUs of this machine."""
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
@@ -127,7 +127,7 @@ class RunRecord:
         self.state.first_item = self.state.next_item
 
     def go_back(self, checkpoint: Path) -> None:
-        """Continue from ``checkpoint``: drop what was recorded after it."""
+        """Continue from ``checkpoint``, and drop what was recorded after it."""
         self.out.mkdir(parents=True, exist_ok=True)
         config = self.state.config
         self.state = read_state(checkpoint)
@@ -156,8 +156,8 @@ class RunRecord:
             )
 
     def roll_back(self, checkpoint: Path, factor: float) -> None:
-        """Continue from ``checkpoint``, a checkpoint of this stage, with learning rates that are
-        ``factor`` times the present ones."""
+        """Continue from ``checkpoint``, which this stage wrote, with the present learning rates
+        multiplied by ``factor``."""
         present = self.state
         self.go_back(checkpoint)
         self.state.lr_scale = present.lr_scale * factor
@@ -175,14 +175,16 @@ class RunRecord:
             state.stopped, state.guard.since_best = "", 0
 
     def _copy_lines(self, checkpoint: Path) -> None:
-        """Copy the lines of the run that wrote ``checkpoint``, up to which this one is the same."""
+        """Copy the records (metrics, groups and lineage) of the run that wrote ``checkpoint``. Both
+        runs share this history up to the checkpoint; later lines are cut afterwards."""
         for lines in (METRICS, GROUPS, LINEAGE):
             source = checkpoint.resolve().parents[1] / lines.name
             if source.is_file():
                 shutil.copyfile(source, self.out / lines.name)
 
     def open(self) -> None:
-        """Open the metrics, and let the clocks run on."""
+        """Open the metrics file, and continue the run's wall-clock and CPU time from the values in
+        the checkpoint."""
         self._metrics = MetricsFile(self.out, self._listener)
         self._saved_at = time.monotonic()
         self._since = time.monotonic() - self.state.seconds
@@ -198,8 +200,8 @@ class RunRecord:
                 path.unlink()
 
     def copy_reference(self, checkpoint: Path, name: str) -> None:
-        """Copy the reference policy ``name`` of the run that wrote ``checkpoint``, if it is another
-        run: rollouts did not begin in this one."""
+        """Copy the reference policy ``name`` from the run that wrote ``checkpoint``. Does nothing
+        if the checkpoint belongs to this run, which has the reference policy already."""
         target = self.out / name
         if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
             return
@@ -224,8 +226,8 @@ class RunRecord:
         state.lr_scale = 1.0
 
     def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
-        """Count an optimizer step. ``memory``: state of the stage's algorithm after it; ``others``:
-        that of each other policy."""
+        """Count an optimizer step. ``memory`` is the state of the stage's algorithm after the step,
+        and ``others`` holds this state for each other policy, by name."""
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
@@ -353,9 +355,9 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
 
 def read_group_records(folder: Path) -> GroupRecords:
-    """The outcomes of all groups up to the last checkpoint of the run in ``folder``; later groups
-    will be repeated. Empty before the first checkpoint. Raises ConfigError if the folder does not
-    hold a run, which would otherwise pass as complete.
+    """Return the outcomes of all groups up to the last checkpoint of the run in ``folder``; later
+    groups will be repeated. The result is empty before the first checkpoint. Raises ConfigError if
+    the folder does not hold a run.
 
     Example:
         train.read_group_records(Path("runs/tiny")).balanced    # every group occurs once

@@ -109,7 +109,8 @@ class AuditedClient:
 
 
 class EngineScores(NamedTuple):
-    """An engine's scores of the canary when they last changed."""
+    """The log-probabilities that an engine gave for the canary (a short sampled reply), recorded
+    when they last changed."""
 
     path: tuple[int, ...]
     theirs: tuple[float, ...]
@@ -159,7 +160,8 @@ class SelfCheck:
             self.good_version = self.seen.client.version
 
     def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
-        """(fingerprint, some values of each matrix) of the weights that engines should have."""
+        """Return the fingerprint of the weights that engines should have, and a sample of the
+        values of each weight matrix, by name."""
         from ramify.models.weights import fingerprint_of
 
         some: dict[str, Tensor] = {}
@@ -231,7 +233,9 @@ class SelfCheck:
             )
 
     def _allowed(self, ours_T: Floats64) -> float:
-        """Largest difference that the canary may show on a path with these log-probabilities."""
+        """Return the largest difference allowed between the engine's and the trainer's
+        log-probabilities of the canary (a short sampled reply). ``ours_T`` holds the trainer's
+        log-probabilities. Larger values allow a larger difference, because of rounding."""
         largest = float(np.abs(ours_T[np.isfinite(ours_T)]).max(initial=0.0))
         return max(self._limits.tolerance, self._limits.rounding * largest)
 

@@ -87,8 +87,8 @@ class StepSource(Protocol):
     """The source of a stage's data, open for the duration of the stage."""
 
     async def work(self, step: int) -> StepData:
-        """The data of step ``step``, counted from 0. Called in order, after the steps before are
-        over."""
+        """Return the data of step ``step``, counted from 0. Steps are requested in order, each
+        after the previous step is over."""
         ...
 
     def newer(self, step: int) -> None:
@@ -96,7 +96,9 @@ class StepSource(Protocol):
         ...
 
     def state(self) -> tuple[int, list[int]]:
-        """``CheckpointState.next_item`` and ``CheckpointState.pending``."""
+        """Return the position in the data, for a checkpoint: the number of the next new item
+        (``CheckpointState.next_item``), and the numbers of the items that are in progress
+        (``CheckpointState.pending``)."""
         ...
 
     def skipped(self) -> list[GroupRecord]:
@@ -105,7 +107,7 @@ class StepSource(Protocol):
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context in which the engine is needed for other work."""
+        """Return a context manager. Use it while the engine is needed for other work."""
         ...
 
 
@@ -144,14 +146,15 @@ class TrainingStage(Protocol):
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
-        """Name of another policy -> its part of the stage: same rollouts, own optimizer and
-        credit."""
+        """The stages of other policies that learn from the same rollouts, by policy name. Each has
+        its own optimizer and assigns its own credit."""
         ...
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
-        """Name in a checkpoint -> state to save after a step. Before the first step the stage
-        creates this state itself."""
+        """The stage's own state that a checkpoint must hold after a step, by its name in the
+        checkpoint. Before the first step nothing is stored, since the stage creates this state
+        itself."""
         ...
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
@@ -290,10 +293,11 @@ class RlStage:
         others: Mapping[str, RlStage] | None = None,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """``algorithm`` is the part of the specification's algorithm that applies to this policy.
-        Calls are sampled at ``temperature``, or at the temperature of all rollouts if it is None.
-        ``others`` are the stages of other policies that learn from the same rollouts. ``pool``
-        passes over settled items."""
+        """``algorithm`` is the part of the recipe's algorithm that applies to this stage's policy.
+        ``temperature`` is the sampling temperature of the policy's calls; if it is None, the
+        temperature of all rollouts is used. ``others`` holds the stages of other policies that
+        learn from the same rollouts, by policy name. ``pool`` decides which items are skipped
+        because they currently give no training signal."""
         self.num_steps = spec.steps
         self.optim = scheduled(self.name, spec.optim, spec.steps * spec.sample.minibatches)
         self.loss = spec.loss.for_minibatches(spec.sample.minibatches)
@@ -385,7 +389,8 @@ class RlStage:
     def learned_from(
         self, groups: list[Group], reader: SignalReader | None = None
     ) -> tuple[StepData, set[str]]:
-        """(what this stage's policy learns from ``groups``, ids of the rollouts with credit)"""
+        """Assign advantages to ``groups``. Return the training data for this stage's policy, and
+        the ids of the rollouts that received credit."""
         assigned = self._composed(reader).assign_advantages(
             groups, self._task.weights, every_token=self.loss.wants_every_token
         )
@@ -516,7 +521,8 @@ def _note_advantages(rollouts: Sequence[AssignedRollout]) -> None:
 
 
 def _measured(groups: Sequence[Group]) -> dict[str, float]:
-    """Size of the rollouts, and how they ended."""
+    """Return metrics of a step's rollouts: how many tokens and turns they have, and how many were
+    truncated."""
     calls = [
         call for group in groups for trajectory in group.trajectories for call in trajectory.calls
     ]

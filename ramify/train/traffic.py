@@ -115,7 +115,8 @@ class TrafficTask:
 
 
 class _ReplyGroups(LazySequence[Item]):
-    """Groups of consecutive replies. The last one is filled up with the first replies."""
+    """One item per group of consecutive recorded replies. If the last group is too small, replies
+    from the beginning of the recording fill it up, so that all groups have the same size."""
 
     def __init__(self, num_replies: int, group: int) -> None:
         self._num_replies = num_replies
@@ -158,8 +159,8 @@ def is_recorded(item: Item) -> bool:
 
 
 def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Counter[str]]:
-    """Return the replies with a reward that can be learned from, and the reasons why others with a
-    reward cannot, counted."""
+    """Return the replies in ``store`` that have a reward and can be used for training. Also count
+    the rewarded replies that cannot be used, by reason."""
     found: list[RecordedReply] = []
     skipped: Counter[str] = Counter()
     for id in sorted(store.ids()):

@@ -73,7 +73,8 @@ class Trainer:
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
-        """``learners``: the policies that are trained, ``Run.policy`` first."""
+        """``learners`` holds one learner per trained policy, beginning with the learner of
+        ``Run.policy``."""
         self.record = record
         self._learners = Learners(learners, record)
         self._stages = stages
@@ -189,8 +190,8 @@ class Trainer:
         return count.metrics()
 
     async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
-        """The data of each remaining step. Later rollouts continue meanwhile, as far as
-        ``max_staleness`` allows."""
+        """Yield the data of each remaining step of ``stage``. Rollouts of later steps continue in
+        the meantime, within the limit that ``max_staleness`` sets."""
         state = self.state
         self._learners.recall(stage)
         async with stage.source(state.next_item, state.pending) as source:

@@ -118,10 +118,13 @@ class RunWatchdog:
     async def bounded(
         self, what: str, work: Awaitable[T], *, thread: str = "", can_stop: bool = False
     ) -> T:
-        """The result of ``work``, within the time limit. ``what`` describes the work in errors.
-        ``thread`` is a prefix of the name of the thread that does the work, if it is not the event
-        loop's. ``can_stop``: whether ``stop`` may cut it off. When the wait ends early, ``work`` is
-        cancelled."""
+        """Await ``work`` and return its result. Raises TrainError if the run makes no progress for
+        ``stall_s`` seconds.
+
+        ``what`` describes the work in error messages. ``thread`` is the prefix of the name of the
+        thread that does the work, or empty if the event loop's thread does it. ``can_stop`` is True
+        if a call of ``stop`` may end the wait early. A wait that ends early cancels ``work``.
+        """
         task = asyncio.ensure_future(work)
         wait = _Wait(what, task, thread, can_stop=can_stop)
         self._begin(wait)
@@ -320,8 +323,8 @@ def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
 
 
 def _stack_of(wait: _Wait) -> list[str]:
-    """Stack of the thread that does the work; if that is the event loop's, and the loop is running,
-    the stack of the waiting coroutine."""
+    """Return the stack of the thread that does the work of ``wait``, as printable lines. If the
+    work runs in the event loop and the loop is idle, return the stack of the waiting coroutine."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if wait.thread and thread.name.startswith(wait.thread) and thread.ident in frames:

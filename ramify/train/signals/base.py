@@ -245,7 +245,8 @@ def view_of(
     item: Item | None = None,
     ask: ModelCaller | None = None,
 ) -> JudgeView:
-    """The view of one turn, with the turns up to it; of the finished call if ``turn`` is None."""
+    """Return what a judge sees of one turn: that turn and all earlier turns of the call. If
+    ``turn`` is None, the judge sees the whole finished call."""
     steps = steps_of(call)
     last = len(steps) - 1 if turn is None else turn
     place: TurnId = (call.id, last)

@@ -103,8 +103,9 @@ class Hybrid(
                 raise ConfigError(f"unknown signal '{term.signal}' in a term: {known}")
 
     def wants(self, signal: str, step: int) -> bool:
-        """Whether ``signal`` is to be read at ``step``: not if all its terms weigh 0 by then. A
-        signal without a term is read for its metrics, or gives the outcome."""
+        """Return whether ``signal`` must be read at ``step``. It need not be if it has terms and
+        all of them have weight 0 at that step. A signal without a term is always read: it supplies
+        metrics or the outcome."""
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
@@ -174,7 +175,9 @@ class HybridAlgorithm:
         )
 
     def _with_outcomes(self, group: Group) -> Group:
-        """``group`` with the rewards that the signal ``outcome`` gives instead of the task's."""
+        """Return a copy of ``group`` whose rewards come from the signal ``outcome`` instead of the
+        task; rollouts without an outcome get none. If no such signal was read, the group is
+        returned unchanged."""
         outcomes = self._readings.get(OUTCOME)
         if not outcomes:
             return group
@@ -240,8 +243,9 @@ class HybridAlgorithm:
         return AssignedRollout(trajectory, credits)
 
     def _reference(self, id: str) -> dict[TurnId, list[float]]:
-        """Reference log-probabilities that a signal computed anyway: of all turns of a call, or of
-        none."""
+        """Return reference log-probabilities of the trajectory with this id, if a signal has
+        computed them, by turn. They cover either all turns of a call or none. Empty if no signal
+        has any."""
         candidates = [
             readings[id].reference for readings in self._readings.values() if id in readings
         ]

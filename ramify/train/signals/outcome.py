@@ -100,8 +100,13 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
 def shaped(right: bool, num_calls: int) -> float:
-    """The outcome of a rollout with ``num_calls`` tool observations. Wrong with 12 calls: -0.6, the
-    cap."""
+    """Return the outcome of a rollout that made ``num_calls`` tool observations. A right answer
+    gets 1. A wrong one gets a negative number that rises with the number of observations, up to
+    -0.6.
+
+    Example:
+        shaped(right=False, num_calls=12)    # -0.6
+    """
     return RIGHT if right else min(CAP, WORST + PER_CALL * (num_calls - FREE))
 
 

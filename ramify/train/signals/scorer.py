@@ -4,11 +4,14 @@ policy.
     rows of several groups ── wait while a pass runs ── pack (shared prefixes once)
                            ── trunk, head ──> scores per row
 
-Rows of a group share the prompt up to where a hint was inserted, and are packed as training packs
-them. One thread computes, so passes do not compete; rows that arrive meanwhile form the next pass.
-Each row is scored at the temperature that it was sampled at. Decides where teachers' weights come
-from (``RunTeachers``), which of them a checkpoint must hold, and that a teacher with a different
-vocabulary is rejected before any compute is spent.
+The rows of a group share their prompt up to the position where a hint was inserted. They are packed
+as in training, so each shared prefix is computed once. One thread computes, so passes do not
+compete; rows that arrive meanwhile form the next pass. Each row is scored at the temperature at
+which it was sampled.
+
+This file also decides where the weights of teachers come from (``RunTeachers``) and which teachers
+a checkpoint must hold. It rejects a teacher with a different vocabulary before any compute is
+spent.
 
 Legend: E entries of a batch, N scored tokens of a row, k candidates.
 """
@@ -290,7 +293,8 @@ class RunTeachers:
                 self.models[name] = self._from_checkpoint(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
-        """The scorers for step ``step`` of the stage, with averages updated."""
+        """Return the scorers for step ``step`` of the stage, after updating the moving average of
+        the policy's weights if one of them uses it."""
         if self._sources:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
         return self._scorers
@@ -368,7 +372,10 @@ class RunTeachers:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def _policy_for(self, name: str, step: int) -> Policy:
-        """The current policy, a copy of it, or an untrained one, as the source ``name`` needs."""
+        """Load the policy that a teacher's source ``name`` stands for: the current policy itself, a
+        copy of it, the initial policy of the run (``reference``), or an untrained model
+        (``random``). Raises ConfigError if the initial policy is needed and its folder is
+        missing."""
         from ramify.models.load import from_config, load_policy
 
         policy = self._policy

@@ -82,7 +82,8 @@ class RunSignals:
 
     @property
     def kept(self) -> Mapping[str, RunTeachers]:
-        """State to store in a checkpoint, as ``Stage.kept``."""
+        """State to store in a checkpoint, by name: the teachers, if they have state that cannot be
+        recomputed."""
         return (
             {"teachers": self._teachers}
             if self._teachers is not None and self._teachers.has_state
@@ -172,7 +173,8 @@ class SignalReader:
 
     @property
     def readings(self) -> dict[str, dict[str, SignalScore]]:
-        """Signal -> trajectory id -> its score."""
+        """The scores that each active signal gave, by name of the signal and id of the
+        trajectory."""
         return {name: self._scores[name] for name in self._active}
 
     def forget(self, groups: Sequence[Group]) -> None:
@@ -202,7 +204,8 @@ class SignalReader:
                 )
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Metrics of the step, whose groups are ``groups``."""
+        """Return the metrics of the step that learns from ``groups``: what the signals found, and
+        how long reading took."""
         ids = {trajectory.id for group in groups for trajectory in group.trajectories}
         wait_s = max(0.0, self._read_at - self._complete_at)
         metrics: dict[str, float] = {"signals_wait_s": wait_s}

@@ -453,7 +453,8 @@ T = TypeVar("T")
 
 
 def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """The first ``num`` of each row, the most likely ones; nothing for 0, all for ``ALL``."""
+    """Keep the ``num`` most likely candidates of each row, which are sorted by probability. Returns
+    an empty list if ``num`` is 0, and all candidates if it is ``ALL``."""
     if not num:
         return []
     return [list(row if num == ALL else row[:num]) for row in rows]
@@ -469,7 +470,8 @@ def _by_place(spans: Sequence[TokenSpan], values: Sequence[float]) -> dict[TurnI
 
 
 def _sampled(row: _HintedRow, group: Group) -> list[float]:
-    """ℓ_o of the row's scored tokens, as the sampler reported it."""
+    """Return the log-probabilities of the row's scored tokens (ℓ_o), as the sampler reported
+    them."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)
     }
@@ -485,7 +487,8 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Scorer that these signals need -> the decay of its average, which only ``ema`` uses."""
+    """Return the scorers that these signals need, as a mapping from the scorer's name to the decay
+    of its moving average. Only the scorer ``ema`` uses the decay."""
     decays: dict[str, float] = {}
     for signal in signals.values():
         if isinstance(signal, TeacherSignal):

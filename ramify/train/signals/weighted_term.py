@@ -46,7 +46,11 @@ class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def at(self, step: int) -> float:
-        """AnnealSchedule(1.0, 0.0, steps=4): 1, 0.75, 0.5, 0.25, 0, 0, …"""
+        """Return the weight at ``step``.
+
+        Example:
+            AnnealSchedule(1.0, 0.0, steps=4)    # at steps 0, 1, 2, …: 1, 0.75, 0.5, 0.25, 0, 0, …
+        """
         done = min(1.0, max(0.0, (step - self.after) / self.steps))
         left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.end + (self.start - self.end) * left
@@ -99,7 +103,8 @@ class RoutedScore(NamedTuple):
 
 
 class WeightedTerm:
-    """One term at one step: its numbers by trajectory and turn."""
+    """The values of one term of a hybrid algorithm at one training step, for each trajectory and
+    turn."""
 
     def __init__(self, term: HybridTerm, weight: float) -> None:
         self.term = term
@@ -109,7 +114,8 @@ class WeightedTerm:
         """Trajectory id -> turn -> the streams of ``kd``."""
 
     def acts_on(self, id: str) -> bool:
-        """Whether the term gives trajectory ``id`` a non-zero number or a loss."""
+        """Return whether the term affects the trajectory with this id: it adds a non-zero number to
+        an advantage, or it adds a loss."""
         numbers = self.numbers.get(id, {})
         return bool(self.losses.get(id)) or any(
             value != 0 for values in numbers.values() for value in values
@@ -259,7 +265,8 @@ def not_finite(reading: SignalScore) -> str:
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Correlation between a trajectory's mean number and its reward; None if either is constant."""
+    """Return the correlation between the mean of a term's numbers over a trajectory and the
+    trajectory's reward, from one pair per trajectory. Returns None if either is constant."""
     if len(pairs) < 2 or any(len({pair[index] for pair in pairs}) < 2 for index in range(2)):
         return None
     return statistics.correlation(*zip(*pairs, strict=True))
@@ -268,8 +275,8 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 def _streams(
     trajectory: Trajectory, reading: SignalScore
 ) -> Iterator[tuple[TurnId, dict[str, Any]]]:
-    """The streams of ``kd`` for each scored turn: candidate tokens if there are any, else the
-    sampled tokens."""
+    """Yield, for each scored turn, the inputs of the distillation loss ``kd``: log-probabilities of
+    candidate tokens if the teacher returned any, and otherwise of the sampled tokens."""
     for place, logprobs in reading.logprobs.items():
         num = num_sampled_in(trajectory, place)
         top = reading.top.get(place)
