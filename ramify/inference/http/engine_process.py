@@ -98,7 +98,7 @@ class EngineProcess:
         return self._process.poll()
 
     def exit_reason(self) -> str:
-        """How it ended, with the end of its log."""
+        """How the engine ended, with the end of its log."""
         return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
@@ -107,14 +107,14 @@ class EngineProcess:
 
 
 async def status_of(engine: EngineProcess | None) -> int | None:
-    """Exit status of an engine; None while it runs, or if it has no process here. The call may be
-    slow for an engine on another machine."""
+    """Return an engine's exit status; None while it runs, or if it has no process here. The call
+    may be slow for an engine on another machine."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
 
 
 async def ended_soon(engine: EngineProcess | None) -> int | None:
-    """``status_of`` for an engine whose connections broke: wait a moment for its process to
-    exit."""
+    """Return the exit status of an engine whose connections broke, after giving its process a
+    moment to exit. None if it still runs, or has no process here."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 

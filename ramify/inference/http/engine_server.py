@@ -29,7 +29,8 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULT
 
 
 def read_pressure(text: str) -> CachePressure | None:
-    """The cache load in a server's metrics; None if they do not mention a cache."""
+    """Parse the load on the KV cache from a server's Prometheus metrics. None if they do not
+    mention a cache."""
     values_by_name: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         if name in (*_FULL, *_WAITING, *_EVICTED):
@@ -44,7 +45,8 @@ def read_pressure(text: str) -> CachePressure | None:
 
 
 def pressure_text(pressure: CachePressure) -> str:
-    """The inverse of ``read_pressure``, with vLLM's names."""
+    """Write the load on a KV cache as Prometheus metrics, under vLLM's names. ``read_pressure``
+    parses this text."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
     kinds = ("gauge", "gauge", "counter")
     return "".join(
@@ -54,8 +56,8 @@ def pressure_text(pressure: CachePressure) -> str:
 
 
 def combined_pressure(loads: Iterable[CachePressure | None]) -> CachePressure | None:
-    """Combined load of several servers: the fullest cache, and sums; None if no server reports
-    any."""
+    """Combine the load of several servers: the fill of the fullest cache, and the total numbers of
+    waiting and evicted sequences. None if no server reports its load."""
     known = [load for load in loads if load is not None]
     if not known:
         return None
@@ -154,12 +156,12 @@ class EngineServer(Protocol):
         ...
 
     async def wake(self, tag: str) -> None:
-        """Allocate the memory of ``tag`` again, which must be asleep."""
+        """Allocate one kind of memory (``tag``) again. It must have been released by ``sleep``."""
         ...
 
     async def is_asleep(self) -> bool:
-        """Whether the server is asleep, for example left so by an earlier run; False if it does not
-        say."""
+        """Whether the server is asleep, for example because an earlier run left it so. False if the
+        server does not report it."""
         ...
 
     async def close(self) -> None: ...

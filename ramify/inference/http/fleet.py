@@ -190,7 +190,8 @@ class EngineFleet:
         await self.all(act)
 
     async def wake(self, tag: str) -> None:
-        """Wake ``tag`` on all servers where it sleeps. Raises like ``sleep``."""
+        """Allocate one kind of memory (``tag``) again on every server that has released it. Raises
+        the error of a server that refuses, or EnginesDropped if some were lost."""
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
@@ -367,7 +368,8 @@ class EngineFleet:
         await server.close()
 
     async def _bring(self, url: str) -> EngineServer:
-        """The server at ``url`` once it answers again and passes the checks."""
+        """Bring a lost server back: restart its process if this run started it, and wait until it
+        answers. Returns the server once it passes the checks."""
         if self.listed is not None:
             await self.listed.wait_for(url)
             return self._server(url)

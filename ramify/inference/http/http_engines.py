@@ -67,7 +67,7 @@ class HttpEngines:
 
     @property
     def engines(self) -> list[CheckedEngine]:
-        """Each engine by itself, for checks that every one must pass."""
+        """One client per engine, for checks that every engine must pass."""
         return [CheckedEngine(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
@@ -91,13 +91,17 @@ class HttpEngines:
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the servers, or attach to them; check each; open the weight sync.
+        """Start the servers or attach to running ones, check each of them, and open the weight
+        sync.
 
-        ``save`` writes a checkpoint below ``out`` for servers to start, which ``launcher`` starts,
-        by default on this machine. ``gone`` is for a client that only samples while another
-        process updates the weights: it is called with the address of an engine that does not
-        answer, and ``listed`` then says which engines may be used. Raises ConfigError for a server
-        that does not fit the policy.
+        ``save`` writes a checkpoint below the folder ``out``, from which new servers load the
+        model. ``launcher`` starts those servers; the default starts them on this machine.
+
+        Pass ``gone`` if another process updates the weights and this client only samples. It is
+        called with the address of an engine that does not answer. The other process then reports
+        through ``listed`` which engines may be used.
+
+        Raises ConfigError for a server that does not fit the policy.
         """
         try:
             await self.fleet.start(out, save, launcher or LocalLauncher(), leads=gone is None)
@@ -127,14 +131,14 @@ class HttpEngines:
         return self.fleet.answering
 
     async def look_after(self, url: str, who: str) -> None:
-        """``who`` got no answer from the engine at ``url``: drop it and bring it back if it is
-        gone."""
+        """Handle a report that an engine did not answer: if it is really gone, drop it and bring it
+        back. ``who`` names the reporter for the log."""
         for server in [each for each in self.fleet.alive if each.url == url]:
             await self.fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Use the engines that are back, whose weights another process updates. Replies with older
-        weights are rejected."""
+        """Send requests again to engines that came back. Another process updates their weights, so
+        they count as current here; replies with older weights are rejected."""
         self.fleet.take_back()
         self.fleet.mark_all_updated()
         self.membership.notify()
@@ -153,7 +157,7 @@ class HttpEngines:
         return await self.complete_at(request, None)
 
     async def complete_at(self, request: Request, only: EngineServer | None) -> Reply:
-        """``complete`` by one given server."""
+        """Answer a request with one given engine, or with any engine if ``only`` is None."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
         with working("rendering"):

@@ -29,8 +29,12 @@ from ramify.models.mixture_shape import MixtureShape
 def read_experts(
     reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each sampled token, the experts of the token that predicts it: layers x top-k ids.
-    ``reported`` is in any of the forms above. Raises BadReply."""
+    """Decode the experts that an engine reports. For each sampled token, return the experts (layers
+    x top-k ids) that were used at the position before it, which predicts it.
+
+    ``reported`` may have any of the encodings of vLLM and SGLang. Raises BadReply if it does not
+    fit the model or the reply.
+    """
     if reported is None:
         raise BadReply(
             f"no routed_experts in the answer: start the engine with {EXPERTS_OPTION}, or leave "

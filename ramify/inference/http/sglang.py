@@ -144,8 +144,8 @@ class SglangServer(HttpEngineServer):
 
 
 def _levels(about: dict[str, Any]) -> tuple[int, ...]:
-    """Levels at which it can sleep, by the flags that it was started with, as far as it reports
-    them."""
+    """Return the sleep levels that the server supports, according to the flags it was started with.
+    A flag that the server does not report counts as set."""
     if not about.get("enable_memory_saver", True):
         return ()
     return (1, 2) if about.get("enable_weights_cpu_backup", True) else (2,)

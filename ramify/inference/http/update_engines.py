@@ -1,11 +1,11 @@
-"""Weight updates of all engines, and again for those that were lost and came back.
+"""Update the weights of all engines, including those that were lost and came back.
 
     update ── pause all ─ send chunks of weights to all ─ resume all ──▶ version
     sleep  ── requests wait … update: wake the weights ─ (as above, all weights) ─
               wake the KV cache ──▶ version
 
-An engine that is lost on the way is dropped, and the others get all weights again. The same happens
-if an engine lacks the weights that a delta builds on.
+An engine that is lost during an update is dropped, and the others get all weights again. The others
+also get all weights again if an engine lacks the weights that a delta builds on.
 
 Not here: how the bytes travel (see ``inference/weight_sync``), and whether the right weights
 arrived (see ``train/selfcheck.py``).

@@ -208,14 +208,15 @@ class RamifyServer(VllmServer):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        """Nothing to do: an update pauses the engine by itself, and running requests continue
-        exactly."""
+        """Nothing to do: the server pauses by itself during an update, and running requests
+        continue afterwards without losing tokens."""
 
     async def resume(self) -> None:
         """Nothing to do: the end of an update resumes the engine."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """One request for what takes three with vLLM: most delta syncs have a single chunk."""
+        """Send one chunk, and begin and end the update, in a single request. vLLM itself needs
+        three requests, and most delta syncs have only one chunk."""
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 

@@ -57,10 +57,13 @@ class StepShape(NamedTuple):
 
 
 class DecodeGraphs:
-    """The recorded steps of one cache."""
+    """Recorded CUDA graphs of decoding steps, one per step shape. All of them use the same KV
+    cache."""
 
     def __init__(self, model: DenseModel, cache: KeyValueCache, record: Record) -> None:
-        """``record``: ``CudaGraphRecorder``, or on a CPU a function that computes again."""
+        """``record`` records a computation and returns a function that repeats it: a
+        ``CudaGraphRecorder`` on a GPU. On a CPU, pass a function that returns the computation
+        itself."""
         self._model = model
         self._cache = cache
         self._record = record

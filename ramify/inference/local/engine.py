@@ -222,9 +222,9 @@ class LocalEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Resize the slots for the running and the next sequences: to their full length if memory
-        allows that for all slots. There are fewer slots if memory is short, and more again when it
-        is not."""
+        """Adapt the number and length of the cache slots to the running sequences and the next ones
+        in the queue. If memory allows the full length for all slots, each slot gets it. Otherwise
+        the engine uses fewer slots, and more again once sequences are short enough."""
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]

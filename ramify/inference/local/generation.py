@@ -108,7 +108,8 @@ def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
 
 
 def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
-    """``fixed``: in fixed shapes, so that no row depends on the number of rows."""
+    """Return log-softmax over the last dimension. With ``fixed``, it is computed in blocks of a
+    fixed shape, so that a row's result does not depend on the number of rows."""
     return in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
 
 
@@ -123,11 +124,12 @@ def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor
 
 
 def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
-    """[n] ids: the first whose cumulative probability exceeds the uniform number (float64, in [0,
-    1)).
+    """Sample one id per row by inverting the cumulative distribution: return the first id whose
+    cumulative probability exceeds the row's uniform number (float64, in [0, 1)). The result has
+    shape [n].
 
-    Computed in float64, since single precision could round a number close to 1 up to the total,
-    beyond the last id.
+    The sum is computed in float64. In single precision, a number close to 1 could be rounded up to
+    the total, beyond the last id.
     """
     cumulative_nV = logprobs_nV.double().exp_().cumsum_(-1)
     ids_n1 = torch.searchsorted(
@@ -152,7 +154,8 @@ def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
 def _draw_kept(
     logprobs_V: Tensor, settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...]]:
-    """(id, log-probability among the kept ids, the kept ids)"""
+    """Sample one id from those that top-k and top-p keep. Returns the id, its log-probability among
+    the kept ids, and the kept ids."""
     kept = kept_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(

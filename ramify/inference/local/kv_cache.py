@@ -66,12 +66,14 @@ class KeyValueCache:
         """Per layer, keys and values by slot and head, [S K, C, d]."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """The row of each position's first head."""
+        """For each pair of a slot and a position, return the index of the cache row of its first
+        head."""
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
     def write_rows(self, rows_T: Tensor) -> Tensor:
-        """[T K] rows of all heads, from those of the first heads."""
+        """Expand the row index of each token's first head to the row indices of all its heads.
+        Returns a flat tensor of T·K indices."""
         heads = torch.arange(self.heads, device=rows_T.device)
         return (rows_T[:, None] + heads * self.capacity).flatten()
 
@@ -127,7 +129,8 @@ class StepAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _rows_of(self, step: EngineStep) -> Tensor:
-        """[T K] rows of the cache to which the step's keys and values are written."""
+        """Return the indices of the cache rows to which a step writes its keys and values, [T
+        K]."""
         rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
             rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
@@ -135,10 +138,11 @@ class StepAttention:
 
 
 class _FirstSlots:
-    """Attention of one token of each of the first n slots, over the first ``length`` positions."""
+    """Attention in the first n slots, with one query token per slot. It reads the first ``length``
+    positions of each slot."""
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """``last_n``: the position of each token, on the cache's device."""
+        """``last_n`` is the position of each slot's query token, on the cache's device."""
         self._cache = cache
         self._n, self._length = len(last_n), length
         hidden_nT = torch.arange(length, device=last_n.device) > last_n[:, None]
@@ -154,7 +158,7 @@ class _FirstSlots:
         )
 
     def __call__(self, layer: int, q_nHd: Tensor, scale: float) -> Tensor:
-        """[n, H, d]"""
+        """Return the attention output of each slot's query token in one layer, [n, H, d]."""
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
@@ -171,21 +175,23 @@ class _FirstSlots:
 
 
 class DecodingSlots:
-    """Attention of one token each of some slots, over the block of slots up to the last of them."""
+    """Attention for decoding: each decoding slot has one query token. It runs over the whole block
+    of slots up to the last one that decodes, and skips the results of the others."""
 
     def __init__(
         self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
     ) -> None:
-        """``slots_T``: the slot of each token, which may occur again with the same token; None if
-        token i is in slot i. ``last_n``: the last position that each slot attends to. ``length``:
-        how many positions are read. All on the cache's device."""
+        """``slots_T`` is the slot of each token; None if token i is in slot i. A slot may occur
+        repeatedly with the same token. ``last_n`` is the last position that each slot attends to,
+        and ``length`` the number of positions that are read. All tensors are on the cache's
+        device."""
         self._n = len(last_n)
         self._attend = _FirstSlots(cache, last_n, length)
         self._slots = slots_T
 
     @classmethod
     def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodingSlots:
-        """For the decoding tokens of ``step``."""
+        """Prepare attention for the decoding tokens of ``step``."""
         device = cache.kv.device
         num_slots = step.slots[-1] + 1
         length = max(step.positions) + 1
@@ -208,7 +214,8 @@ class DecodingSlots:
 
 
 class _Chunk:
-    """Causal attention of several tokens of one slot over that slot."""
+    """Causal attention for several consecutive tokens of one sequence. They attend to their slot of
+    the cache, up to their own position."""
 
     def __init__(self, cache: KeyValueCache, span: SlotSpan) -> None:
         self.length = len(span.ids)

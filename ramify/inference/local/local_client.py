@@ -129,8 +129,9 @@ class LocalClient:
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> Generation:
-        """Ids in, ids out: the continuation of ``ids``, returned when it has ended; ``end`` is
-        ``abort`` if ``pause`` ended it. Raises like ``complete``."""
+        """Sample a continuation of the token ids ``ids``, and return it when it has ended. Its
+        ``end`` is ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the context
+        window."""
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, None, len(ids))
         generation = self._generation_of(ids, sampling, affinity)
@@ -190,8 +191,9 @@ class LocalClient:
         self._thread.resume()
 
     async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
-        """Release memory until ``wake``: that of the KV cache (``kv_cache``), of the ``weights``,
-        or both. With ``keep``, the weights stay in main memory. Pause the engine first."""
+        """Release memory until ``wake`` is called. ``tags`` selects the memory: ``kv_cache``,
+        ``weights`` or both. With ``keep``, the weights are moved to main memory instead of being
+        dropped. Pause the engine first."""
         await self.run(partial(self._sleep, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:

@@ -102,7 +102,8 @@ class FixedShapeRunner:
     def _logits(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
     ) -> Tensor:
-        """fp32 [n, V] after the ``tokens`` (slot, position, id) at the indices ``rows``."""
+        """Run ``tokens``, given as (slot, position, id), through the model in blocks. Return fp32
+        logits [n, V] after the tokens whose indices are in ``rows``."""
         with self._precision():
             h_TD = torch.cat(
                 [
@@ -114,7 +115,8 @@ class FixedShapeRunner:
             return in_blocks(self._model.logits, h_TD.index_select(0, index))
 
     def _block(self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
-        """[n, D] of at most ``BLOCK`` tokens."""
+        """Return the hidden states [n, D] of at most ``BLOCK`` tokens, computed as one padded
+        block."""
         slots, positions, ids = (list(each) for each in zip(*tokens, strict=True))
         padding = [0] * (BLOCK - len(tokens))
         ids_T, positions_T = torch.tensor(
@@ -209,7 +211,9 @@ class ModuleRunner:
         return logits_TV
 
     def _after(self, memory: _Memory, span: SlotSpan) -> Tensor:
-        """fp32 logits [V] after a span, whose beginning is in ``memory``."""
+        """Return the fp32 logits [V] after the last token of a span. The tokens before the span are
+        cached in ``memory``; they are computed again if that cache cannot be cut to its first
+        tokens."""
         new = list(span.ids)
         if not memory.cut(span.start, self._can_cut):
             new, memory.ids, memory.cache = [*memory.ids[: span.start], *new], [], None
@@ -330,11 +334,12 @@ class DecoderModel(Protocol):
         attend: CausalAttention,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """[T, D] after the last norm, or [N, D] of the tokens at ``rows_N``."""
+        """Return the hidden states after the last norm: [T, D] for all tokens, or [N, D] for the
+        tokens at the indices ``rows_N``."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """fp32 [N, V]"""
+        """Return the fp32 logits [N, V] of N hidden states."""
         ...
 
 
@@ -418,8 +423,9 @@ class _PreparedRunner(FlatRunner):
 
 
 def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
-    """The fastest runner that computes what ``model`` computes; with ``fixed_shapes`` the one that
-    computes in fixed shapes, with products in this precision."""
+    """Return the fastest runner that gives the same results as ``model``. With ``fixed_shapes``,
+    return the runner that computes in fixed shapes; the value is the precision of its matrix
+    products. Raises ConfigError if the model cannot compute in fixed shapes."""
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")

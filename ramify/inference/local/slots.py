@@ -164,11 +164,11 @@ class SlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
-        """Change to ``num_slots`` of ``capacity``: (the old slots that stay, in their new order;
-        the generations that lost theirs).
+        """Change the number of slots and their capacity, in tokens per slot. Returns the old slots
+        that stay, in their new order, and the generations that lost their slot.
 
-        Running slots stay before idle ones, and recently used ones before others. What an idle slot
-        holds beyond the new capacity is forgotten.
+        Running slots are kept before idle ones, and recently used slots before others. What an idle
+        slot holds beyond the new capacity is forgotten.
         """
         running = self.running()
         idle = sorted(
@@ -198,8 +198,9 @@ class SlotTable:
         return stay, lost
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """(for each slot, how many computed tokens are a prefix of ``wanted``; how many will be
-        once the running generations are computed).
+        """Compare the ids of a new request (``wanted``) with the contents of every slot. Returns
+        how many computed tokens of each slot are a prefix of them, and how many the best slot will
+        have once its running generation is computed.
 
         The last token is always left to compute, since its logits are needed.
         """

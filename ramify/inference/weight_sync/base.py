@@ -218,7 +218,8 @@ def in_chunks(
 
 
 def described(sources: Sequence[WeightSource], version: int) -> dict[str, Any]:
-    """The description of tensors in vLLM's update request, and the version."""
+    """Describe tensors as vLLM's update request does: their names, precisions and shapes. The
+    weights' version is added."""
     return {
         "names": [source.name for source in sources],
         "dtype_names": [str(source.dtype).removeprefix("torch.") for source in sources],
@@ -228,7 +229,8 @@ def described(sources: Sequence[WeightSource], version: int) -> dict[str, Any]:
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(aligned start of each part in a buffer, length of the buffer)"""
+    """Lay out parts of the given sizes in one buffer. Returns the aligned start of each part, and
+    the length of the buffer in bytes."""
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
@@ -349,8 +351,8 @@ def as_checkpoint(model: Any, given: Iterable[WeightSource]) -> Iterator[WeightS
 
 
 class _SplitSource:
-    """One tensor that is sent in parts, one after the other. It is held from the first to the
-    last."""
+    """A tensor that is sent in parts, one after the other. The whole tensor is kept in memory from
+    the first part to the last."""
 
     def __init__(self, model: Any, whole: WeightSource, num_parts: int) -> None:
         self._model = model
@@ -359,7 +361,7 @@ class _SplitSource:
         self._parts: list[Tensor] = []
 
     def part(self, index: int) -> Tensor:
-        """The part ``index``, contiguous."""
+        """Return one part of the tensor as contiguous memory."""
         from ramify.models.stored_weights import disk_tensors
 
         if not self._parts:
@@ -379,12 +381,13 @@ _HELD = "held-"
 
 
 def new_name() -> str:
-    """A unique name that ``sweep`` recognizes."""
+    """Return a unique name for a file or folder of a weight sync. ``sweep`` recognizes such names
+    and removes what a crashed process left behind."""
     return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
 
 
 def hold_file(path: Path) -> int:
-    """A descriptor of a new, locked file."""
+    """Create a file, lock it, and return its descriptor."""
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -394,7 +397,8 @@ def hold_file(path: Path) -> int:
 
 
 def hold_folder(below: Path) -> tuple[Path, int]:
-    """(a new folder that only this user can access, a descriptor that holds its lock)"""
+    """Create a locked folder that only this user can access. Returns the folder and a descriptor
+    that holds its lock."""
     while True:
         path = below / new_name()
         path.mkdir(0o700)

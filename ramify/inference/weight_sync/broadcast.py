@@ -114,8 +114,9 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Raises RuntimeError if an engine is gone. The group is closed then; otherwise engines
-        that have not begun to receive would wait until the timeout."""
+        """Broadcast a buffer to all engines. If an engine is gone, close the group and raise
+        RuntimeError; otherwise engines that have not begun to receive would wait until the
+        timeout."""
         try:
             _broadcast(self._group, buffer)
             return
@@ -151,8 +152,8 @@ class NcclSync(GlooSync):
 
 
 class BroadcastReceiver:
-    """Receiver of ``GlooSync`` and ``NcclSync``, made while the trainer is in ``join``. Implements
-    ``WeightReceiver``."""
+    """Engine half of the weight syncs over gloo and NCCL. Creating one joins the trainer's process
+    group, so the trainer must be waiting in ``join``. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info, backend: str) -> None:
         _need(backend)
@@ -235,7 +236,8 @@ class _GroupSpec(NamedTuple):
 
 
 def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
-    """Form the group. Raises TrainError if a member does not have ``key``."""
+    """Form the process group of the trainer and the engines. Raises TrainError if a member does not
+    have ``key``."""
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo

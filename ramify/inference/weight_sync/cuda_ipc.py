@@ -87,7 +87,8 @@ class CudaIpcReceiver:
 
 
 def _handle(buffer: Tensor) -> list[Any]:
-    """What torch shares of a storage: device, memory handle, sizes, reference counter, event."""
+    """Return the data with which another process can open a tensor's GPU memory, as PyTorch exports
+    it: device, memory handle, sizes, reference counter, event. Bytes are in base64."""
     shared = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return [
         {"bytes": base64.b64encode(each).decode()} if isinstance(each, bytes) else each

@@ -93,7 +93,8 @@ _PREFIX = "::together-"
 
 
 class TensorBundles:
-    """Small tensors of one precision, and the values that the engines have."""
+    """Small tensors of one precision that are sent together. It remembers the values that the
+    engines already have, so that only changed tensors are sent."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -104,9 +105,13 @@ class TensorBundles:
     def changed(
         self, sources: Sequence[WeightSource], number: int
     ) -> tuple[WeightSource, dict[str, Any]] | None:
-        """(one source of the tensors that engines lack, the table that takes it apart again); None
-        if they lack nothing. The call records ``sources`` as what the engines now have, and forgets
-        all others."""
+        """Join the tensors whose current values the engines lack into one. Returns this tensor, and
+        a table of the names and shapes with which the engines split it again; None if they lack
+        nothing.
+
+        ``sources`` are then recorded as what the engines have, and all earlier tensors are
+        forgotten.
+        """
         names = [source.name for source in sources]
         lengths = [math.prod(source.shape) for source in sources]
         now_N = _flat([source.full() for source in sources])
@@ -286,7 +291,7 @@ class DeltaSync:
                 yield from changed or [source]
 
     def _part(self, source: WeightSource) -> Iterable[WeightSource]:
-        """What the engines lack of a tensor; empty if nothing."""
+        """Return what the engines lack of one tensor; empty if they lack nothing."""
         if source.adapted is not None and self._adapters:
             return self._adapter(source, source.adapted)
         return self._difference(source)
@@ -304,7 +309,8 @@ class DeltaSync:
     def _joined(
         self, sources: list[WeightSource], which: tuple[torch.dtype, int]
     ) -> list[WeightSource]:
-        """The changed ones of these small tensors, as one tensor."""
+        """Join those of some small tensors that have changed into one tensor. The list is empty if
+        none has changed."""
         changed = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
         if changed is None:
             return []
@@ -332,7 +338,8 @@ class DeltaSync:
         ]
 
     def _adapter(self, source: WeightSource, adapted: AdaptedMatrix) -> Iterator[WeightSource]:
-        """a and b, preceded by the base matrix if the engines lack it."""
+        """Yield the two low-rank matrices of an adapted weight. The base matrix comes before them
+        if the engines do not have it yet."""
         name = source.name
         self._have.pop(name, None)
         if name not in self._bases:
@@ -419,13 +426,14 @@ class DeltaReceiver:
 
 
 def _is_known(stamps: Mapping[str, Hashable], source: WeightSource) -> bool:
-    """Whether the tensor still has its stamp of the last sync."""
+    """Whether a tensor is unchanged since the last sync, judged by its change marker
+    (``stamp``)."""
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
 
 def _part_of_layer(source: WeightSource) -> str:
-    """Key of a part of a layer, such as ``model.layers.3.self_attn``; outside layers, the tensor's
-    own name."""
+    """Name the part of a layer that a tensor belongs to, such as ``model.layers.3.self_attn``. A
+    tensor outside the layers is its own part."""
     parts = source.name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 2])

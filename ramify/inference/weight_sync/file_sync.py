@@ -76,8 +76,8 @@ _AGAIN = "let the trainer write it again"
 
 
 def write_tensors(path: Path, sources: list[WeightSource]) -> tuple[int, int]:
-    """Write ``sources`` in order, over an existing file: (bytes, their checksum). Raises
-    OSError."""
+    """Write tensors in order to a safetensors file, over an existing file if there is one. Returns
+    the number of bytes and their checksum. Raises OSError."""
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
         at, total = len(header), _sum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
@@ -246,7 +246,7 @@ class FileSync:
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """One chunk: the pointer, once everything is written."""
+        """Write the weights to files, then yield a single chunk with the path of their folder."""
         try:
             self._write(sources, version)
         except OSError as error:
@@ -347,7 +347,8 @@ class FileReceiver:
 
 
 def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
-    """(folder of the current version, contents of the pointer). Raises ValueError."""
+    """Read the pointer file of a folder with weights. Returns the folder of the current version and
+    the pointer's contents. Raises ValueError if the pointer cannot be read or leads outside."""
     try:
         pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=CurrentWeightsFile)
     except OSError as error:
