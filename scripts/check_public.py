@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 READ_BY_USERS = ("recipes/", "examples/", "docs/", "README.md", "CONTRIBUTING.md")
 NAMESPACES = ("", "evaluate", "inference", "plans", "ray", "tasks", "testing", "train")
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-STATEMENT = re.compile(r"\b(?:from ramify\S* import [\w, ]+|import ramify\S*)")
+STATEMENT = re.compile(r"\b(?:from ramify(?!_)\S* import [\w, ]+|import ramify(?!_)\S*)")
 EXAMPLE = re.compile(r"^\s*>>> |^ {4,}\S|^```", re.MULTILINE)
 UNIT = re.compile(
     r"\b(?:bytes|characters|tokens|seconds|milliseconds|dollars|turns|steps|ranks|GPUs|percent"

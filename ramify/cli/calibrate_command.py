@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, open_notes, sandbox_spec
+from ramify.cli.ask import KINDS, SETTINGS, make_rlm, open_notes, sandbox_spec
 from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, folder_store, named_models
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import dollars, json_line, many, write
+from ramify.cli.terminal_text import dollars, json_line, many
 from ramify.errors import ConfigError, UnknownRun
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def run(
     notes = open_notes(settings, KINDS)
     if bool(words) == (resume is not None):
         if not words:
-            write(NO_MODEL.replace("ramify ask", "ramify calibrate"))
-            return ExitCode.USAGE
+            raise UsageError("no model: ramify calibrate MODEL, such as openai:gpt-5-mini")
         raise UsageError("--resume continues with the recorded model: remove the model")
     if resume is not None and (sizes or items is not None or seed is not None):
         raise UsageError("--resume continues with the recorded questions: remove the other options")

@@ -52,7 +52,12 @@ class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The accuracy of a model's leaves at several sizes."""
+    """How accurate a model's leaves are at several sizes.
+
+    Example:
+        found = plans.calibration_of("openai:gpt-5-mini")
+        found.part_tokens if found else "not calibrated"
+    """
 
     model: str
     """The model with its provider: ``openai:gpt-5-mini``."""
@@ -61,7 +66,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     points: tuple[CalibrationPoint, ...]
     """At least one, in order of size."""
     tolerance: float = TOLERANCE
+    """Accuracy that a larger part may lose against the smallest one, from 0 to 1."""
     version: int = VERSION
+    """Form of the stored file."""
 
     @property
     def part_tokens(self) -> int:
@@ -92,8 +99,12 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def calibration_of(model: str, root: Path | None = None) -> Calibration | None:
-    """Return the stored calibration of ``model``; None if there is none that can be used. ``root``
-    is the folder of the store, by default the user's."""
+    """Return the stored calibration of ``model``, or None if there is none that can be used.
+    ``root`` is the folder of the store, by default the user's.
+
+    Example:
+        plans.calibration_of("openai:gpt-5-mini")
+    """
     path = calibration_path(model, root)
     try:
         for place in (path.parent, path):

@@ -310,9 +310,15 @@ def strategy_for(
     model: Any = None,
     **options: Any,
 ) -> PlanStrategy:
-    """Return the strategy that answers ``question`` by the ready plan called ``name``, by default
-    the one that its words ask for. Its reason says ``why``, or which rule chose it, and the size of
-    its parts if ``model`` is calibrated."""
+    """Return the strategy that answers ``question`` by the ready plan ``name``. Without a name, the
+    words of the question choose the plan.
+
+    The reason of the strategy says ``why`` the plan was named, or which rule chose it. If ``model``
+    is calibrated, it also says how large the parts are.
+
+    Example:
+        strategy = plans.strategy_for("How many of these are complaints?", labels=("yes", "no"))
+    """
     if name is None:
         name, rule = plan_for(question, options.get("labels"))
         reason = f"{name}: {rule}"

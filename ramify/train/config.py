@@ -96,7 +96,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Train low-rank adapters instead of all weights; needs the extra ``lora``."""
+    """Train low-rank adapters instead of all weights; needs the extra ``lora``.
+
+    Example:
+        policy=train.PolicySpec(path="qwen3-8b", lora=train.LoraSpec(rank=32))
+    """
 
     rank: int = 16
     alpha: float | None = None

@@ -64,6 +64,14 @@ WRONG = {
         ([*M, "q", "log.txt", "--plan", "x"], "unknown plan 'x': known: aggregate"),
         ([*M, "q", "log.txt", "--part-tokens", "0"], "tokens=0: give 1 or more"),
     ),
+    "calibrate": (
+        ([], "no model: ramify calibrate"),
+        ([*M[1:], "--items", "0"], "--items 0: give at least 1"),
+        ([*M[1:], "--tolerance", "1"], "--tolerance 1: give a number from 0"),
+        ([*M[1:], "--sizes", "x"], "--sizes"),
+        ([*M[1:], "--svg", "nowhere/x.svg"], "--svg nowhere/x.svg: its folder does not exist"),
+        ([*M[1:], "--resume", "last"], "remove the model"),
+    ),
     "eval": (
         ([], "no task: ramify eval"),
         ([*M, "nedle"], "unknown task 'nedle'"),
@@ -83,7 +91,7 @@ WRONG = {
         ([*M, "nowhere.jsonl"], "file nowhere.jsonl does not exist"),
         (["--resume", "x"], "found no evaluation 'x'"),
         ([*M, "needle", "--lengths", "x"], "'x' is not a length"),
-        ([*M, "needle", "--modes", "x"], "unknown mode 'x': known: direct, free"),
+        ([*M, "needle", "--modes", "x"], "unknown mode 'x': known: auto, direct, free"),
         ([*M, "needle", "--with", "rlm"], "--with 'rlm' is not a system"),
         ([*M, "needle", "--with", "cat {context_file}"], "{question}"),
     ),
@@ -239,6 +247,7 @@ VALID_ARGUMENTS = {
     "eval": [*M, "needle"],
     "map": [*M, "q", "rows.csv", "--out", "out.csv"],
     "plan": [*M, "q", "log.txt"],
+    "calibrate": M[1:],
     "prompt": [*M, "q"],
     "demos": ["-m", "tiny", "needle", "--out", "demos", "--max-cost", "1"],
     "train": [R],
@@ -309,6 +318,9 @@ WRONG_VALUES = {
     **dict.fromkeys(("mode", "modes", "lengths", "plan", "with"), "lots"),
     **dict.fromkeys(("models", "meter"), "opnai:x"),
     "part_tokens": "0",
+    "sizes": "lots",
+    "tolerance": "1",
+    "svg": "nowhere/x.svg",
     "top": "-1",
     "html": "nowhere/x.html",
     "meter_record": "log.txt",
@@ -317,7 +329,13 @@ WRONG_VALUES = {
     "person": "ana",  # without a verdict
     **dict.fromkeys(("image", "shared"), "of no use to Slurm"),
 }
-ANY_VALUE = {("eval", "seed"), ("demos", "seed"), ("cluster simulate", "seed"), ("view", "export")}
+ANY_VALUE = {
+    ("calibrate", "seed"),
+    ("eval", "seed"),
+    ("demos", "seed"),
+    ("cluster simulate", "seed"),
+    ("view", "export"),
+}
 ANY_VALUE |= {(each, "name") for each in ("serve", "serve-policy")}
 ANY_VALUE |= {("runs review", "label"), ("runs review", "note")}
 ANY_VALUE |= {  # any text is an instruction

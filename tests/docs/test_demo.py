@@ -45,7 +45,8 @@ def run_example(tmp_path, *words, timeout=250):
 
 
 def example_process(tmp_path, *words, timeout=250, caches=()):
-    """Run an example to its end and check that it leaves no files but ``caches`` of torch."""
+    """Run an example to its end and check that it leaves no files but ``caches`` of torch, and what
+    the walls of the jail were found to be on this machine."""
     home, folder = tmp_path / "home", tmp_path / "temporary"
     home.mkdir()
     folder.mkdir()
@@ -69,8 +70,8 @@ def example_process(tmp_path, *words, timeout=250, caches=()):
     )
     assert [
         each.name
-        for each in (*home.iterdir(), *folder.iterdir())
-        if not each.name.startswith(caches)
+        for each in (*home.iterdir(), *folder.iterdir(), *home.glob(".cache/*/*"))
+        if not each.name.startswith((".cache", "walls", *caches))
     ] == []
     return done
 

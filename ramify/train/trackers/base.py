@@ -67,7 +67,11 @@ class Tracker(Protocol):
     It is created as ``Class(about, **options)`` on the main thread before training. All other
     methods are called on one other thread. A class may also have ``note(step, name, text)``, which
     receives what the doctor of the run finds, and ``send_folder(folder)``, which takes the
-    published policy as an artefact of the run."""
+    published policy as an artefact of the run.
+
+    Example:
+        ramify train recipes/tiny.py 'track=["my_package.tracker:Board"]'
+    """
 
     modules: ClassVar[tuple[str, ...]]
     """Modules that it can use; at least one must be installed."""
