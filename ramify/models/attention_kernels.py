@@ -36,7 +36,7 @@ class BlockKernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(o, lse)"""
+        """Return the attention output and its log-sum-exp."""
         ...
 
     def backward(
@@ -50,7 +50,7 @@ class BlockKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)"""
+        """Return the gradients of queries, keys and values."""
         ...
 
 
@@ -155,7 +155,8 @@ class VarlenKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """(o, lse, additional state for ``backward``)"""
+        """Return the attention output, its log-sum-exp, and additional tensors that ``backward``
+        needs."""
         ...
 
     def backward(
@@ -172,7 +173,7 @@ class VarlenKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)"""
+        """Return the gradients of queries, keys and values."""
         ...
 
 

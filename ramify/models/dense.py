@@ -184,8 +184,8 @@ class DenseModel(nn.Module):
     (``models.load`` sets them), in fp32 unless converted."""
 
     def __init__(self, config: Any) -> None:
-        """``config``: a Hugging Face configuration. Raises ConfigError if ``unsupported`` gives a
-        reason."""
+        """``config`` is a Hugging Face configuration. Raises ConfigError if this class cannot run
+        such a model."""
         super().__init__()
         self.shape = shape = DenseShape.of(config)
         self.model = _Trunk(shape)
@@ -282,11 +282,12 @@ class _Layer(nn.Module):
     def before_attention(
         self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [T, H, d] and keys [T, K, d], and values [T, K, d]."""
+        """Return the rotated queries [T, H, d] and keys [T, K, d], and the values [T, K, d]."""
         return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
-        """[N, D] after the layer, of the rows that continue."""
+        """Finish a layer after its attention: add the output projection and the MLP to the residual
+        stream. Returns the hidden states [N, D] of the tokens that the next layer needs."""
         h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
@@ -334,13 +335,13 @@ class _Mlp(nn.Module):
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Skip initialization, since every caller fills the model. On the meta device, it alone
-        would import torch's compiler, which takes 1.5 s."""
+        """Skip PyTorch's initialization, since every caller fills in the weights. On the meta
+        device, initialization would also import torch's compiler, which takes 1.5 s."""
 
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """See ``_Linear``."""
+        """Skip PyTorch's initialization, since every caller fills in the weights."""
 
 
 class _Norm(nn.Module):
@@ -371,18 +372,20 @@ def compile_layers(model: DenseModel, compiler: str | None) -> None:
 
 @functools.cache
 def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """``before_attention`` and ``after_attention`` for any number of tokens."""
+    """Compile the two halves of a layer, before and after attention, for any number of tokens."""
     parts = (_Layer.before_attention, _Layer.after_attention)
     before, after = (torch.compile(each, dynamic=True, backend=compiler) for each in parts)
     return before, after
 
 
 def frequencies(shape: DenseShape) -> Tensor:
-    """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), scaled as in
-    Llama 3.1.
+    """Return the rotary embedding's frequencies: how many radians each pair of a head turns per
+    position, [d / 2] in fp32. Pair i has theta^(-2i/d), scaled as in Llama 3.1 if the model asks
+    for it.
 
-    With wavelength w = 2π/f, window c and factor s, the scaled value is f if w < c / high, f / s if
-    w > c / low, and between them (1 - m) f / s + m f with m = (c / w - low) / (high - low).
+    The scaling depends on the wavelength w = 2π/f. With window c and factor s, a frequency f stays
+    as it is if w < c / high, and becomes f / s if w > c / low. Between them it becomes (1 - m) f /
+    s + m f, with m = (c / w - low) / (high - low).
     """
     powers = torch.arange(0, shape.head_size, 2, dtype=torch.float, device="cpu") / shape.head_size
     f = 1.0 / (shape.rope_theta**powers)

@@ -35,13 +35,12 @@ BLOCK = 64
 
 
 def padded(num_keys: int) -> int:
-    """The next multiple of ``BLOCK``."""
+    """Round a number of keys up to the next multiple of ``BLOCK``."""
     return -(-num_keys // BLOCK) * BLOCK
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], x_n: Tensor) -> Tensor:
-    """``function`` of rows, applied to blocks of ``BLOCK`` rows, the last of which is padded with
-    zeros."""
+    """Apply a function of rows to blocks of ``BLOCK`` rows. The last block is padded with zeros."""
     parts = []
     for start in range(0, len(x_n), BLOCK):
         part = x_n[start : start + BLOCK]
@@ -55,9 +54,9 @@ def _filled(x_n: Tensor) -> Tensor:
 
 
 def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
-    """[n, H, d]: attention of consecutive tokens of a path, the first at ``position``, whose last
-    positions are in the same multiple of ``BLOCK``. Keys beyond a token's position have no effect,
-    but must be finite."""
+    """Compute causal attention for consecutive tokens of one path, whose first token has the given
+    position. Returns [n, H, d]. Keys are padded to whole blocks, and all tokens must lie in the
+    last block. Keys after a token have no effect on it, but must be finite."""
     (num, _, size), (heads, length, _) = q_nHd.shape, k_KLd.shape
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q_nHd.device).triu(1)
     start = position % BLOCK
@@ -93,7 +92,8 @@ class PathRun(NamedTuple):
 
 
 def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathRun]:
-    """The runs of the rows of one block, split where the number of attended keys changes."""
+    """Split the rows of one block into runs: consecutive tokens of one segment that attend to the
+    same padded number of keys."""
     runs: list[PathRun] = []
     for row, (source, position) in enumerate(zip(sources, positions, strict=True)):
         last = runs[-1] if runs else None
@@ -110,7 +110,8 @@ def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathRun]:
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``tensors`` in the precision of products."""
+    """Cast tensors to the precision that autocast uses for matrix products; without autocast,
+    return them unchanged."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -126,13 +127,15 @@ class FixedShapeTrunk:
         self._model = model
 
     def scope(self) -> AbstractContextManager[None]:
-        """Inside, a weight with an adapter is added up once and not for every block."""
+        """Return a context for forward and backward passes. In it, a weight and its adapter are
+        summed once instead of in every block."""
         return parametrize.cached()
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Sequence[Segment], rows_N: Tensor
     ) -> Tensor:
-        """See ``ModelTrunk.hidden``."""
+        """Return the hidden states [N, D] after the last norm, for the tokens at the indices
+        ``rows_N``."""
         forest = _ForestKeys(segments, positions_T.tolist())
         blocks = []
         for start in range(0, len(ids_T), BLOCK):
@@ -143,7 +146,8 @@ class FixedShapeTrunk:
         return torch.cat(blocks).index_select(0, rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """See ``ModelTrunk.logits``; in fixed shape if given ``BLOCK`` rows."""
+        """Return the fp32 logits [N, V] of N hidden states. The shape is fixed if ``BLOCK`` rows
+        are given."""
         return self._model.logits(h_ND)
 
 
@@ -161,7 +165,8 @@ class _ForestKeys:
         """(layer, block) -> keys and values, [n, K, d] each."""
 
     def pieces(self, layer: int, block: int, run: PathRun) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the path up to the end of ``run``, in order."""
+        """Collect the keys and values that a run of tokens can attend to, in order: from the root
+        of the forest down to the last token of the run."""
         segment = self._segments[run.source]
         ranges = [(segment.start, block * BLOCK + run.row + run.num)]
         while segment.parent >= 0:
@@ -221,7 +226,8 @@ class _AttendPath(torch.autograd.Function):
 
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
-    """[K, L, d] of [·, K, d], with zeros up to the next multiple of ``BLOCK``."""
+    """Join pieces of keys or values, [·, K, d] each, into one tensor [K, L, d]. L is padded with
+    zeros to the next multiple of ``BLOCK``."""
     first, length = pieces[0], sum(len(piece) for piece in pieces)
     x_KLd = first.new_zeros(first.shape[1], padded(length), first.shape[2])
     x_KLd[:, :length] = torch.cat(list(pieces)).transpose(0, 1)
@@ -231,7 +237,8 @@ def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
 def _plain_attention(
     q_nHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, position: int, scale: float
 ) -> Tensor:
-    """[n, H, d], with a gradient."""
+    """Compute the same attention as ``attend_path`` with an ordinary masked kernel, which has a
+    gradient. Returns [n, H, d]."""
     groups = q_nHd.shape[1] // k_LKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1)[None] for x in (k_LKd, v_LKd))
     device = q_nHd.device

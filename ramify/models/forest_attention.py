@@ -47,7 +47,8 @@ Kernel = BlockKernel | CudaFlashKernel | PlainVarlenKernel
 
 
 class DescendantRange(NamedTuple):
-    """Keys that all queries of a range see: those of a segment, for its descendants."""
+    """One block of attention without a mask: all tokens below a segment of the tree attend to all
+    of the segment's keys."""
 
     keys: tuple[int, int]
     """Tokens [start, end)."""
@@ -58,7 +59,9 @@ class DescendantRange(NamedTuple):
 
 
 class ForestAttentionPlan(NamedTuple):
-    """The attention blocks of a forest."""
+    """The dense blocks into which attention over a forest of token sequences is divided. Each
+    segment has a causal block for its own tokens, and a block in which its descendants attend to
+    it."""
 
     own: list[int]
     """Lengths of the causal blocks, in order: the segments that have tokens, one after another."""
@@ -70,8 +73,9 @@ class ForestAttentionPlan(NamedTuple):
 
     @classmethod
     def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
-        """``rows``: indices of the tokens whose output is needed, in order; None: all. Queries
-        between two such rows of a segment are computed along with them."""
+        """Plan the attention blocks of a packed forest. ``rows`` are the indices of the tokens
+        whose output is needed, in ascending order; None if all are. A segment's own block begins at
+        its first needed token and includes all tokens after it."""
         levels: list[int] = []
         ends = [segment.end for segment in segments]
         """Segment -> where its last descendant ends."""
@@ -121,8 +125,9 @@ class ForestAttention:
         kernel: Kernel | None = None,
         needed: NeededRows | None = None,
     ) -> None:
-        """``kernel``: by default the fastest for the queries' device and type. ``needed``: a layer
-        in which the output of other rows may be anything."""
+        """``kernel`` computes the blocks; the default is the fastest for the queries' device and
+        precision. ``needed`` names a layer in which only some rows of the output are used; the
+        others may have any value."""
         self._segments = segments
         self._kernel = kernel
         self._needed = needed
@@ -153,18 +158,20 @@ def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
 
 
 class _Walk(Protocol):
-    """A plan, and how one kind of kernel runs its blocks."""
+    """Runs all blocks of an attention plan with one kind of kernel."""
 
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(o [T, H, d], lse [H, T], additional tensors for ``backward``)"""
+        """Return the attention output [T, H, d], its log-sum-exp [H, T], and additional tensors
+        that ``backward`` needs."""
         ...
 
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv); ``saved`` is q, k, v, o, lse."""
+        """Return the gradients of queries, keys and values. ``saved`` holds q, k, v, the output and
+        its log-sum-exp."""
         ...
 
 
@@ -198,8 +205,9 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Block after block, on views. Copied are only keys and values of repeated heads, and queries
-    if not all rows are needed.
+    """Runs the blocks of a plan one after another, on views of the tensors. It copies keys and
+    values only if several query heads share a key head, and queries only if not all rows are
+    needed.
 
     A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once if
     possible.
@@ -271,7 +279,7 @@ class _Blocks:
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:
-        """Views of the causal blocks' ranges of dimension 2."""
+        """Split a tensor along its token dimension (2) into views, one for each causal block."""
         own, skipped = self._plan.own, self._plan.skipped
         if not skipped:
             return torch.split(x, own, 2)
@@ -279,12 +287,13 @@ class _Blocks:
         return torch.split(x, lengths, 2)[1::2]
 
     def _needed(self, x: Tensor) -> Tensor:
-        """The needed rows of dimension 2."""
+        """Select the tokens whose output is needed, along dimension 2."""
         return x if self._rows_N is None else x.index_select(2, self._rows_N)
 
 
 class _Level(NamedTuple):
-    """The blocks below all segments of one level, in one call."""
+    """All blocks between the segments at one depth of the forest and their descendants. One kernel
+    call computes them together."""
 
     rows: Tensor
     """[N] indices of the queries."""
@@ -295,8 +304,8 @@ class _Level(NamedTuple):
 
 
 class _Levels:
-    """All own blocks in one call, then one call per level of the forest, on gathered queries and
-    keys."""
+    """Runs a plan in few kernel calls: one for the causal blocks of all segments, then one for each
+    level of the forest. The queries and keys of a level are gathered first."""
 
     def __init__(
         self, plan: ForestAttentionPlan, kernel: VarlenKernel, device: torch.device
@@ -367,32 +376,33 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Combine attention over further keys with the attention so far, in place. [1, H, n, d] and [1,
-    H, n]"""
+    """Merge attention over further keys into the attention so far, in place, weighted by their
+    log-sum-exp. Outputs are [1, H, n, d], log-sum-exps [1, H, n]."""
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """[1, H, T, d]: each key head repeated for every query head that reads it."""
+    """Repeat each key head for every query head that reads it. Returns [1, H, T, d]."""
     groups = q_THd.shape[1] // x_TKd.shape[1]
     x_KTd = x_TKd.transpose(0, 1)
     return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
 
 
 def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
-    """[T, K, d]: the gradient before ``_repeated``."""
+    """Add up the gradients of repeated key heads, which undoes ``_repeated`` in the backward pass.
+    Returns [T, K, d]."""
     num, kv_heads, size = x_TKd.shape
     grad_KTd = grad.view(kv_heads, -1, num, size).sum(1) if grad.shape[1] > kv_heads else grad[0]
     return grad_KTd.transpose(0, 1)
 
 
 def _heads_first(x_THd: Tensor) -> Tensor:
-    """[1, H, T, d], a view."""
+    """Return a view of the tensor with the head dimension before the tokens: [1, H, T, d]."""
     return x_THd.transpose(0, 1)[None]
 
 
 def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
-    """Tokens [start, end) of [1, H, T] or [1, H, T, d], a view."""
+    """Return a view of the tokens [start, end) of a tensor [1, H, T] or [1, H, T, d]."""
     return x.narrow(2, span[0], span[1] - span[0])

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def identity_of(policy: Policy) -> PolicyIdentity:
-    """The identity of ``policy``."""
+    """Describe a policy by its name, architecture and a digest of its vocabulary, so that recorded
+    token ids can be matched to it later."""
     vocabulary = sorted((id, token) for token, id in policy.tokenizer.get_vocab().items())
     digest = hashlib.blake2b(msgspec.json.encode(vocabulary), digest_size=16).hexdigest()
     return PolicyIdentity(

@@ -48,7 +48,8 @@ _EMBEDDING_STD = 0.02
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How replies are sampled if a request does not say: ``generation_config.json``."""
+    """Sampling options for requests that do not set them, as stored in
+    ``generation_config.json``."""
 
     temperature: float = 1.0
     """0 takes the likeliest token."""
@@ -152,10 +153,11 @@ def from_config(
     *,
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """A policy with random weights, the same for the same seed on every device.
+    """Create a policy with random weights. The same seed gives the same weights on every device.
 
-    Matrices are normal with standard deviation 1 / sqrt(inputs), half of that if they write into
-    the residual stream; embeddings and an untied output matrix have 0.02; biases are 0, norms 1.
+    Matrices are drawn from a normal distribution with standard deviation 1 / sqrt(inputs), or half
+    of that if they write into the residual stream. For embeddings and an untied output matrix the
+    standard deviation is 0.02. Biases start at 0, and norm weights at 1.
 
     Example:
         policy = inference.from_config(config, tokenizer, seed=0)
@@ -234,9 +236,9 @@ def load_into(policy: Policy, folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of tokenizer.json as it is. ``AutoTokenizer`` would use a class of the model's
-    family, which may split text differently. Raises ConfigError if the file is missing or
-    unusable."""
+    """Load a tokenizer exactly as its tokenizer.json describes it. ``AutoTokenizer`` would use a
+    class of the model's family, which may split text differently. Raises ConfigError if the file is
+    missing or unusable."""
     check_tokenizer(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -249,8 +251,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """The configuration in a folder, or with a hub name whose files are on disk; nothing else is
-    loaded. Raises ConfigError."""
+    """Read the configuration of a model, without loading anything else. The model is a folder, or a
+    hub name whose files are on disk. Raises ConfigError."""
     return _config(model_folder(path_or_name))
 
 
@@ -264,7 +266,7 @@ def _config(folder: Path) -> Any:
 
 
 def _device(name: torch.device | str) -> torch.device:
-    """Raises ConfigError for a device that does not exist."""
+    """Return the named device. Raises ConfigError if this machine does not have it."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -313,7 +315,8 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Without the bars that transformers draws on stderr, among the lines of a run."""
+    """Context in which transformers draws no progress bars, which would mix with a run's log
+    lines."""
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()

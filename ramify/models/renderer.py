@@ -253,7 +253,8 @@ class MarkedRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _parts(self, text: str) -> Iterator[Part]:
-        """Text of the format or the template, with its markers as ids."""
+        """Split text that was written by the format or the template, not by a message. Its special
+        markers are replaced by their token ids."""
         for piece in self._marks.split(text):
             if piece:
                 yield self._ids.get(piece, piece)
@@ -310,8 +311,9 @@ class MarkedRenderer:
         return generating.removeprefix(expected_start)
 
     def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
-        """Raise ConfigError if a conversation is written differently than by the template, except
-        for the openings of past replies, which templates drop and paths keep."""
+        """Raise ConfigError if this renderer and the chat template write a conversation
+        differently. The text that opens past replies, such as a thinking block, may be missing in
+        the template's version: templates drop it, while a growing conversation keeps it."""
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
@@ -376,7 +378,9 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
 
 
 def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRendering:
-    """How a client of this renderer writes prompts."""
+    """Return what a client needs to render prompts with this renderer: a function that gives their
+    token ids, one that gives the text of an id, and whether conversations only grow at their
+    end."""
     return PromptRendering(
         partial(prompt_ids, renderer),
         is_append_only=not renderer.unstable,

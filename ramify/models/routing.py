@@ -57,12 +57,14 @@ class RoutedCounts(NamedTuple):
         return RoutedCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def balance_loss(self) -> Tensor:
-        """E sum_e F_e P_e / N², a scalar: k if all experts get the same."""
+        """Return the load-balancing loss of a step, E sum_e F_e P_e / N², as a scalar. It equals k,
+        the number of experts per token, if all experts are used equally."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_pull(self) -> Tensor:
-        """[E] gradient of the loss for the probabilities of one token."""
+        """Return the gradient of the load-balancing loss with respect to the probabilities of one
+        token, [E]."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * chosen_E / num.square()
 
@@ -100,7 +102,8 @@ class ExpertLoad(NamedTuple):
 
 
 def mixture_shape(model: Any) -> MixtureShape | None:
-    """The shape of a transformers model; None if its routers are unknown."""
+    """Return the layout of a transformers model's experts: layers, experts per layer, experts per
+    token. None if its routers are unknown."""
     routers = MixtureRouters.of(model)
     if routers is None:
         return None
@@ -109,7 +112,8 @@ def mixture_shape(model: Any) -> MixtureShape | None:
 
 
 class MixtureRouters:
-    """The routers of one model. Outside of ``begin`` … ``end`` they are left alone."""
+    """The routers of one mixture-of-experts model. Between ``begin`` and ``end`` they are counted
+    and may be directed; otherwise they work unchanged."""
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
         """``layers``: the index of each router's layer in the model."""
@@ -159,21 +163,24 @@ class MixtureRouters:
         return body.ramify_routers  # type: ignore[no-any-return]
 
     def record(self) -> None:
-        """From now on, remember what the latest pass chose."""
+        """Start to remember which experts the latest forward pass chose."""
         self._recorded = {}
 
     def recorded(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
-        """[N] for each of the rows (None: all) of the latest pass, its experts in each layer: L x
-        k."""
+        """Return the experts that the latest forward pass chose, as L x k ids per token. ``rows_N``
+        selects tokens; None takes all."""
         assert self._recorded is not None
         chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
         chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
         return list(map(tuple, chosen_NLk.flatten(1).tolist()))
 
     def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
-        """Count in the following forward pass. ``weight_T``: how much each token counts.
-        ``given_TJ``: experts to send each token to, L x k, -1 where the router chooses. Raises
-        ConfigError if they are of another model."""
+        """Count in the next forward pass how often each expert is chosen. ``weight_T`` is how much
+        each token counts.
+
+        ``given_TJ`` sends each token to given experts, L x k ids; -1 lets the router choose. Raises
+        ConfigError if these ids do not fit the model's layers.
+        """
         self._weight_T, self._row_R, self._counts = weight_T, None, {}
         self._given_LTk = None
         if given_TJ is not None:
@@ -185,14 +192,14 @@ class MixtureRouters:
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
     def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
-        """Announce that the pass runs on padded rows: which token each place is, and whether it is
-        one."""
+        """Announce that the forward pass runs on padded rows. ``token_BL`` is the index of the
+        token at each position, and ``inside_BL`` is False for padding."""
         if self._weight_T is not None:
             self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
 
     def counted(self) -> RoutedCounts:
-        """The counts of the pass, which ends counting. Raises ConfigError if a router returned
-        something else."""
+        """Stop counting and return the counts of the forward pass. Raises ConfigError if a router
+        did not return logits, weights and experts."""
         counts, self._counts = self._counts or {}, None
         assert self._weight_T is not None
         if len(counts) < self._num_layers:
@@ -205,15 +212,17 @@ class MixtureRouters:
         return RoutedCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
 
     def balance(self, pull_E: Tensor) -> None:
-        """Add the gradient ``pull_E`` for each token's probabilities in the backward pass."""
+        """Add the load-balancing loss's gradient in the backward pass. ``pull_E`` is its gradient
+        with respect to the expert probabilities of one token."""
         self._pull_E = pull_E
 
     def end(self) -> None:
-        """Leave the routers alone until the next ``begin``."""
+        """Stop counting, directing and balancing: the routers work unchanged until the next
+        ``begin``."""
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """[R]"""
+        """Return how much each row of a router counts, [R]; padding counts zero."""
         assert self._weight_T is not None
         if self._row_R is None:
             return self._weight_T
@@ -258,7 +267,8 @@ class MixtureRouters:
         return logits_RE, balanced, experts_Rk
 
     def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
-        """[R, E] of the loss for a router's logits."""
+        """Return the gradient of the load-balancing loss with respect to a router's logits, [R, E];
+        None if no loss was set by ``balance``."""
         if self._pull_E is None:
             return None
         p_RE = logits_RE.float().softmax(-1)
@@ -268,14 +278,16 @@ class MixtureRouters:
 
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(how often each expert was chosen, sum of its probabilities), each [E]"""
+    """Return how often each expert was chosen, and the sum of its probabilities, [E] each. Rows
+    count by their weight."""
     chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
     chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
     return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
 
 
 class _GivenExperts(TorchFunctionMode):
-    """Inside, a top-k over experts returns the given ones; -1: its own choice."""
+    """Context in which a router's ``topk`` returns given experts instead of choosing. Where the
+    given id is -1, the router's own choice stays."""
 
     def __init__(self, given_Rk: Tensor) -> None:
         super().__init__()
@@ -323,8 +335,9 @@ class StepBalance:
     def count(
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
-        """Begin a step whose loss has ``weight``. Count all of it before its first backward pass,
-        if its loss needs that. ``run``: a forward pass."""
+        """Begin an optimizer step. If the load-balancing loss has a ``weight`` and the step has
+        several batches, run all forward passes first, since its gradient needs the counts of the
+        whole step. ``run`` runs the forward pass of one batch."""
         self._weight = weight
         self._step = None
         if len(batches) < 2 or not weight:
@@ -340,8 +353,8 @@ class StepBalance:
 
     @contextmanager
     def passing(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Around the forward and backward pass of a batch, which is sent to the experts that an
-        engine reported for it."""
+        """Context for the forward and backward pass of a batch. The routers count its tokens, and
+        use the experts that an engine reported for it, if any."""
         weight = batch.token_weights
         weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
         self._routers.begin(weight_T.to(device), _given(batch, device))
@@ -370,7 +383,8 @@ def configured_weight(config: Any) -> float:
 
 
 def _given(batch: Batch, device: torch.device) -> Tensor | None:
-    """[T, J] the experts of each token that predicts an entry, -1 for others; None if unknown."""
+    """Return the experts that an engine reported, [T, J], for each token that predicts an entry; -1
+    for other tokens. None if the batch has no reports."""
     if batch.routes is None:
         return None
     given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)

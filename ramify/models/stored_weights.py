@@ -128,7 +128,8 @@ Stored = StoredTensor | StackedTensor
 
 
 def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name on disk -> tensor. Raises StoreError."""
+    """Return the tensors of a checkpoint by their name on disk, without reading them. Raises
+    StoreError."""
     files = OpenFiles()
     found = {}
     for path in weight_files(folder):
@@ -140,8 +141,11 @@ def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mapping[str, Stored]:
-    """Name in ``model`` -> tensor. ``names``: of the model, if its own differ (it has adapters).
-    Raises StoreError; tensors that fit nothing keep the name that they have on disk."""
+    """Return the tensors of a checkpoint by their name in ``model``, without reading them.
+    ``names`` are the names to match, if the model's own differ because it has adapters.
+
+    Tensors that fit nothing keep the name that they have on disk. Raises StoreError.
+    """
     raw = raw_tensors(folder)
     conversions = _conversions(model)
     if not conversions:
@@ -185,8 +189,8 @@ def is_read_in_parts(model: Any) -> bool:
 
 
 def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) of the tensor ``name`` of a model, as views of it if possible. It may
-    be on the meta device."""
+    """Convert one tensor of a model to the tensors that its checkpoint has on disk, and yield their
+    names and values. The values are views if possible, and may be on the meta device."""
     if not _conversions(model):
         yield name, tensor
         return

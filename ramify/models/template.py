@@ -218,14 +218,16 @@ _HAS_THINKING = re.compile(re.escape(_THINKING.format("?")).replace(r"\?", "(tru
 
 
 def stored_thinking(tokenizer: PreTrainedTokenizerFast) -> bool | None:
-    """The choice that ``store_thinking`` wrote into the template; None without one."""
+    """Return the default for thinking that ``store_thinking`` wrote into a tokenizer's chat
+    template; None if there is none."""
     found = _HAS_THINKING.match(_source(tokenizer))
     return None if found is None else found[1] == "true"
 
 
 def store_thinking(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
-    """Make ``thinking`` the default of the template's ``enable_thinking``, if it has that switch.
-    The default is saved with the template, so every program that loads it thinks or not as here."""
+    """Make thinking on or off the default of a tokenizer's chat template, if the template has the
+    switch ``enable_thinking``. The default is saved with the template, so every program that loads
+    it uses the same setting."""
     source, template = _source(tokenizer), tokenizer.chat_template
     if "enable_thinking" not in source:
         return
@@ -303,8 +305,9 @@ class TemplateRenderer:
         return self._pieces.marked(self._template.text(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``. Raises ConfigError if the template is
-        ``unstable``."""
+        """Return the ids of new messages, to append to a conversation that ends with the sampled
+        ids ``after``. Raises ConfigError if the template is ``unstable``: it rewrites what came
+        before."""
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
         added = self._pieces.marked(self._gain([self._harmless(message) for message in messages]))
@@ -326,7 +329,8 @@ class TemplateRenderer:
         return gain
 
     def _why_unstable(self) -> str:
-        """Why extending differs from rendering from scratch; empty if it does not."""
+        """Explain how a conversation that is extended differs from one that is rendered from
+        scratch; empty if they are equal."""
         thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
         for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
@@ -335,8 +339,9 @@ class TemplateRenderer:
         return ""
 
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
-        """How the path up to the reply at index ``reply`` and the messages after it differ from a
-        fresh rendering."""
+        """Compare two ways to write a conversation: extending it after the reply at index
+        ``reply``, and rendering it from scratch. Describe the first difference; empty if there is
+        none."""
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])

@@ -43,7 +43,7 @@ NEVER = -1e30
 """Logit of an id outside the sampling support; finite, so that zero times it is zero."""
 
 Logits = Callable[[Tensor], Tensor]
-"""[n, D] -> fp32 [n, V]"""
+"""Computes fp32 logits [n, V] from hidden states [n, D]."""
 
 
 class ModelTrunk(Protocol):
@@ -61,11 +61,12 @@ class ModelTrunk(Protocol):
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """[N, D] after the last norm, of the rows ``rows_N``, [N] distinct indices in order."""
+        """Return the hidden states [N, D] after the last norm, for the tokens at the indices
+        ``rows_N``. The indices are distinct and ascending."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """fp32 [N, V]"""
+        """Return the fp32 logits [N, V] of N hidden states."""
         ...
 
 
@@ -151,8 +152,9 @@ class ModuleTrunk:
         return self.attended(ids_T, positions_T, ForestAttention(segments))
 
     def attended(self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention) -> Tensor:
-        """[T, D], with attention by ``attend``; only inside ``scope``, and only if the model
-        ``shares``."""
+        """Return the last hidden states [T, D], with ``attend`` in place of the model's own
+        attention. Works only inside ``scope``, and only for a model that supports shared prefixes
+        (``shares``)."""
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
         self._current.attend = attend
@@ -237,7 +239,7 @@ class ModuleTrunk:
 
 
 class _CurrentAttention:
-    """Holder from which the layers of one model get the attention of the current batch."""
+    """Holds the attention of the current batch, so that all layers of a model can find it."""
 
     attend: CausalAttention | None = None
 
@@ -267,7 +269,9 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature: query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, d]."""
+    """Attention function that transformers calls in each layer: it passes queries [1, H, T, d] and
+    keys and values [1, K, T, d] to the current forest attention. Returns [1, T, H, d] and no
+    attention weights."""
     unknown = [
         name
         for name, argument in more.items()
@@ -324,8 +328,13 @@ def entry_logprobs(
     *,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities [E, j], entropies [E] in nats, which are zeros if not requested).
-    ``num_ids`` is V. ``fixed``: in fixed shapes, as the engine of a deterministic run."""
+    """Return the log-probabilities [E, j] of each entry's target ids, and its entropy [E] in nats.
+    Entropies that were not requested are zero. Logits are computed in chunks of at most
+    ``max_elements`` numbers.
+
+    ``num_ids`` is the vocabulary size. With ``fixed``, chunks have a fixed shape, as in the engine
+    of a deterministic run.
+    """
     num = len(h_ED)
     size = BLOCK if fixed else max(1, max_elements // num_ids)
     if num <= size and not fixed:
@@ -365,7 +374,8 @@ def _chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Tensor, 
 
 
 def _fixed_chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Tensor, Tensor]:
-    """``_chunk`` of at most ``BLOCK`` entries, as a whole block."""
+    """Compute log-probabilities and entropies of at most ``BLOCK`` entries, padded to a whole
+    block."""
     num = len(h_nD)
     z_nV = in_blocks(logits, h_nD)
     if request.temperature is not None:
@@ -378,7 +388,8 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Te
 
 
 def _entropy(z_nV: Tensor, total_n1: Tensor, request: HeadRequest) -> Tensor:
-    """[n] of logits and their log-sum-exps; zeros if not requested."""
+    """Return the entropy of each row of logits, [n], from the logits and their log-sum-exps. Zeros
+    if it was not requested."""
     if request.entropy == "no":
         return torch.zeros_like(total_n1[:, 0])
     with torch.set_grad_enabled(request.entropy == "gradient" and torch.is_grad_enabled()):
@@ -386,7 +397,8 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: HeadRequest) -> Tensor:
 
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """[n, V] whether the id is outside the entry's sampling support; all False if that is empty."""
+    """Return a mask [n, V] of the ids outside each entry's sampling support. It is all False for an
+    entry with an empty support."""
     sizes = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
     outside = (sizes > 0)[:, None].repeat(1, num_ids)

@@ -200,7 +200,8 @@ def _sum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Weighted sum of whole rows, the first of which is row ``first``."""
+    """Compute the weighted sum of the words in whole rows. ``first`` is the index of the first
+    row."""
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device

@@ -94,7 +94,7 @@ class PreparedDecoder:
         return normed_ND
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """See ``DenseModel.logits``."""
+        """Return the fp32 logits [N, V] of N hidden states."""
         return torch.mm(h_ND, self._output_DV) if self._layers else self._model.logits(h_ND)
 
     def _is_prepared(self) -> bool:
