@@ -108,8 +108,9 @@ class FinalAnswer(msgspec.Struct, frozen=True):
             return self.text
 
     def untyped(self) -> Any:
-        """Return the value of an answer whose type is not given: ``literal``, except that a number
-        is one only as Python writes it, and ``None`` is a word: 3.10 and 1e5 stay texts."""
+        """Return the answer's value when no answer type is given. The text is read as JSON or as a
+        Python literal, with two exceptions that stay text: ``None`` or ``null``, and a number that
+        Python or JSON would write differently, such as 3.10 or 1e5."""
         value = self.literal()
         if value is None:
             return self.text
@@ -145,8 +146,9 @@ _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorE
 
 
 def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
-    """Return a cell that computes the answer of ``FINAL(len(found))`` given as text; nothing if the
-    text is a name, a literal or words."""
+    """Return the code that computes an answer which the model wrote as an expression in its text,
+    such as ``FINAL(len(found))``: a tuple with one cell. Return an empty tuple if the answer is a
+    name, a literal or plain words."""
     if final is None or final.variable or final.as_is:
         return ()
     argument = _argument(final.text)
@@ -179,9 +181,9 @@ class ParsedAction(msgspec.Struct, frozen=True):
 
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Return the action that ``message`` asks for. If the reply ``is_cut`` (truncated at its token
-    limit), its last fence is ignored if it is unclosed, and so is every ``FINAL(``: what follows
-    could have changed it."""
+    """Return the action that a model's message asks for. ``is_cut`` is True if the reply was
+    truncated at its token limit. Then an unclosed last code fence and every ``FINAL(…)`` in the
+    text are ignored, because the missing rest could have changed them."""
     codes, prose, ignored = _fenced(message.content, is_cut)
     final, is_closed = _final_text(prose)
     if len(codes) == 1 and final is None and (final := _json_answer(codes[0])):
@@ -279,9 +281,10 @@ def _end_of_thought(text: str, start: int) -> int:
 
 
 def _end_of_strings(text: str, start: int) -> int:
-    """Return a place behind the beginning of the last line that looks like a fence or a tag and is
-    inside a string of the call that begins before ``start``; ``start`` if there is none, or if
-    Python cannot read the call."""
+    """Return the index from which the search for code fences and tags can continue after an opening
+    ``FINAL(``; ``start`` is the index just after the parenthesis. Lines inside the call's string
+    literals are skipped if they look like a fence or a tag. Returns ``start`` if there are none, or
+    if the call is not valid Python."""
     newline = text.find("\n", start)
     end = call_end(text, start) if newline >= 0 else None
     if end is None or end < newline:
@@ -294,8 +297,9 @@ def _end_of_strings(text: str, start: int) -> int:
 
 
 def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part, int, bool, bool]:
-    """Return (the fence that begins with the line ``opening``, index after it, whether it was part
-    of a thought, whether there was a thinking block)."""
+    """Parse the code fence whose first line is ``opening``. Returns four values: the fence; the
+    index after it; whether the fence turned out to be part of the model's thinking; and whether a
+    thinking block has been seen so far."""
     start = position = checked = min(opening.end() + 1, len(text))
     kept = [text[opening.start() : start]]
     body: list[str] = []
@@ -403,8 +407,9 @@ def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
 
 
 def _counted_end(text: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the one before ``start`` if all of them are
-    counted, also those in strings; the end of the text if there is none."""
+    """Find the closing parenthesis by counting every parenthesis, even those inside strings.
+    ``start`` is the index just after the opening one. Returns the index of the closing parenthesis,
+    or the length of the text if there is none."""
     depth = 1
     for parenthesis in _PAREN.finditer(text, start):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -414,8 +419,8 @@ def _counted_end(text: str, start: int) -> int:
 
 
 def _json_answer(code: str) -> FinalAnswer | None:
-    """Return the answer of a cell that only gives one, written as JSON, whose names Python lacks:
-    ``FINAL({"found": true})``."""
+    """Return the answer if ``code`` is nothing but a ``FINAL(…)`` call whose argument is JSON with
+    words that Python does not know, as in ``FINAL({"found": true})``. Return None otherwise."""
     match = _FINAL.match(code)
     if match is None or match["name"] != "FINAL" or not _JSON_WORD.search(code, match.end()):
         return None
@@ -430,7 +435,8 @@ def _json_answer(code: str) -> FinalAnswer | None:
 
 
 def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]:
-    """Return (code, final, problem) of one native tool call."""
+    """Parse one native tool call. Returns the code to run, the final answer, and an explanation if
+    the call is invalid; exactly one of the three is set."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError) as error:

@@ -62,7 +62,9 @@ class AgentCall(msgspec.Struct):
     """The limit that ended the call; ``FINAL`` if none did."""
 
     def end_of(self, num_turns: int) -> int:
-        """Return how many messages the call has after its first ``num_turns`` own turns."""
+        """Return the length of the conversation, in messages, after the call's first ``num_turns``
+        turns. Turns that a fork inherited from its origin are not counted as turns, but their
+        messages are."""
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def is_free_after(self, num_turns: int) -> bool:
@@ -71,8 +73,8 @@ class AgentCall(msgspec.Struct):
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
-        """Return the new messages of the request after the first ``num_turns`` turns; None if
-        there is none."""
+        """Return the messages that were added to the conversation to ask for the turn with index
+        ``num_turns``. Return None if no such request has been sent."""
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
@@ -161,7 +163,7 @@ def _sent_before(
 
 
 def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
-    """True if the request was sent before, as the next turn of that call."""
+    """True if the call at ``place`` has already sent this request as its next one."""
     if place.call is None:
         return False
     sent = place.call.prompt_after(place.num_turns)
@@ -210,8 +212,9 @@ def _by_ids(
     rendering: PromptRendering,
     sent: RequestPlace,
 ) -> RequestPlace:
-    """Return the place after the longest path with which the ids of the request begin. ``sent`` is
-    the place that a comparison of messages gave."""
+    """Find where a request belongs by comparing token ids. Returns the place after the recorded
+    turn whose prompt and reply form the longest prefix of the request's ids. ``sent`` is the place
+    that was found by comparing messages."""
     chain = _ReplyChain(calls, messages, tools, rendering, sent)
     ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
     best: tuple[AgentCall, int] | None = None
@@ -284,7 +287,7 @@ class _ReplyChain:
         self._prompts[index] = len(ids) - (turn.num_ids - turn.num_prompt_ids)
 
     def _prompt(self, index: int) -> tuple[int, ...]:
-        """Ids of the prompt of the reply ``index``."""
+        """Return the token ids of the prompt that led to the reply at message ``index``."""
         known = None
         before = [end for end in self._ends if end[0] <= index]
         if before and self.known is not None:
@@ -339,8 +342,9 @@ def _cause(
     tools: tuple[Tool, ...],
     place: RequestPlace,
 ) -> CallCause:
-    """Why the request at ``place`` begins a call: how its messages differ from those of the
-    conversation that they resemble most."""
+    """Return why a request begins a new call instead of continuing one. The messages of the request
+    are compared with those of the most similar earlier conversation. ``place`` is the closest match
+    that was found."""
     theirs = [_gist(message) for message in messages]
     sent_back = {gist for gist in theirs if gist.role == "assistant"}
     nearest: Sequence[Message] = ()
@@ -408,7 +412,8 @@ def _small_difference(ours: Message, theirs: Message) -> CallCause:
 
 
 class _Gist(NamedTuple):
-    """What remains of a message if a client drops its reasoning and formats it differently."""
+    """The parts of a message that identify it even if a client drops the reasoning or changes the
+    whitespace. Used to find the earlier conversation that a request resembles."""
 
     role: str
     content: str
@@ -428,7 +433,8 @@ def _canonical(arguments: str) -> str:
 
 
 def _is_joined(parts: Sequence[_Gist], whole: Sequence[_Gist]) -> bool:
-    """True if the first messages of ``parts`` are together the first message of ``whole``."""
+    """True if the first message of ``whole`` is the concatenation of the first two or more messages
+    of ``parts``."""
     content, calls = "", tuple[tuple[str, str], ...]()
     for num, part in enumerate(parts, 1):
         if part.role != whole[0].role:

@@ -137,8 +137,8 @@ async def answer(
     conversation: ConversationState | None,
     asked: ModeQuestion | None = None,
 ) -> CallOutcome:
-    """Return the outcome of the call that answers ``question``, or of the task's conversations.
-    ``asked`` is the call that chooses the mode, if the way is ``asked``."""
+    """Answer ``question`` in the way that was chosen, and return the outcome. ``asked`` is the
+    question that lets a model choose the mode; it is needed only if ``way`` is ``"asked"``."""
     match way:
         case "asked":
             assert asked is not None
@@ -178,7 +178,8 @@ async def _answer_by_conversations(
 async def _answer_by_strategy(
     run: LiveRun, question: Question, context: SharedContext | None
 ) -> CallOutcome:
-    """Let the question's strategy answer. The root is a call without turns."""
+    """Let the question's strategy answer, and return the outcome. The run's root call is recorded
+    without turns, because only the calls below it ask a model."""
     root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
     run.begin(root)
     run.pass_limit(root)
@@ -188,7 +189,8 @@ async def _answer_by_strategy(
 async def _ended_by_strategy(
     run: LiveRun, root: LiveCall, question: Question, calls: LeafCalls
 ) -> CallOutcome:
-    """Let the question's strategy answer through ``calls``, and end ``root``, which has begun."""
+    """Run the question's strategy, which asks models through ``calls``. Then record the end of the
+    root call, which has already begun, and return the outcome."""
     assert question.strategy is not None
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
@@ -207,8 +209,8 @@ async def _ended_by_strategy(
 async def _answer_as_asked(
     run: LiveRun, question: Question, context: SharedContext | None, asked: ModeQuestion
 ) -> CallOutcome:
-    """Ask which mode answers the question, and answer by that. The call that chooses is the first
-    child of the root."""
+    """Let a model choose the mode in one call, and then answer the question in that mode. The
+    choosing call is recorded as the first child of the root call."""
     root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
     run.begin(root)
     calls = LeafCalls(run, root, question)
@@ -277,7 +279,9 @@ async def _answer_in_session(
     conversation: ConversationState | None,
     begun: LiveCall | None = None,
 ) -> CallOutcome:
-    """Answer in a session. ``begun`` is the root, if it has begun."""
+    """Let a model answer in a live session by writing code. In a conversation, the session of the
+    previous question is continued. ``begun`` is the root call if its beginning is already recorded;
+    None to begin a new one."""
     previous = conversation.last if conversation is not None else None
     number = conversation.num_questions if conversation is not None else 0
     history, fork = None, None

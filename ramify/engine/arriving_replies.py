@@ -1,10 +1,12 @@
-"""When a run writes the replies that are arriving for the pages that follow it.
+"""Decides when a run writes the unfinished part of its replies to a file, for web pages that follow
+the run live.
 
     no page:   two looks per second for the file that a page creates, and nothing per piece
     a page:    replies under way ── at most four times a second ──> ``store/live_text.py``
 
-Pages read journals, and a journal has a reply once it is whole. What is written here is deleted
-when the run ends. Not here: replies in this process (see ``progress.watch_text``).
+Pages read the run's journal, which records a reply only once it is complete. The file shows the
+part that has arrived so far, and is deleted when the run ends. Not here: showing replies as they
+arrive within this process (see ``progress.watch_text``).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class ArrivingReplies:
     def __init__(
         self, replies: Callable[[], Sequence[ArrivingReply]], file: LiveTextWriter
     ) -> None:
-        """``replies`` returns those that have arrived in part."""
+        """``replies`` returns the replies that have arrived only in part."""
         self._replies = replies
         self._file = file
         self._num_ticks = 0
@@ -37,7 +39,7 @@ class ArrivingReplies:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
 
     def close(self) -> None:
-        """End: every reply is recorded."""
+        """Stop writing, and end the file. Call this after every reply has been recorded."""
         self._timer.cancel()
         self._file.end()
 
@@ -57,7 +59,8 @@ class ArrivingReplies:
 
 
 def arriving_reply(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
-    """The end of what has arrived: of the text, and of the reasoning unless that is far back."""
+    """Join the pieces of an unfinished reply, and return the end of its text and of its reasoning.
+    The reasoning is left out if a long text has followed it."""
     texts: list[str] = []
     thoughts: list[str] = []
     num_chars = num_thoughts = 0

@@ -130,7 +130,7 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
 
 
 def config_of(search: BranchSearch) -> dict[str, Any]:
-    """Return the journal's record of ``search``."""
+    """Return the settings of ``search`` as the plain data that the run's journal stores."""
     if isinstance(search, Branches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}

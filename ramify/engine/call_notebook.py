@@ -242,8 +242,8 @@ class Notebook:
         return session
 
     async def close(self) -> None:
-        """End the session, also one that is still being opened. The notebook stays usable and then
-        opens a new session."""
+        """End the session, even if it is still being opened. The notebook can be used again
+        afterwards; it then opens a new session."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -350,7 +350,7 @@ class _RecordingHost:
         """An error that ends the run even if the model's code catches it."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The cell's ``sandbox.base.Answer``."""
+        """Answer a function call from the cell, and record the answer or the error."""
         arguments_hash = fingerprint(name, args, kwargs)
         try:
             value = await self._answer()(name, args, kwargs)
@@ -374,7 +374,8 @@ class _RecordedHost:
         self._unknown: str | None = None
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The cell's ``sandbox.base.Answer``."""
+        """Answer a function call from the cell with the recorded value, or raise the recorded
+        error. Raises HostCallError if the record has no such call."""
         answers = self._answers.get(fingerprint(name, args, kwargs))
         if not answers:
             self._unknown = name

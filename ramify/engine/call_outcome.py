@@ -25,6 +25,7 @@ class CallOutcome(msgspec.Struct, frozen=True):
 
 
 def failed(error: RamifyError, is_stored: bool) -> CallOutcome:
-    """Return the outcome of a run that ``error`` ended, or suspended if it is stored."""
+    """Return the outcome of a run that was ended by ``error``. The run counts as suspended, so that
+    it can be resumed, if it is stored and the cause can be fixed."""
     stop = Stop.SUSPENDED if is_stored and can_be_fixed(error) else Stop.ERROR
     return CallOutcome(stop, error=str(error), failure=error)

@@ -68,8 +68,8 @@ class Conversation:
     async def aask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """``ask`` on the caller's event loop. Concurrent questions are answered one after the
-        other."""
+        """Ask the next question on the caller's event loop. Takes the options and raises the errors
+        of ``RLM.completion``. Concurrent questions are answered one after the other."""
         chosen = self._options.updated(options, changes)
         async with self._lock:
             return await self._answer(query, chosen)

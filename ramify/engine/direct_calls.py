@@ -79,8 +79,8 @@ class DirectCalls:
     def __init__(
         self, setup: RlmSetup, models: RunModels, budget: Ledger, mode: Mode | None = None
     ) -> None:
-        """``budget`` is that of all calls; the limits of ``setup`` hold for each question. ``mode``
-        is that of the questions."""
+        """``budget`` limits all calls together, and the limits of ``setup`` apply to each question.
+        ``mode`` is the mode that the questions are answered in."""
         self.mode = mode
         self.setup = setup
         self.client = models.rlm(0)
@@ -112,7 +112,7 @@ class DirectCalls:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one reply, with the reasoning before it."""
+        """Maximum number of tokens in one reply, including its reasoning."""
         return self._max_tokens
 
     @property
@@ -169,18 +169,21 @@ class DirectCalls:
         return recordable(reply, self.setup.scaffold.stop, account.most())
 
     def first_request(self, question: Question) -> Request:
-        """Return the first request for ``question``, for work that sends it in another way."""
+        """Return the first request for ``question``, for callers that do not send it with
+        ``send``."""
         return self.request(tuple(self.messages(question)), _enforced(question))
 
     def is_allowed(self, request: Request, price: Price | None) -> bool:
-        """Whether the limits of one question allow ``request``, at most."""
+        """Return whether the limits of one question allow ``request`` even if it uses all the
+        tokens that it may use."""
         most, limit = bound_of(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
     def received(self, reply: Reply, request: Request, price: Price | None) -> Reply:
-        """Return a reply that arrived in another way as it is recorded, with its cost at
-        ``price``."""
+        """Prepare a reply for the record if it was not fetched by ``send``, for example by a batch
+        API. Adds its cost at ``price``, and the upper bound of the request if the server reported
+        no usage."""
         reply = priced(reply, request, self.client.window, price)
         cost = None if price is None else bound_of(request, price).cost
         return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
@@ -284,7 +287,8 @@ class _DirectAccount:
                 )
 
     def is_enough(self) -> bool:
-        """Also records the request: nothing but sending it follows."""
+        """Return whether the reservation still covers the attempt. If so, record the request too,
+        since it is sent right afterwards."""
         if not self._reservation.is_enough():
             return False
         most, cost = self.most()

@@ -205,7 +205,8 @@ class EventRecorder:
 
 
 def _is_minor(event: AnyEvent) -> bool:
-    """Whether ``event`` says nothing that a further resume needs."""
+    """Return whether a later resume could do without ``event``. A resume that adds only such events
+    leaves the journal unchanged."""
     match event:
         case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
             return True

@@ -88,7 +88,8 @@ _COMMAND = lazy_pattern(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls
 
 
 def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
-    """``read_action``, for messages in the form of another system too."""
+    """Return the action that a message asks for, also if its code is written in the format of
+    another system."""
     if "<|channel|>" in message.content:
         message, calls = _without_harmony(message, is_cut)
     else:
@@ -149,7 +150,8 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
 
 
 def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
-    """Run unmarked fences that are code, or name the mistake."""
+    """Return the action for code that is not in a marked fence. Unmarked fences are run if they
+    contain code. Otherwise, the action gets a note that names the model's mistake."""
     found = list(itertools.islice(fences(text), _MOST_FENCES))
     bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
     codes = [code for body in bare if _is_code(code := _unprompted(body))]

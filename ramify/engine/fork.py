@@ -67,7 +67,8 @@ class ForkEstimate(msgspec.Struct, frozen=True):
 
 
 def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
-    """The ``ForkPoint`` with the edit in ``changes``, which is taken out of it."""
+    """Return the point at which a fork begins, with the edit that ``changes`` asks for. The options
+    ``call``, ``code`` and ``prompt``, which describe the edit, are removed from ``changes``."""
     call, code = changes.pop("call", None), changes.pop("code", None)
     return ForkPoint(list(events), turn, call=call, code=code, prompt=changes.pop("prompt", None))
 
@@ -153,8 +154,8 @@ class ForkPoint:
             raise ConfigError("an edited message of the prompt is empty: give its text")
 
     def config(self) -> dict[str, Any]:
-        """What the new run takes from the configuration of its origin: whatever is not a setting,
-        and where it comes from."""
+        """Return the metadata of the new run: entries of the original run's configuration that are
+        not settings, and under ``forked`` the run, the turn and the edit that it comes from."""
         started = self.recording.started
         known = {*COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
         taken = {name: value for name, value in started.config.items() if name not in known}
@@ -252,7 +253,8 @@ def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a call on the way to the fork begins to differ from the record."""
+    """Where one call stops repeating its record and begins to run again. The forked call and all
+    calls above it have such a place."""
 
     last_reply: int
     """Last turn whose reply is kept."""
@@ -278,7 +280,8 @@ def _path(
 def _kept_calls(
     events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
 ) -> dict[str, bool]:
-    """Call beside the path -> whether it is repeated from the record."""
+    """Return which calls are repeated from the record instead of being asked again, as a dict from
+    call id to True or False. Covers all calls except the forked one and those above it."""
     kept: dict[str, bool] = {}
     for index, event in enumerate(events):
         if isinstance(event, CallStarted) and event.parent is not None and event.id not in path:

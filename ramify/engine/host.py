@@ -70,8 +70,8 @@ class CellHost:
         run_child: RunChild,
         closed_by: Stop | None = None,
     ) -> None:
-        """The cell belongs to ``call``. If ``closed_by`` is set, that limit has been reached and no
-        model is asked any more."""
+        """``call`` is the call whose cell is running. ``closed_by`` is the limit that has been
+        reached, if any: the cell can then no longer call a model."""
         self._run_child = run_child
         self._closed_by = closed_by
         self._run = run
@@ -334,7 +334,9 @@ class CellHost:
         }
 
     def _rest_for(self, call: LiveCall) -> ResourceAmount:
-        """Return what a strategy may use. A cell that is repeated asks what it asked before."""
+        """Return the calls, tokens and dollars that a strategy started by this cell may use. A
+        strategy whose calls are recorded gets the full limit of the run, since its replies are
+        repeated. A repeated cell gets nothing for a strategy that it did not start before."""
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.has_call(call.id, self._where):
             return ledger.limit
@@ -517,8 +519,9 @@ def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
-    """Return the outcome of a strategy in a session. A mistake of the session's code is a failure
-    with the error that its cell gets."""
+    """Run a strategy that code in a session asked for, and return its outcome. If the strategy
+    cannot use the values that the code gave, the failure holds the error that is raised in the
+    cell."""
     try:
         outcome: CallOutcome = await strategy(calls)
         return outcome

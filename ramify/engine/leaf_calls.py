@@ -73,7 +73,8 @@ class LeafCalls:
 
     @property
     def is_of_session(self) -> bool:
-        """True if code in a session asked for the strategy."""
+        """True if these calls serve a strategy that was started by code in a session; False if the
+        strategy answers the run's own question."""
         return self._rest is not None
 
     @property

@@ -103,7 +103,8 @@ class Limits(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_
     @property
     def last_word_s(self) -> float:
         """Seconds before the deadline at which other work is cancelled, so that the root can still
-        answer. Used until the root has replied; then the time that its replies take decides."""
+        answer. This is only the value until the root's first reply; afterwards, the value follows
+        from the time that replies take."""
         return min(30.0, 0.1 * self.max_seconds)
 
     @property
@@ -131,7 +132,7 @@ class ResourceAmount(NamedTuple):
         )
 
     def within(self, limit: ResourceAmount) -> bool:
-        """Whether no part of it is more than that of ``limit``."""
+        """Return whether the calls, tokens and cost are each at most those of ``limit``."""
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
     def least(self, other: ResourceAmount) -> ResourceAmount:
@@ -182,7 +183,8 @@ class ReportedExcess(NamedTuple):
         )
 
     def raised(self, most: Usage) -> Usage:
-        """Raise a request's upper bound ``most`` by the excess."""
+        """Return a request's expected maximum usage ``most``, raised to allow for the excess that
+        earlier replies have shown."""
         return msgspec.structs.replace(
             most,
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),

@@ -105,8 +105,9 @@ class CallHistory(msgspec.Struct):
         return None
 
     def without_path(self, reply: Reply) -> tuple[Reply, int]:
-        """Return (``reply`` with only the new prompt ids, number of ids of the path that its prompt
-        reuses)."""
+        """Remove token ids from ``reply`` that the call has already stored. Returns the reply with
+        only the new prompt ids, and the number of prompt ids that were removed. If the call does
+        not keep ids, all per-token data is removed."""
         if not self.keeps_ids:
             names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
             per_token = dict.fromkeys((*names, "top_logprobs"))
@@ -155,8 +156,8 @@ class LiveCall:
         context: SharedContext | None = None,
         history: CallHistory | None = None,
     ) -> None:
-        """``history`` is that of the call which this one continues, and belongs to this one from
-        now on."""
+        """``history`` holds the messages of an earlier call that this one continues. The new call
+        owns it from now on."""
         self.id = id
         self.kind = kind
         self.client = client
@@ -181,7 +182,8 @@ class LiveCall:
 
     @property
     def surprisals(self) -> Sequence[float | None]:
-        """``CallHistory.surprisals``"""
+        """Mean negative log-probability per sampled token (nats) of each reply so far; None for a
+        reply without log-probabilities."""
         return self.history.surprisals
 
     @property

@@ -241,8 +241,8 @@ class LiveRun:
         self.recorder.note(call.id, text)
 
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
-        """Return the first message of ``call``. ``is_next`` means that it follows another question
-        of a conversation."""
+        """Return the message that opens ``call``. ``is_next`` is True if the call continues a
+        conversation in which an earlier question was asked."""
         scaffold = self.setup.scaffold_at(call.depth)
         if is_next and not scaffold.first:
             return f"The next question: {call.question}"

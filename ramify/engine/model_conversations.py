@@ -83,8 +83,9 @@ class ModelConversations:
         return [] if known is None else [each.call.id for each in known.calls]
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-        """Enter ``open()`` if no run of this RLM has done so on this event loop, and return its
-        value. It is left when the RLM closes its connections. ``key`` identifies it."""
+        """Return a resource that all runs of this RLM on one event loop share. The context manager
+        ``open()`` is entered at the first call with ``key``, and exited when the RLM closes its
+        connections."""
         return await self._resources.shared(key, open)
 
     async def ask(
@@ -98,7 +99,8 @@ class ModelConversations:
         learns: bool = True,
         sampling: Sampling | None = None,
     ) -> Reply:
-        """Return the only reply of ``replies``."""
+        """Send ``messages`` to the model and return its reply. The options mean the same as in
+        ``replies``, which returns several replies."""
         replies = await self.replies(
             messages,
             thread=thread,

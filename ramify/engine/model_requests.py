@@ -220,8 +220,8 @@ class ModelRequests:
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def text_limit(self, call: LiveCall) -> tuple[int, str]:
-        """Return (maximum tokens of a reply of ``call`` without hidden reasoning, the setting that
-        it comes from)."""
+        """Return the maximum number of tokens in a reply of ``call``, without hidden reasoning, and
+        the name of the setting that determines it."""
         is_plain = call.kind in ("lm", "leaf") and call.parent is not None
         return self.lengths.text_limit(call.client, call.depth, is_plain)
 
@@ -260,8 +260,10 @@ class ModelRequests:
     def _hold(
         self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
     ) -> Stop | None:
-        """Hold the cost of the final request after a turn whose reply has at most ``reply_tokens``.
-        Returns the limit that this or the turn exceeds, if any."""
+        """Reserve budget for the root's final request, which may follow the next turn.
+        ``reply_tokens`` and ``output_tokens`` are the maximum sizes of that turn's reply and of the
+        output of its code. Returns the limit that the reservation or the turn would exceed, if
+        any."""
         asked = Request(tuple(new), model=call.client.name)
         prompt = call.history.max_input_tokens(len(call.messages), asked)
         most = Usage(
@@ -283,8 +285,8 @@ class ModelRequests:
         return Reservation(self.ledger, call.client.name, most, call.client.price)
 
     def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
-        """Return the tokens of the reply to ``prompt`` that the run's budget allows, at most
-        ``limit``; ``limit`` itself if even a short reply is too much."""
+        """Return how many tokens the reply to ``prompt`` may have within the run's budget, at most
+        ``limit``. Returns ``limit`` itself if the budget does not even allow a short reply."""
         asked = Request(tuple(prompt), self.sampling, model=call.client.name)
         tokens, given = limit, asked.max_input_tokens()
         while tokens >= _LEAST_REPLY_TOKENS:
@@ -401,9 +403,10 @@ class TurnRequest:
         """A sentence, if the reply used more than was reserved."""
 
     def adopt(self, recording: RecordedReplies) -> None:
-        """Replace this prompt by the recorded one if they differ only in the limits that they
-        state. If the run's limits have changed, system messages may differ as a whole: their other
-        facts follow from settings, which were compared when the run was repeated."""
+        """Use the recorded prompt in place of this one if the two differ only in the limits that
+        they state. If the limits of the run have changed, system messages are not compared at all:
+        everything else in them follows from settings, which were compared when the run was
+        repeated."""
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:
             return
@@ -437,8 +440,8 @@ class TurnRequest:
         )
 
     def answered(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
-        """Record ``reply`` and finish the turn. ``reused_ids`` is the number of ids of the path
-        that its prompt reuses."""
+        """Record ``reply`` and finish the turn. ``reused_ids`` is the number of token ids at the
+        start of the prompt that are stored with earlier turns."""
         call, recorder = self.call, self._requests.recorder
         recorder.emit(
             ReplyReceived(
@@ -535,7 +538,7 @@ class TurnRequest:
 
 
 def _free(reply: Reply) -> Reply:
-    """Return ``reply`` as one that cost nothing now."""
+    """Return ``reply`` with zero usage and zero cost, because it was not paid for again."""
     cost = None if reply.cost is None else 0.0
     return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
@@ -561,8 +564,8 @@ def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
 
 
 def reply_cut(model: str, limit: int, setting: str, text: str) -> ReplyCut:
-    """Return the error for a reply of ``model`` that was cut at ``limit`` tokens after ``text``.
-    ``setting`` is what to raise."""
+    """Return the error for a reply of ``model`` that was truncated at ``limit`` tokens. ``setting``
+    is the option that the user can raise, and ``text`` is what arrived."""
     return ReplyCut(
         f"{model}: the reply was cut at its limit of {limit} tokens; ask for less, or raise "
         f"{setting}",
@@ -571,9 +574,9 @@ def reply_cut(model: str, limit: int, setting: str, text: str) -> ReplyCut:
 
 
 def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]) -> Reply:
-    """Return ``reply`` as it is recorded: its text can be written, ends with the scaffold's
-    ``stop`` if that cut it, and has the reserved upper bound ``most`` (usage, cost) if the server
-    reported no usage."""
+    """Prepare a reply for the record. Characters that cannot be encoded are replaced. A closing tag
+    that the server cut off because it is in ``stop`` is put back. If the server reported no usage,
+    the upper bound ``most`` (usage, cost) is recorded."""
     message = sendable(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
         message = msgspec.structs.replace(message, content=retool.closed(message.content, stop))

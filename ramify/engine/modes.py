@@ -73,12 +73,12 @@ class ModeQuestion(msgspec.Struct, frozen=True):
 
 
 def choose_free(_facts: ModeFacts) -> ModeChoice:
-    """A session, in which the model writes code and calls models."""
+    """Always choose a session, in which the model writes code and calls models."""
     return ModeChoice("free", "it was asked for")
 
 
 def choose_direct(_facts: ModeFacts) -> ModeChoice:
-    """One plain call, however long the context is."""
+    """Always choose one plain model call, however long the context is."""
     return ModeChoice("direct", "it was asked for")
 
 
@@ -106,7 +106,8 @@ async def first_choice(
 
 
 def recorded_choice(question: Question) -> ModeChoice | None:
-    """Return the choice of a run that is repeated; None if it has not been recorded."""
+    """Return the mode that the repeated run chose at its first attempt; None if the record has no
+    choice."""
     recorded = question.chosen_mode
     if recorded is None:
         return None

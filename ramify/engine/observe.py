@@ -216,9 +216,9 @@ _LAST = {"turns": 1, "calls": 2}
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
-    """Return one line for each limit of which no more than a quarter, no more than a tenth, or only
-    the last turn is left, if that was not said before. ``told`` has the last line's level for each
-    limit, and is updated."""
+    """Return warnings about limits that are nearly used up, one line each. A limit is mentioned
+    once when a quarter is left, once when a tenth is left, and once when it allows only one more
+    turn. ``told`` maps each limit to the level of its last warning, and is updated."""
     lines = []
     for name, spent, limit in standing:
         left = limit - spent

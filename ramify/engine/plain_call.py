@@ -59,12 +59,13 @@ async def answer_plainly(
     cut: Callable[[str], ReplyCut],
     max_repairs: int = MAX_REPAIRS,
 ) -> CallOutcome:
-    """Ask a model a plain question. While the reply does not match ``kind``, ask again and show the
-    error. Without ``kind``, repeat the request after an empty reply or a tool call. ``first`` are
-    the messages of the first request. Never raises for a failed model.
+    """Ask a model a question without a session. If the reply does not match the answer type
+    ``kind``, show the model the error and ask again. Without an answer type, repeat the request
+    after an empty reply or a tool call. ``first`` holds the messages of the first request. A model
+    that fails gives an outcome with an error; nothing is raised.
 
-    A reply that was truncated at its token limit ends with ``MAX_TOKENS`` and the error that
-    ``cut`` makes of its text: it is a partial answer, never a complete one.
+    A reply that was truncated at its token limit is never a complete answer. The outcome then holds
+    the partial text, the stop reason ``MAX_TOKENS`` and the error that ``cut`` returns.
     """
     new = first
     error, text, is_cut = "no reply", "", False

@@ -341,7 +341,8 @@ def after_cell() -> dict[str, Any]:
 
 
 def _keep_replies(note: dict[str, Any]) -> None:
-    """Bind what the cell's calls received to a name that no code has bound."""
+    """Store the replies that the cell received in a session variable, and tell the host its name.
+    The name is one that the session's code does not use."""
     if not received:
         return
     name = _CONTROL["replies"]

@@ -102,7 +102,8 @@ class _PreviewPool(ClientPool):
     """Pool that sends nothing. It records the first request at one depth."""
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
-        """``reply_above`` is the reply to calls above ``depth``."""
+        """``depth`` is the depth of the call whose first request is wanted. Calls above that depth
+        get ``reply_above`` in place of a model's reply."""
         super().__init__(max_in_flight=max_in_flight)
         self._depth = depth
         self._reply_above = reply_above

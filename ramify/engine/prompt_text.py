@@ -543,7 +543,8 @@ def _names(facts: PromptFacts) -> str:
 
 
 def _mapped(context: ContextFacts) -> str:
-    """Say what a text that stays in its file has of a str."""
+    """Return the prompt's explanation of which str operations work on a large text that stays in
+    its file. Empty if the context has no such text."""
     if not context.mapped:
         return ""
     what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"
@@ -655,7 +656,7 @@ def _method(facts: PromptFacts) -> str:
 
 
 class _Parts(NamedTuple):
-    """Sizes of the worked example."""
+    """How the example code in the prompt cuts the context into parts."""
 
     size: int
     """Characters of one part."""
@@ -664,7 +665,9 @@ class _Parts(NamedTuple):
 
 
 def _parts(facts: PromptFacts) -> _Parts | None:
-    """Return sizes that fit the model of ``llm_query`` and the budget; None if none do."""
+    """Choose the size and number of parts for the example code in the prompt, so that the model
+    behind ``llm_query`` can read a part and the budget covers all of them. None if that is not
+    possible."""
     sub, budget = facts.model_of("`llm_query`"), facts.budget
     if sub is None or budget is None or sub.chars < 2000:
         return None
@@ -741,7 +744,8 @@ _COMBINE = (
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
-    """Return code that makes ``parts`` of texts that may be larger than memory."""
+    """Return example code, line by line, that cuts excerpts around a word out of texts that may be
+    larger than memory."""
     most = parts.most or 100
     if context.kind == "text":
         return [

@@ -159,7 +159,8 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """What to do about the unknown option ``name``: often it is a field of an option."""
+    """Return advice about an unknown option: where ``name`` belongs if it is a field of another
+    option, or else the options with similar names."""
     for option, kind in (("limits", Limits), ("sampling", Sampling)):
         if name in kind.__struct_fields__:
             return f"give {option}=ramify.{kind.__name__}({name}=…)"
@@ -275,11 +276,13 @@ class Question(msgspec.Struct, frozen=True):
 
     @property
     def has_session_tools(self) -> bool:
-        """True if it comes with tools without which a session could not answer it."""
+        """True if the question comes with tools that are needed to answer it, and that only a
+        session can offer."""
         return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
 
     def asked_with(self, options: RunOptions) -> Question:
-        """Return the question as ``options`` ask it."""
+        """Return a copy of the question with the mode, the strategy and the ``direct`` setting of
+        ``options``."""
         return msgspec.structs.replace(
             self, direct=options.direct, strategy=options.strategy, mode=options.mode
         )
@@ -318,8 +321,8 @@ def source_or_value(prompt: Any) -> Any:
 
 
 async def read_prompt(prompt: Any) -> Any:
-    """``source_or_value`` of a path or an open file, in a thread; other prompts are returned as
-    they are."""
+    """Read a prompt that is a path or an open file, in a thread. Any other prompt is returned
+    unchanged."""
     return await asyncio.to_thread(source_or_value, prompt) if is_opened(prompt) else prompt
 
 
@@ -336,7 +339,7 @@ class _SourceFacts(NamedTuple):
     sources: Mapping[str, Any] = {}
 
     def around(self, inner: _SourceFacts) -> _SourceFacts:
-        """Return what this source and the one in it say together."""
+        """Combine the facts about this source with those about the source that it wraps."""
         return _SourceFacts(
             f"{self.about}\n{inner.about}".strip(),
             {**inner.tools, **self.tools},

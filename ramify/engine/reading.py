@@ -55,7 +55,8 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
 
 
 def read_in_helper(reading: bytes) -> bytes:
-    """Read a reply in a helper process."""
+    """Parse one encoded reply, and return the encoded result. This function runs in the helper
+    process."""
     given = _decode_reading(reading)
     action = given.scaffold.read(given.message, given.is_cut)
     return _encode(ReadReply(action, prose_of(given.message.content)))

@@ -42,8 +42,8 @@ def _dumped(value: Any) -> Any:
 
 
 def typed_record(answer: Any) -> dict[str, Any] | None:
-    """Pack an answer whose type JSON would change; None for others, and if no session can hold
-    it."""
+    """Pack an answer so that its Python types survive, if plain JSON would lose them. Return None
+    if JSON is enough, or if the answer has a type that cannot be packed."""
     if _is_plain(answer):
         return None
     try:

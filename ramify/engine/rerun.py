@@ -125,7 +125,7 @@ def _difference(name: str, before: Any, after: Any) -> str:
 
 
 def check_models(started: RunStarted, setup: RlmSetup) -> None:
-    """Raise ReplayDiverged if a run with other models is to be replayed."""
+    """Raise ReplayDiverged if the recorded run used other models than those of ``setup``."""
     differences = [*_differences(started.config, setup.config, ("model", "sub_model"))]
     if differences:
         raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
@@ -174,8 +174,9 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
 
 
 def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
-    """Load the tools that a recorded run had from its sources again: ``sql``, ``tables``; none if
-    tools with these names are ``given``. Raises SourceError if a source is gone."""
+    """Load the tools that a recorded run got from its data sources, such as ``sql`` and ``tables``.
+    Return no tools if ``given`` already has all of them. Raises SourceError if a source no longer
+    exists."""
     sources = started.config.get("sources")
     if not isinstance(sources, Mapping) or all(n in given for n in sources.get("tools", ())):
         return {}
@@ -191,8 +192,9 @@ def question_of(
     prompt: Any = None,
     of_sources: Mapping[str, Any] | None = None,
 ) -> Question:
-    """The recorded question, with ``kind`` as the type of its answer if that is given, with the
-    tools of its sources, and with the tools and the sessions of ``prompt``."""
+    """Rebuild the question of a recorded run, with the tools of its context. ``kind`` replaces the
+    answer type if it is not None, and ``of_sources`` holds the tools of the data sources.
+    ``prompt``, if given, adds its own tools and prepares the sessions."""
     config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")

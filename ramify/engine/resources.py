@@ -191,8 +191,8 @@ class LoopResources:
         self._entering = asyncio.Lock()
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-        """Enter ``open()`` at the first call with ``key``, and return its value at every call. It
-        is left before the pool closes."""
+        """Return the resource that is stored under ``key``. The context manager ``open()`` is
+        entered at the first call, and exited before the client pool closes."""
         async with self._entering:
             if key not in self._shared:
                 self._shared[key] = await self._entered.enter_async_context(open())
@@ -334,7 +334,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return RunModels(self.model, self.sub_model, resources.pool)
 
     def at(self, depth: int) -> DepthOptions:
-        """The options of ``depth``."""
+        """Return the options for calls at ``depth``; 0 is the root."""
         return self.depths[min(depth, len(self.depths) - 1)] if self.depths else _SAME
 
     def max_turns(self, depth: int) -> int:
@@ -344,8 +344,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.at(depth).scaffold or self.scaffold
 
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
-        """The tools of a session; ``tools``: those that come with the question. Raises ConfigError
-        for the name of a tool that there is not."""
+        """Return the tools of a session at ``depth``: those of the RLM, and ``tools``, which come
+        with the question. Raises ConfigError if the options for this depth name a tool that does
+        not exist."""
         own = self.child_tools if depth else self.tools
         given = own.plus({n: t for n, t in tools.items() if not own.replaces(n, t)})
         if not self.scaffold_at(depth).lists_tools:
@@ -442,7 +443,8 @@ def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
 
 
 def stored_in(store: RunStore | None, what: str) -> RunStore:
-    """Return ``store``. Raises ConfigError if there is none, since ``what`` needs one."""
+    """Return ``store``, or raise ConfigError if it is None. ``what`` is the operation that needs a
+    store, for the error message."""
     if store is None:
         raise ConfigError(
             f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"

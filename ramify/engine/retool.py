@@ -139,7 +139,8 @@ def _bare(code: str) -> str:
 
 
 def report(cell: Cell) -> str:
-    """Return what is shown of one execution."""
+    """Return the text that the model sees after its code has run: the output, the value and the
+    error."""
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [cell.value] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []

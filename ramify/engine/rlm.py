@@ -227,8 +227,8 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """``completion`` on the caller's event loop. Cancelling it cancels the whole tree of
-        calls."""
+        """Answer ``query`` over ``prompt`` like ``completion``, but on the caller's event loop.
+        Cancelling this coroutine cancels the whole tree of calls."""
         again = self._again(options, changes)
         prompt = await read_prompt(prompt)
         return checked(await self.start(prompt, query, options, **changes), again)
@@ -305,7 +305,8 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
-        """``aprompt``, blocking."""
+        """Return the first request of a completion without sending it. Blocks; ``aprompt`` is the
+        async version."""
         return threads.run(self.aprompt(prompt, query, options, depth=depth, **changes))
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
@@ -369,9 +370,12 @@ class RLM:
         prompt: Any = None,
         **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """``start`` for a stored run that ``aresume`` would continue. ``prompt``, as given to
-        ``start``, gives its tools and prepares its sessions; the context is the recorded one.
-        Raises ConfigError if the run has ended."""
+        """Continue a stored run in the background, and return its handle. Needs a running event
+        loop.
+
+        ``prompt`` gives the run's tools again and prepares its sessions; the context itself comes
+        from the record. Raises ConfigError if the run has ended.
+        """
         options = rerun.options_of(self._options, options, changes)
         return self._restart(run, self._recording(run, "resume"), options, prompt)
 
@@ -423,13 +427,14 @@ class RLM:
     def start_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> RunHandle:
-        """Start a new run that continues a stored one from ``turn`` (from 0) of the root, or of
-        ``call``; what came before it, or had begun beside it, is repeated and costs nothing.
+        """Start a new run that continues a stored one differently from one turn on. ``turn`` counts
+        from 0, in the root call or in the call that the option ``call`` names. Whatever happened
+        before that turn, or had begun beside it, is repeated from the record and costs nothing.
 
-        ``code`` runs in place of that turn's reply; otherwise the model is asked again, with
-        ``prompt`` as the text of the last message (a list: of the last messages). The new run's
-        ``metadata["forked"]`` names its origin. Raises ConfigError if there is no such turn, and
-        ReplayDiverged as ``restart`` does.
+        The option ``code`` replaces the reply of the turn. Without it, the model is asked again;
+        the option ``prompt`` then replaces the text of the last message, or with a list, of the
+        last few messages. The new run's ``metadata["forked"]`` names its origin. Raises ConfigError
+        if there is no such turn, and ReplayDiverged if the settings differ from the recorded ones.
         """
         store = stored_in(self.store, "fork")
         point = fork_point(store.events(run), turn, changes)
@@ -451,8 +456,8 @@ class RLM:
     async def estimate_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> ForkEstimate:
-        """What ``start_fork`` may cost. Sends nothing. Raises ConfigError also for an edited prompt
-        beyond the model's window or the budget."""
+        """Return what a fork may cost, without sending anything. Raises ConfigError if there is no
+        such turn, or if the edited prompt exceeds the model's window or the budget."""
         point = fork_point(stored_in(self.store, "fork").events(run), turn, changes)
         chosen = rerun.options_of(self._options, options, changes)
         setup = self._setup.for_run(chosen)
@@ -464,27 +469,34 @@ class RLM:
     async def afork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """``start_fork`` if ``estimate_fork`` allows it, and wait for the result."""
+        """Continue a stored run differently from one turn on, as a new run, and return its result.
+        The options are those of ``start_fork``. Nothing is started if the edited prompt exceeds the
+        model's window or the budget; that raises ConfigError."""
         await self.estimate_fork(run, turn, options, **changes)
         return checked(await self.start_fork(run, turn, options, **changes), self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """``aresume``, blocking."""
+        """Continue a stored run that was killed, suspended, or ended by a limit or a failure.
+        Blocks until the result is there; ``aresume`` is the async version and explains the
+        options."""
         again = self._again(options, changes)
         return self._in_thread(self.aresume(run, options, **changes), again)
 
     def replay(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """``areplay``, blocking."""
+        """Run the cells of a stored run again with its recorded replies, without calling any model.
+        Blocks; ``areplay`` is the async version. Raises ReplayDiverged if the run sends a request
+        that differs from the recorded one."""
         return self._in_thread(self.areplay(run, options, **changes))
 
     def fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """``afork``, blocking."""
+        """Continue a stored run differently from one turn on, as a new run, and return its result.
+        Blocks; ``afork`` is the async version. The options are those of ``start_fork``."""
         return self._in_thread(self.afork(run, turn, options, **changes))
 
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedReplies:
@@ -527,7 +539,7 @@ class RLM:
             return self._loop.run(work)
 
     def _again(self, options: RunOptions | None, changes: RunKeywords) -> Callable[[str], Result]:
-        """``resume`` with the options of the suspended run."""
+        """Return a function that resumes a suspended run, given its id, with the same options."""
         return functools.partial(self.resume, options=self._options.updated(options, changes))
 
     def _prepare(self) -> None:
