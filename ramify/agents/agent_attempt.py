@@ -57,7 +57,8 @@ class RunningAgent(Protocol):
     """Number of processes that the agent left behind."""
 
     def place(self) -> str:
-        """Return the line that the agent runs now, for an error; empty if unknown."""
+        """Return where the agent's code is now, as a suffix for an error message (``, at
+        agent.py:12 (solve)``). Empty if unknown."""
         ...
 
     async def end(self) -> None:
@@ -84,7 +85,7 @@ class AgentAttempt:
     """One rollout of one item."""
 
     def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentLimits) -> None:
-        """Errors begin with ``where``."""
+        """``where`` names the task and the item. Every error message begins with it."""
         self._where = where
         self._item = item
         self._start = start

@@ -108,7 +108,8 @@ class CommandTemplate:
         return filled_words(self._words, values)
 
     def cleanup(self, job: AgentJob) -> list[str]:
-        """A command that removes what the agent may leave if it is stopped; empty if nothing."""
+        """Return the command to run if the agent is stopped early, which removes what it may leave
+        behind. Empty if there is nothing to remove."""
         return [] if self.container is None else self.container.removal(job)
 
 
@@ -229,7 +230,8 @@ class AgentProcess:
         self._loop.add_reader(child, self._look)
 
     def place(self) -> str:
-        """Empty: which line a process runs is unknown."""
+        """Return an empty text, because the line that another process is running cannot be
+        known."""
         return ""
 
     async def end(self) -> None:

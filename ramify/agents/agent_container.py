@@ -45,7 +45,8 @@ class AgentContainer:
         self._image = image
 
     def words(self, command: Sequence[str], job: AgentJob, names: Iterable[str]) -> list[str]:
-        """The command that runs ``command`` in a container with the variables ``names``."""
+        """Return the words of a ``docker run`` command that runs ``command`` in a container.
+        ``names`` are the environment variables that are passed on to the container."""
         folder = str(job.folder.parent)
         variables = [word for name in names for word in ("--env", name)]
         return [

@@ -145,7 +145,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         msgspec.structs.force_setattr(self, "options", self._options())
 
     def _options(self) -> dict[str, Any]:
-        """The fields that were given, as plain data if possible."""
+        """Return the fields of this task that the user set, as plain data where possible."""
         given = {
             field.name: value
             for field in msgspec.structs.fields(type(self))
@@ -207,7 +207,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return not self._compares
 
     def as_answer(self, right: Any) -> Any:
-        """The right answer of an item, by which ``validate`` proves the reward."""
+        """Return the answer that an agent would give if its answer were right. ``validate`` uses it
+        to check that the reward function accepts the gold answer."""
         convert = getattr(self._reward, "as_answer", None)
         return right if convert is None else convert(right)
 
@@ -242,7 +243,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _reward(self) -> Callable[..., Any]:
-        """The reward: a function of (answer, item) if it compares, or else of an ``AgentRun``."""
+        """The reward function. If ``reward`` is the name of a score, it takes (answer, item) and
+        compares the answer with the gold answer. Otherwise it takes an ``AgentRun``."""
         if not isinstance(self.reward, str):
             found = self.reward
         elif self._compares:
@@ -256,7 +258,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _unscored(answer: Any, item: Item) -> float:
-    """Take the place of the score of rows, since the reward of the ``AgentTask`` scores them."""
+    """Stand in for the scorer of the rows, and raise RamifyError: only the reward of the
+    ``AgentTask`` can score them."""
     raise RamifyError(f"item {item.id}: only the reward of its AgentTask can score it")
 
 

@@ -327,7 +327,8 @@ def _unreachable(message: str, reason: str) -> Unreachable:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a connection failed. If several addresses were tried, the error has no errno."""
+    """Return why a connection failed, in words. If several addresses were tried, the error has no
+    ``errno``, so the error number is read from its text."""
     number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
@@ -533,7 +534,8 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """From now on, bound the unread part of the response instead of its whole length."""
+        """Switch to streaming: limit the number of unread bytes, instead of the size of the whole
+        response body."""
         self._is_streamed = True
         if self._reader is not None:
             self._reader.is_streamed = True

@@ -42,8 +42,9 @@ def _path_of(out: str | Path | None) -> Path | None:
 
 
 def make_worker(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
-    """Return what makes the RLM of a worker on another machine. Raises ConfigError for a model that
-    is not a name: an object may hold a key, and lives in one process."""
+    """Return a function that creates the RLM of a worker on another machine. Raises ConfigError if
+    the model is not given by name: a model object may hold a key, and cannot be sent to another
+    process."""
     names = [model] if isinstance(model, str) else model
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(

@@ -139,7 +139,8 @@ class RowBatches:
 
     @property
     def waiting(self) -> list[tuple[str, int]]:
-        """(id, requests without a result) of each batch that is not collected."""
+        """The batches that are not collected yet, each as (id, number of requests without a
+        result)."""
         return [(each.id, len(each.waiting)) for each in self._batches.values()]
 
     @property
@@ -185,7 +186,8 @@ class RowBatches:
     # --- what is uploaded -------------------------------------------------------------------------
 
     async def _needed(self) -> tuple[int, ResourceAmount]:
-        """Return the number of requests to upload, and the most that they can use."""
+        """Return the number of requests to upload, and an upper bound on the resources that they
+        use together."""
         num, most = 0, ResourceAmount()
         for each in self._rows():
             num, most = num + 1, most.plus(each.most)
@@ -332,8 +334,8 @@ class RowBatches:
                 return
 
     async def _is_ours(self, id: str, key: str) -> bool:
-        """Whether a batch of the provider's list is the upload ``key``, as soon as that can be
-        known."""
+        """Return True if a batch on the provider's list is the upload with this key. Waits until
+        the provider can tell; returns False if the map is stopped first."""
         waited = 0
         while not self._halted.is_set():
             is_ours = await self._steadily(lambda: self._api.is_ours(id, key), f"batch {id}")
@@ -496,7 +498,8 @@ class RowBatches:
         self.ended.add(number)
 
     def _end(self, batch: OpenBatch, status: str, why: str) -> None:
-        """Record the end of a batch. The rows that have no result have missed it."""
+        """Record the end of a batch. Each row without a result is recorded as a failed attempt,
+        which may be tried again."""
         error = ServerFailed(why)
         for offset, _ in list(batch.waiting.values()):
             self._missed(batch, self._first(offset), error, may_return=True)
@@ -550,7 +553,7 @@ class RowBatches:
 
 
 class _Collected(msgspec.Struct):
-    """What the results of one batch say beside the replies."""
+    """What was found while the results of one batch were collected, apart from the replies."""
 
     num_cancelled: int = 0
     cause: Refused | None = None
@@ -580,5 +583,6 @@ async def _together(*works: Coroutine[Any, Any, None]) -> None:
 
 
 def _wait_s(waited: int) -> float:
-    """Seconds before the next look at a batch, after so many."""
+    """Return the seconds to wait before the next look at a batch. ``waited`` is the number of
+    earlier waits."""
     return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 1.5 ** min(waited, 20))

@@ -36,7 +36,8 @@ class EstimatedAmount(msgspec.Struct, frozen=True):
 
 
 class MeasuredRow(msgspec.Struct, frozen=True):
-    """One question of the sample, in the order in which they ended."""
+    """The measured cost and time of one question of the sample. Questions are listed in the order
+    in which they ended."""
 
     chars: int
     """Characters of the question and of what the model reads of the row."""
@@ -82,7 +83,8 @@ def estimate(
     *,
     is_priced: bool,
 ) -> MapEstimate:
-    """Return the estimate. ``num_chars`` is the sum over all questions. ``read_s`` is how long it
+    """Estimate the cost and the duration of a whole map from a sample of its rows. ``num_chars`` is
+    the number of characters of all questions together. ``read_s`` is the time (seconds) that it
     takes to read the whole table."""
     chars = [row.chars for row in rows]
     cost = total([row.cost for row in rows], chars, num_questions, num_chars)
@@ -144,8 +146,8 @@ def _seconds(
 
 
 def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> EstimatedAmount:
-    """Return the time of all questions at the rate at which ``rows`` ended, which were answered at
-    full concurrency."""
+    """Estimate the time of all questions from the rate at which the sample was answered. ``rows``
+    are the questions of the sample that were answered at full concurrency."""
     size = len(rows) // _NUM_BLOCKS
     marks = [rows[index * size].ended_s for index in range(_NUM_BLOCKS)] + [rows[-1].ended_s]
     last = len(rows) - 1 - (_NUM_BLOCKS - 1) * size

@@ -1,12 +1,12 @@
-"""Tables of other libraries as rows, and the answers as further columns of them: Arrow, pandas,
-polars, ``datasets``.
+"""Reads the tables of other libraries (Arrow, pandas, polars, ``datasets``) as rows, and adds the
+answers to such a table as new columns.
 
     frame ──> RowTable(columns=("id", "text"), …)
     table.extend([0, 2], {"answer": ["yes", "no"], "error": [None, None]}, {"answer": "string"})
           ──> rows 0 and 2 of the frame, with two more columns
 
-The given columns are never made again from Python values, so they keep their types: categories,
-time zones, small integers, missing values. Each library is imported only when its own table is
+The given columns are never rebuilt from Python values, so they keep their types: categories, time
+zones, small integers, missing values. Each library is imported only when one of its tables is
 given. Not here: files and lists (``rows.py``).
 """
 

@@ -101,7 +101,7 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MapContinued(msgspec.Struct, frozen=True, array_like=True):
-    """The map begins, or begins again, with these limits."""
+    """Records that a map was begun or continued, and with which limits."""
 
     at: float
     """Unix time."""
@@ -136,7 +136,8 @@ class FirstRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NextRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A repair, or an attempt again after one that failed."""
+    """A further request for the same question: a repair of a reply that does not fit the answer
+    type, or a repetition of a failed attempt."""
 
     number: int
     turn: int
@@ -148,7 +149,7 @@ class NextRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
-    """The reply to a direct request."""
+    """The journal line that holds the model's reply to a direct call."""
 
     number: int
     turn: int
@@ -185,7 +186,8 @@ class SessionStarted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
-    """How a question ended that was answered by a run, or that failed."""
+    """The end of a question whose answer is not in a reply line: a run answered it, or it
+    failed."""
 
     number: int
     stop: str
@@ -261,7 +263,8 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def counts_of(usage: Usage) -> tuple[int, ...]:
-    """Return the counts of one request."""
+    """Return the usage of one request as a tuple: the token counts, then the number of calls with
+    unknown usage, without zeros at the end."""
     counts = [
         usage.input_tokens,
         usage.output_tokens,
@@ -323,7 +326,8 @@ class MapJournal:
 
     @property
     def trouble(self) -> StoreError | None:
-        """Why the space that was kept free is in use: the map should stop."""
+        """The error that made the journal use its reserved disk space, such as a full disk, or
+        None. The map should then stop."""
         return self._file.trouble
 
     def append(self, line: MapLine) -> int:
@@ -396,7 +400,7 @@ class MapStore:
             raise
 
     def paths(self) -> list[Path]:
-        """Journals, newest first."""
+        """Return the paths of all map journals in the store, newest first."""
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
     def headers(self) -> Iterator[tuple[Path, MapHeader]]:

@@ -144,7 +144,7 @@ class MapResult(msgspec.Struct, frozen=True):
 
 
 class _Pending:
-    """A question, until all rows that ask it are written."""
+    """A question that is kept until all rows that ask it are written."""
 
     def __init__(self, asked: AskedRow | None, outcome: RowOutcome | None = None) -> None:
         self.asked = asked
@@ -203,7 +203,7 @@ class MapRun:
         """The first errors, while no row is answered."""
 
     def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
-        """Ask no further row. What is in progress ends first."""
+        """Stop asking rows. Requests in progress finish first."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()
@@ -298,7 +298,8 @@ class MapRun:
         )
 
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, RecordedMap]:
-        """Return the journal of this map, new or continued, and what it says."""
+        """Open the journal of this map, or create one. Returns the journal and the state recorded
+        in it."""
         store, out = self.rlm.store, self.request.out
         if store is not None and not isinstance(store, Store):
             raise ConfigError(
@@ -373,9 +374,9 @@ class MapRun:
     # --- rows in batches --------------------------------------------------------------------------
 
     async def _run_batches(self, calls: DirectCalls) -> None:
-        """Have a provider's batch API answer the rows that one request answers, and answer those
-        that need a session meanwhile. A map that has batches collects them, whatever it is asked
-        now."""
+        """Send the rows that need only one request to the provider's batch API, and meanwhile
+        answer the rows that need a session. Batches of an earlier start are collected even if this
+        start asks for no batches."""
         request, recorded = self.request, self._recorded
         if request.sample is not None:
             if recorded.batches:
@@ -477,7 +478,7 @@ class MapRun:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     async def _worker(self, num: int | None = None) -> None:
-        """Answer rows, at most ``num``, as long as there are any."""
+        """Answer rows until none is left, or until ``num`` rows are answered."""
         try:
             while num != 0 and (pending := await self._next()) is not None:
                 num = None if num is None else num - 1
@@ -519,7 +520,8 @@ class MapRun:
         self._measured.append(row)
 
     def _interrupted(self, outcome: RowOutcome) -> None:
-        """Stop the map for what kept a row from being answered."""
+        """Stop the map because a question could not be finished: a limit was reached, a request was
+        refused, or the disk is full, for example."""
         cause = outcome.cause
         if isinstance(cause, LimitReached):
             self.stop(str(cause), "limit")
@@ -529,7 +531,8 @@ class MapRun:
             self.stop(outcome.error or str(cause), "failed")
 
     def _judge(self, outcome: RowOutcome, row: int) -> None:
-        """Stop the map if its rows fail."""
+        """Stop the map after this row if the disk is full, if ``strict`` is set and the row failed,
+        or if the first ``_HOPELESS`` rows all failed with the same error."""
         trouble = self._journal.trouble
         if trouble is not None:
             self.stop(str(trouble), "suspended")
@@ -567,8 +570,8 @@ class MapRun:
         return None
 
     def _pending_of(self, row: Row, *, asks: bool = True) -> _Pending:
-        """Return the question of a row: new, in progress, or answered. Without ``asks``, a new one
-        is none."""
+        """Return the question of a row, which may be new, in progress, or already answered. If
+        ``asks`` is false, a new question is not registered as in progress."""
         if row.error:
             return self._unreadable(row, row.error)
         try:
@@ -611,8 +614,8 @@ class MapRun:
         return _Pending(None, outcome)
 
     def _recorded_outcome(self, offset: int, asked: AskedRow) -> RowOutcome | None:
-        """Return what the journal has at ``offset``; None if it is a reply that needs a repair,
-        which ``asked`` then gets."""
+        """Return the outcome that the journal records at ``offset``. Returns None if the line is a
+        reply that still needs a repair, and adds that reply to ``asked``."""
         line = self._journal.line_at(offset)
         if line.e is not None:
             end = line.e
@@ -637,7 +640,7 @@ class MapRun:
         return recorded_reply(self._journal.line_at(offset))
 
     def _flush(self) -> None:
-        """Write the rows that are answered, up to the first that is not."""
+        """Write the answered rows in table order, up to the first row without an answer."""
         slots = self._slots
         while slots and (outcome := slots[0][1].outcome) is not None:
             if outcome.cause is not None:

@@ -143,11 +143,11 @@ class MapTable:
         return self
 
     def files(self) -> list[Path]:
-        """Return the files of the store that have the map."""
+        """Return the files of the store that hold this map."""
         return [self.path]
 
     def figures(self) -> MapFigures:
-        """Return what a list of maps shows of this one."""
+        """Return the summary of this map that a list of maps shows."""
         header, rows = self.header, self.rows
         costs = [row.cost for row in rows if row.cost is not None]
         num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
@@ -241,7 +241,8 @@ class MapRowRun:
     path = None
 
     def __init__(self, table: MapTable, number: int) -> None:
-        """Raises StoreError if the map has no such question."""
+        """Open question ``number`` of a map as a run. Raises StoreError if the map has no such
+        question."""
         table.refresh().question(number)
         self.id = f"{table.id}:{number}"
         self._table = table

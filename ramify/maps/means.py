@@ -1,11 +1,12 @@
-"""The means by which rows are answered. The smallest that fits answers a row.
+"""The two ways in which a row is answered: by a plain call or by a session. The cheapest way that
+fits the row is used.
 
     MEANS     plain call ── session
               one request      an ordinary run, stored under its own id
 
-A further means is a class here, in its place in ``means_of``: a fixed plan would stand between the
-two. Not here: which rows are asked, and in which order (``map_run.py``), and rows that a
-provider's batch API answers before (``batch_run.py``).
+To add a way, write a class here and put it in its place in ``means_of``, which goes from cheap to
+expensive. Not here: which rows are asked and in which order (``map_run.py``), and the rows that a
+provider's batch API answers (``batch_run.py``).
 """
 
 from __future__ import annotations
@@ -88,14 +89,14 @@ class RowOutcome(msgspec.Struct, frozen=True):
 
 
 class RowMeans(abc.ABC):
-    """One means of answering a row."""
+    """A way of answering a row, such as a plain call or a session."""
 
     name: str
     """``plain call``, ``session``"""
 
     @abc.abstractmethod
     def can_answer(self, question: Question) -> bool:
-        """Whether it fits the question."""
+        """Return True if the question can be answered in this way."""
 
     @abc.abstractmethod
     async def answer(self, asked: AskedRow) -> RowOutcome:
@@ -243,7 +244,7 @@ class _DirectRow:
 
 
 class SessionMeans(RowMeans):
-    """Answers a row by an ordinary run, which may open a session."""
+    """Answers a row with a complete run of the RLM, which may open a Python session."""
 
     name = "session"
 

@@ -31,7 +31,7 @@ _NAME = re.compile(r"part-\d{5}-\d{6}")
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of an output has the name of a part."""
+    """Return True if ``name`` is the name of a part's file, such as ``part-00000-000001.jsonl``."""
     return _NAME.match(name) is not None
 
 
@@ -59,13 +59,14 @@ class PartOutput(msgspec.Struct, frozen=True):
     """Files of parts that may lack answers."""
 
     def read(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows of a part of an earlier start; none if it has none."""
+        """Return the rows that an earlier start wrote for this part. Empty if it wrote none, or if
+        the part is complete."""
         names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
         name = next((each for each in names if each in self.old), "")
         return self.rows(name) if name else []
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of the file of a part."""
+        """Return the rows in the file ``name`` of this folder."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:

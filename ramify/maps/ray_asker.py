@@ -114,7 +114,7 @@ def _is_priced(rlm: RLM) -> bool:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of columns by name."""
+    """Convert a batch from columns to rows: one dict for each row."""
     columns = {
         name: values.tolist() if hasattr(values, "tolist") else list(values)
         for name, values in batch.items()

@@ -58,7 +58,7 @@ _SETTINGS = (
 
 
 class PartManifest(msgspec.Struct, frozen=True):
-    """Whose answers a folder has."""
+    """Identifies the map whose answers are in an output folder."""
 
     key: str
     """Digest of the question, its settings and the model."""
@@ -81,9 +81,9 @@ class RayMapRun:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """``make_rlm`` makes the RLM of each worker, and is sent to them: it must have no keys.
-        ``out`` is the folder of the parts, or its URL; its ending is their format. Raises
-        ConfigError and SourceError."""
+        """``make_rlm`` creates the RLM of each worker. It is sent to the workers, so it must hold
+        no keys. ``out`` is the path or URL of the output folder, and the ending of its name is the
+        format of the files. Raises ConfigError and SourceError."""
         if request.sample is not None:
             raise ConfigError("a sample is asked on this machine: remove --placement ray")
         if workers is not None and workers < 1:
@@ -349,7 +349,8 @@ class RayMapRun:
             )
 
     async def _watched(self, budget: Any, run: Callable[[], None]) -> SharedState:
-        """Run the pipeline in a thread, show its progress, and pass a request to stop on."""
+        """Run the pipeline in a thread. Meanwhile, show the progress, and forward requests to stop
+        to the shared budget."""
         loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def end(error: BaseException | None) -> None:

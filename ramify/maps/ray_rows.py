@@ -277,7 +277,8 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPart]:
 
 
 def text_parts(files: RowFiles) -> Iterator[RowPart]:
-    """Yield the parts of a folder of texts, which have the paths alone: the workers read them."""
+    """Yield the parts of a folder of texts. A part holds only the paths of its texts; the workers
+    read the files."""
     paths, index = iter(files.files), 0
     while chunk := list(islice(paths, PART_ROWS)):
         names = _encode([file.path for file in chunk])

@@ -28,7 +28,8 @@ MAX_ROWS = 100_000
 
 
 class RayMapTable(MapTable):
-    """One map whose rows are in the parts of its output."""
+    """A map that ran on a Ray cluster, as a table. Its rows are read from the part files in the
+    output folder."""
 
     has_runs = False
 
@@ -93,7 +94,7 @@ class RayMapTable(MapTable):
         )
 
     def _record(self) -> Path:
-        """Return the file that says what is spent."""
+        """Return the path of the file that records what the map has spent."""
         _, parts = self._described()
         return self.path.parents[1] / RAY_MAPS / parts.record
 

@@ -65,12 +65,13 @@ class RowEngine:
     def answer(
         self, part: str, source: RowTable, known: PartCounts
     ) -> tuple[MapResult | None, str]:
-        """Answer the rows of ``source``. ``known`` counts the part's other rows. Returns (result
-        with a list of all rows, ""), or (None, why the map stops)."""
+        """Answer the rows of ``source``. ``known`` counts the other rows of the part, which are
+        done already. Returns the result and an empty text; or None and the reason, if the map is
+        stopping."""
         return threads.run(self._answer(part, source, known))
 
     def skip(self, part: str, known: PartCounts) -> None:
-        """Count a part that lacks no answer."""
+        """Count the rows of a part in which no row has to be asked."""
         threads.run(self._skip(part, known))
 
     async def _answer(

@@ -101,7 +101,7 @@ class RecordedMap:
         return recorded
 
     def add(self, offset: int, line: MapLine) -> None:
-        """Apply one line."""
+        """Update the state with one line of the journal, which begins at ``offset``."""
         if line.r is not None:
             self._in_flight.pop(line.r.number, None)
             self._collected(line.r.number)
@@ -152,7 +152,7 @@ class RecordedMap:
             del self.batches[line.v.part]
 
     def _send(self, sent: BatchSent) -> None:
-        """Note that the prepared requests are a batch."""
+        """Record that the prepared requests were uploaded as one batch."""
         batch = self.batches[sent.part] = OpenBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
         self.num_batches = sent.part + 1
@@ -182,7 +182,8 @@ class RecordedMap:
             self.last_row = max(self.last_row, row)
 
     def _opened(self, number: int) -> OpenQuestion:
-        """Return the question as an open one: its reply so far was not its answer."""
+        """Mark a question as open again, and return it. A reply that counted as its answer becomes
+        one of its earlier replies."""
         digest = self.digests[number]
         found = self.open.get(digest)
         if found is None:

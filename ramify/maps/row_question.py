@@ -79,7 +79,8 @@ class RowQuestion:
         return question, key.digest()
 
     def question_of(self, text: str, context: Any) -> Question:
-        """Return the question with this text about this context."""
+        """Return the question for one row. ``text`` is what is asked, and ``context`` is what the
+        model reads."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 
     def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:

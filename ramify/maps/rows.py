@@ -46,8 +46,8 @@ FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text fi
 
 
 def open_rows(rows: Any, table: str | None = None) -> RowTable:
-    """Return the table that ``rows`` names or is. ``table`` is the table of a SQLite file. Raises
-    SourceError for anything else."""
+    """Return the rows as a table. ``rows`` is a path, a list of paths, or a table object such as a
+    DataFrame; ``table`` names a table of a SQLite file. Raises SourceError for anything else."""
     if isinstance(rows, str | Path):
         return _of_paths([rows], table)
     if isinstance(rows, Sequence) and rows and all(isinstance(row, Path) for row in rows):
@@ -154,7 +154,8 @@ def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tu
 
 
 def _num_lines(path: Path) -> int:
-    """Lines of a file that are not empty, nearly: blank lines between others count."""
+    """Return the approximate number of rows in a file: all its lines, including blank ones except
+    at the end of the file."""
     total, last = 0, b"\n"
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

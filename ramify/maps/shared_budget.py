@@ -87,7 +87,8 @@ class SpendingRecord(msgspec.Struct, frozen=True):
 
 
 class SharedState(msgspec.Struct, frozen=True):
-    """A map on a cluster, as it is now."""
+    """The current state of a map on a cluster: what is spent, which rows are done, and whether the
+    map stops."""
 
     usage: Usage
     cost: float | None
@@ -171,8 +172,9 @@ class SharedBudget:
     async def submit(
         self, attempt: str, operations: list[Operation], paused_s: float = 0.0
     ) -> tuple[list[Granted], str]:
-        """Apply ``operations`` in their order. ``paused_s`` is how long a rate limit pauses the
-        worker. Returns what is granted or refused by now, and why the map stops."""
+        """Apply the reservations, settlements and charges that a worker sends, in their order.
+        ``paused_s`` is how long (seconds) a rate limit pauses this worker. Returns the reservations
+        that have been granted or refused so far, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
@@ -210,7 +212,8 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def end(self, attempt: str, counts: PartCounts) -> None:
-        """An attempt has answered its part, as far as the map continued."""
+        """End an attempt at a part. ``counts`` are its rows by outcome, including those that were
+        not asked because the map stopped."""
         found = self._attempts.pop(attempt, None)
         if found is None:
             return
@@ -221,7 +224,7 @@ class SharedBudget:
         self._keep()
 
     async def written(self, part: str) -> None:
-        """A part is in the output."""
+        """Record that the file of a part was written to the output."""
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
@@ -307,7 +310,8 @@ class SharedBudget:
                     self._lose(name)
 
     def _keep(self) -> None:
-        """Write the record in place: one call, which a killed process has made or not."""
+        """Overwrite the record on disk. This is one system call, so a process that is killed leaves
+        either the old record or the new one."""
         if self._fd < 0:
             return
         ledger, more = self._ledger, self._ledger.outstanding
@@ -334,8 +338,9 @@ def _minus(counts: PartCounts, other: PartCounts) -> PartCounts:
 
 
 def _open_record(path: str) -> int:
-    """Return a descriptor of the record, which this process alone has. The budget of a start that
-    was killed may live for seconds after it."""
+    """Open the record, lock it for this process, and return its file descriptor. Waits, because the
+    budget actor of a killed start may hold the lock for some seconds more. Raises RunInUse if it
+    stays locked."""
     import fcntl
 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)

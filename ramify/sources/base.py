@@ -137,7 +137,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     URLs are without passwords and keys. Empty if ``load`` did not read the sources."""
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return ``origin`` with the names of the tools that a repeated run loads again."""
+        """Return what a repeated run needs to load the tools again: ``origin``, and the names of
+        the tools."""
         if not self.origin:
             return {}
         # Optional tools are recorded with the context.
@@ -171,7 +172,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> dict[str, tuple[SourcePlace, ...]]:
-        """Key of a document, as citations name it -> its places."""
+        """The pages, slides, sheets or headings of each document. A key is the name by which
+        citations refer to the document."""
         if isinstance(self.context, str):
             return {"context": self.items[0].places}
         return {item.name: item.places for item in self.items if item.places}
@@ -250,10 +252,11 @@ class SourceLoader:
         counts_mapped: bool = False,
         has_tools: bool = True,
     ) -> None:
-        """``work`` reports the number of bytes read. If ``strict``, the first file that cannot be
-        read raises SourceError. Above ``mapped_bytes`` in all, texts stay in their files (see
-        ``mapped_files.py``); if ``counts_mapped``, ``max_bytes`` bounds these, too. Without
-        ``has_tools``, sessions get the context alone."""
+        """``work`` shows how many bytes were read. With ``strict``, the first file that cannot be
+        read raises SourceError. Large texts stay in their files instead of memory; ``mapped_bytes``
+        is the size from which a text, or all texts together, are large (see ``mapped_files.py``).
+        With ``counts_mapped``, they count towards ``max_bytes``, too. Without ``has_tools``,
+        sessions get the context and no tools."""
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
         self.strict = strict
@@ -316,8 +319,8 @@ class SourceLoader:
         return self._spent
 
     def map(self, num_bytes: int, name: str) -> None:
-        """Count a text that stays in its file. Above a limit that was set, raises OversizedSource,
-        or SourceError for the sum of all files."""
+        """Count a text that stays in its file. If mapped files are limited, raises OversizedSource
+        for a file above the limit, and SourceError if all files together exceed it."""
         if self._counts_mapped and num_bytes > self.max_bytes:
             raise self._oversized(num_bytes)
         self.num_mapped += 1
@@ -331,8 +334,9 @@ class SourceLoader:
             self._work.at(self._spent + num_bytes, name)
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the current file: first its size, then what it unpacks to, in parts. Above
-        the limit, raises OversizedSource, or SourceError if the sizes of all files are."""
+        """Count bytes of the current file: first its size, then its unpacked parts. Raises
+        OversizedSource if this file exceeds the limit, and SourceError if its size brings all files
+        together above the limit."""
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:

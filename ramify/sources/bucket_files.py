@@ -254,15 +254,16 @@ _SIGNS = {
 
 
 def _name_check(url: str) -> str:
-    """Return the remedy for a name that does not exist. The hub also says so of a name that may not
-    be read."""
+    """Return the advice for a file that does not exist. The Hugging Face hub reports private files
+    as missing, too, so there the advice mentions the token."""
     is_hub = url.lower().startswith("hf:")
     return "check its name, and HF_TOKEN if it is private" if is_hub else "check its name"
 
 
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
-    """Turn the errors of the clients into UnreadableSource, without secrets."""
+    """Turn the errors of the bucket clients into UnreadableSource with a readable reason and
+    without secrets."""
     try:
         yield
     except UnreadableSource:

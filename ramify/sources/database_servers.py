@@ -59,7 +59,7 @@ class ServerAddress(msgspec.Struct, frozen=True):
 
 
 class ServerQuestion(msgspec.Struct, frozen=True):
-    """A query, for the process that asks the server."""
+    """A query for a database server. It is sent to the process that runs it."""
 
     address: ServerAddress
     query: str
@@ -87,8 +87,8 @@ def without_password(name: str) -> str:
 
 
 def read_server(url: str, loading: SourceLoader) -> None:
-    """Describe the database at ``url`` and add its ``sql``. Raises UnreadableSource, and
-    SourceError for a wrong URL."""
+    """Add a description of the database at ``url`` to the context, and a function that queries it.
+    Raises UnreadableSource if the server cannot be read, and SourceError for a wrong URL."""
     address = parse_address(url)
     try:
         text, num_tables = _described(address)
@@ -115,7 +115,8 @@ def read_server(url: str, loading: SourceLoader) -> None:
 
 
 def parse_address(url: str) -> ServerAddress:
-    """Raises SourceError, without the password, if ``url`` does not name a database."""
+    """Parse the URL of a database. A password that it lacks is read from the environment. Raises
+    SourceError, with the password removed, if ``url`` does not name a database."""
     shown = without_password(url)
     try:
         parts = urlsplit(url)
@@ -159,7 +160,8 @@ def _plain_option(name: str) -> str:
 
 
 def _options(kind: str, query: str, shown: str) -> dict[str, str]:
-    """Read the options of a URL. Raises SourceError for one that would not be obeyed."""
+    """Return the TLS options in the URL of a database. Raises SourceError for an option that is not
+    supported."""
     options = {_plain_option(name): value for name, value in parse_qsl(query)}
     names = _OPTIONS_OF[kind]
     for name in options:
@@ -318,8 +320,9 @@ def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
 
 
 def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
-    """The options of TLS for the driver, with the meaning that they have for MySQL's tools. Without
-    any, TLS is used if the server offers it, and its certificate is not verified."""
+    """Translate TLS options, which mean the same here as in MySQL's own tools, into arguments for
+    the driver. Without any options, TLS is used if the server offers it, and its certificate is not
+    verified."""
     authority = options.get("ssl-ca")
     mode = options.get("ssl-mode", "").upper() or ("VERIFY_CA" if authority else "PREFERRED")
     if mode == "DISABLED":
@@ -353,8 +356,8 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _reading(asked: ServerQuestion) -> str:
-    """The query. Raises PermissionError if it may be more than reading: a read-only transaction
-    permits COPY and INTO OUTFILE, which write files of the server."""
+    """Return the query if it only reads. Raises PermissionError for any other query: even a
+    read-only transaction permits COPY and INTO OUTFILE, which write files on the server."""
     words = asked.query.casefold()
     if not words.lstrip(" \t\r\n(").startswith(_READING) or _WRITES.search(words):
         raise PermissionError("sql: only a SELECT is allowed here")

@@ -95,7 +95,8 @@ class DownloadCache:
             raise
 
     def keep(self, url: str, path: Path, head: RemoteHead) -> CachedCopy:
-        """Make a written file the copy of ``url``."""
+        """Make a downloaded file the cached copy of ``url``, and delete older copies that are no
+        longer needed."""
         size = path.stat().st_size
         copy = CachedCopy(path, size, head)
         kept = head if head.may_keep else msgspec.structs.replace(head, version="")

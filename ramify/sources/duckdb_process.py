@@ -80,9 +80,9 @@ def query_tables(
 def describe_tables(
     tables: Sequence[TableSource], limit_s: float, max_text_bytes: int = 0
 ) -> list[TableInfo]:
-    """Return the columns, number of rows and first rows of tables of one file. A source without
-    ``member`` whose kind has several tables stands for all of them. Raises ValueError or
-    TimeoutError that says why the file cannot be read."""
+    """Return the columns, number of rows and first rows of the tables of one file. If a file can
+    hold several tables and a source names no ``member``, all its tables are described. Raises
+    ValueError or TimeoutError with the reason if the file cannot be read."""
     asked = TableQuestion(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
     return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
 
@@ -154,7 +154,7 @@ _SNIFFED = {
 
 
 class _Tables:
-    """A DuckDB in memory in which tables have their names."""
+    """An in-memory DuckDB database, in which each table can be queried by its name."""
 
     def __init__(self, tables: Sequence[TableSource]) -> None:
         import duckdb
@@ -218,7 +218,8 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _members(self, given: TableSource, attached: str) -> list[TableSource]:
-        """The tables of a file, as which ``given`` stands."""
+        """Return one source for each table of the file. A source that names its table, or whose
+        file is a single table, is returned as it is."""
         if given.member or given.kind not in ("duckdb", "sqlite", "xlsx"):
             return [given]
         if given.kind == "duckdb":
@@ -248,7 +249,7 @@ class _Tables:
         ]
 
     def _scan(self, each: TableSource) -> str:
-        """What reads a CSV or JSONL file, with the types of its columns."""
+        """Return the SQL that reads a CSV or JSONL file with the types of its columns."""
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
             return self._scan_csv(each.path, whole)
@@ -554,7 +555,8 @@ def _sheet(each: TableSource, *, with_formulas: bool = False) -> Iterator[tuple[
 
 
 def _sheet_rows(each: TableSource) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """As ``_sqlite_rows``. The first row holds the names if it has only text."""
+    """Return the kind and the name of each column of a sheet, and the rows in batches. The first
+    row holds the names if all its cells are text."""
     found: list[set[str]] = []
     head: tuple[Any, ...] = ()
     for number, row in enumerate(_sheet(each)):
@@ -651,7 +653,7 @@ def _arrow_type(kind: str) -> Any:
 
 
 def _fitting(value: Any, kind: str) -> Any:
-    """``value`` as one of the column's kind."""
+    """Convert a value to the kind of its column."""
     if value is None:
         return None
     if kind == "text" and not isinstance(value, str):
@@ -690,5 +692,5 @@ def _quoted(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The first part of an error of DuckDB, without the place in the query."""
+    """Return the message of a DuckDB error on one line, without the excerpt from the query."""
     return " ".join(str(error).split("\nLINE ")[0].split())[:400]

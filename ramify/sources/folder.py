@@ -162,8 +162,8 @@ Layers = tuple[IgnoreFile, ...]
 
 
 def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
-    """Return the layers of the repository above ``folder``, and the path from its top to ``folder``
-    (``"src/"``)."""
+    """Return the ignore files above ``folder`` in its repository, outermost first, and the path
+    from the top of the repository to ``folder`` (``"src/"``)."""
     top = next(
         (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
     )

@@ -42,7 +42,7 @@ _ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allo
 
 
 class PrivateAddress(UnreadableSource):
-    """All addresses of a host are private, or special in another way."""
+    """Raised instead of connecting to a host whose addresses are all private or reserved."""
 
     def __init__(self, host: str, address: str) -> None:
         place = "" if host == address else f"{host}, which is "

@@ -110,8 +110,8 @@ def _read(file: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value and everything inside it. Returns ``value`` itself if nothing had to be
-    converted."""
+    """Convert a value, and everything inside it, to plain Python values and the context types of
+    this package. Returns ``value`` itself if nothing had to be converted."""
     kind = type(value)
     if kind in _LEAVES:
         return value

@@ -228,7 +228,7 @@ def _read_path(
     loading: SourceLoader,
     shown: str = "",
 ) -> None:
-    """Read one path. ``shown`` is its name in errors, if that is another one."""
+    """Read one path. ``shown`` is its name in error messages, if that differs from the path."""
     shown = shown or ("standard input" if path == _STDIN else path)
     try:
         if path == _STDIN:
@@ -346,8 +346,8 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
 
 
 def _single_database(loading: SourceLoader) -> str | None:
-    """Name of the only database, if all tables are its own: it is queried in its own dialect, as if
-    there were no others to join."""
+    """Return the name of the only database, if no table comes from anywhere else. Queries then use
+    its own dialect, since there is nothing to join it with."""
     databases = [*loading.databases, *loading.servers]
     is_single = len(databases) == 1 and all(each.file in databases for each in loading.tables)
     return databases[0] if is_single else None

@@ -123,7 +123,8 @@ def _file_name(part: EmailMessage) -> str:
 
 
 def _header(message: Any, name: str) -> str:
-    """Return the value of a header on one line. The parser raises for some damaged headers."""
+    """Return the value of a header, with all white space as single spaces. The parser raises for
+    some damaged headers; their raw value is returned."""
     try:
         value = message.get(name, "")
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -67,8 +67,8 @@ def is_large(num_bytes: int, loading: SourceLoader) -> bool:
 
 
 def _described(name: str, text: MappedText) -> tuple[str, str]:
-    """Return kind and detail, as ``file_kinds.describe`` does for a text in memory. The number of
-    lines stands for the number of rows."""
+    """Return the kind and the description of a large text in its file. The number of rows is
+    estimated from the number of lines, because the text is not parsed."""
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":

@@ -92,7 +92,8 @@ def can_render() -> bool:
 
 
 def keep(file: SourceFile, loading: SourceLoader) -> None:
-    """Let sessions look at the pages of ``file``, if this installation can render them."""
+    """Register a PDF, so that sessions can look at pictures of its pages. Does nothing if this
+    installation cannot render them."""
     if can_render() and file.name not in loading.pdfs:
         digest = hashlib.sha256(file.data).hexdigest()
         loading.pdfs[file.name] = PdfSource(file.path or file.data, digest)

@@ -1,13 +1,13 @@
-"""Web pages, files on the web and files in buckets as sources: they are listed with their sizes,
-bounded, fetched to this machine, and then read as local files are.
+"""Web pages, files on the web and files in buckets as sources. They are listed with their sizes,
+checked against the limits, fetched to this machine, and then read like local files.
 
     URLs ── list ──> files and sizes ── check the limit ── fetch ──> FetchedFile ── load_sources.py
                      (a bucket's listing,   nothing was             in DownloadCache, unless the
                      a page's head)         fetched so far          server says that it is unchanged
 
-The host fetches; sessions have no network. Each file is bounded in bytes, in the time without data,
-and in its slowness. A URL that cannot be fetched is a ``SourceProblem``; named alone, it is an
-error. Not here: the protocols (``http_download.py``, ``bucket_files.py``).
+The host fetches; sessions have no network. Each download has limits on its size, on the time
+without data, and on how slow it may be. A URL that cannot be fetched is a ``SourceProblem``, or an
+error if it is the only source. Not here: the protocols (``http_download.py``, ``bucket_files.py``).
 """
 
 from __future__ import annotations
@@ -229,7 +229,8 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
 
 
 def _web_label(url: str, name: str) -> str:
-    """Return the name of one of several pages: its host and path, with the suffix of ``name``."""
+    """Return the label of a page when several are loaded: the host and folder of its URL, then the
+    file name ``name``."""
     place = shown_url(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place
     return f"{folder}/{name}"

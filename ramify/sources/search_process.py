@@ -193,8 +193,8 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` units with this score, of which there are more than were
-        fetched."""
+        """Return the first ``num`` units with exactly this score, in the order of the text. More
+        units are tied at this score than one query fetches."""
         found: list[tuple[float, int]] = []
         for part in range(self._num_units // _PART + 1):
             hits = self._hits(self._within(matches, [("part", part)]), _PART)

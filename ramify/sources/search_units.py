@@ -129,8 +129,8 @@ def place_of(name: str, text: Text, start: int, line: int, layout: TextLayout) -
 
 
 def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
-    """Return the text of the last ``mark`` that begins at ``start`` or up to ``most`` characters
-    before it."""
+    """Return the last match of ``mark`` (a heading or a page number) that begins at ``start`` or at
+    most ``most`` characters before it."""
     low = max(0, start - most)
     last = ""
     for found in mark.finditer(text[low : start + 200]):

@@ -18,7 +18,7 @@ from ramify.sources.sqlite_query import Params, run_query
 
 
 class SqlQuery(msgspec.Struct, frozen=True):
-    """A query, for the process that runs it."""
+    """A query on a SQLite file. It is sent to the process that runs it."""
 
     path: str
     query: str

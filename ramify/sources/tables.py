@@ -1,12 +1,12 @@
-"""Tables of the sources: ``tables`` and ``sql`` of a session.
+"""Tables of the sources, which a session uses through ``tables`` and ``sql``.
 
     file ──describe_file──> TableInfo ──SessionTables──> tables   a list: names, columns, samples
                                                          sql(…)   one SELECT over all of them
 
-Which file is a table, its name in SQL, and whether it is still the file that was read. ``sql``
-without ``db`` is DuckDB's dialect over all tables; with the name of a SQLite file or of a database
-server it is the dialect of that one. Not here: running a query (``duckdb_process.py``,
-``sqlite_process.py``, ``database_servers.py``).
+This file decides which files are tables, what they are called in SQL, and whether a file has
+changed since it was read. ``sql`` without ``db`` queries all tables in DuckDB's dialect. With
+``db``, it queries one SQLite file or database server in that database's own dialect. Not here:
+running a query (``duckdb_process.py``, ``sqlite_process.py``, ``database_servers.py``).
 """
 
 from __future__ import annotations
@@ -162,8 +162,10 @@ class SessionTables:
         default: str | None,
         kept: KeptTables | None = None,
     ) -> None:
-        """``databases`` are what ``db`` can name, and ``default`` is the one of a query without
-        ``db``; None stands for all tables. ``kept`` holds files that are needed as long as this."""
+        """``databases`` maps each name that a query can give as ``db`` to the function that runs
+        the query. ``default`` is the database of a query without ``db``; if None, such a query runs
+        over all tables. ``kept`` is a temporary folder of tables, which must exist as long as this
+        object."""
         self._entries = list(entries)
         self._databases = dict(databases)
         self._default = default

@@ -113,7 +113,8 @@ def _num_bytes(text: str) -> int:
 
 
 def _cut(window: str) -> int:
-    """Return where a piece ends that cannot hold the rest of its text."""
+    """Return the position in ``window`` at which to end a piece, when the text continues after the
+    window."""
     half = len(window) // 2
     headings = [each.start() for each in _HEADING.finditer(window, half)]
     if headings:

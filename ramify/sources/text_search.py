@@ -91,8 +91,8 @@ def search_tools(context: Any) -> dict[str, Any]:
 
 
 def tools_named(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return those of ``search_tools`` that a recorded run had. If they need a library that is
-    missing, only a call that was not recorded says so."""
+    """Return the search tools with these names, for a repetition of a recorded run. A missing
+    library raises no error here, but only when a search that was not recorded is called."""
     every: dict[str, Any] = {"search": TextSearch(context), "chunks": TextChunks()}
     return {name: tool for name, tool in every.items() if name in names}
 
@@ -148,8 +148,8 @@ class TextSearch:
         self._future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
-        """Return what ``SEARCH`` says. Raises TypeError, ValueError or TimeoutError, for a model to
-        read."""
+        """Search for ``query`` and return the ``k`` best hits; the model reads ``SEARCH`` as the
+        description. Raises TypeError, ValueError or TimeoutError with a message for the model."""
         if not isinstance(query, str):
             raise TypeError(f"the query is a {type(query).__name__}: give words as one text")
         if type(k) is not int or not 1 <= k <= MAX_HITS:
@@ -256,7 +256,8 @@ class _UsedSearch:
         return index_of(digest.hexdigest(), self._num_chars, self._requests)
 
     def _requests(self) -> Iterator[IndexRequest]:
-        """Return the texts in requests of at least ``_BLOCK_CHARS``, except the last one."""
+        """Yield requests that add all texts to the index. Each request but the last carries at
+        least ``_BLOCK_CHARS`` characters."""
         blocks: list[TextBlock] = []
         num_chars = 0
         for number, at in self._places:
@@ -371,7 +372,7 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def _sendable(text: str) -> str:
-    """Replace lone surrogates, which no message can hold. Each is one character afterwards, too."""
+    """Replace lone surrogates, which cannot be encoded as UTF-8. The text keeps its length."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

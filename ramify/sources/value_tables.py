@@ -26,8 +26,8 @@ _NAME = "context"
 
 
 class ValueTables:
-    """The tables of one context. ``tools`` are the tools for the session. ``use`` sets the context
-    that ``sql`` reads."""
+    """The tables among the values of one context. ``tools`` are the functions that a session gets.
+    Call ``use`` first, to set the context that ``sql`` reads."""
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
         """``tables`` maps the names in SQL to tables. ``keys`` maps them to keys of the context, or
@@ -84,7 +84,7 @@ class ValueTables:
         )
 
     def use(self, context: SharedContext) -> None:
-        """Answer queries from this context."""
+        """Set the context whose tables ``sql`` queries."""
         self._context = context
 
     def sql(self, query: str, params: Any = ()) -> list[tuple[Any, ...]]:

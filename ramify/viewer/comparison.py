@@ -31,7 +31,7 @@ Row = list[CallNode | None]
 
 
 def compared(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
-    """(head, calls) of a run, which ``rows_of`` needs."""
+    """Return the overview of a run and its calls, to be compared with other runs by ``rows_of``."""
     return head(run), list(run.tree.order)
 
 
@@ -60,7 +60,8 @@ def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
 
 
 def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
-    """Id of a parent -> its children in order; the calls without a parent are below None."""
+    """Group calls by the id of their parent. The key None has the calls whose parent is not in
+    ``calls``."""
     known = {node.id for node in calls}
     below: dict[str | None, list[CallNode]] = defaultdict(list)
     for node in calls:
@@ -70,7 +71,9 @@ def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
 
 
 def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
-    """Siblings of each run -> rows. A call that matches none gets a row after its predecessor's."""
+    """Put sibling calls of several runs side by side, in rows of one call per run. Each group has
+    the siblings of one run. A call that matches no other gets a new row after the call before
+    it."""
     rows: list[Row] = []
     for run, siblings in enumerate(groups):
         found = _matches([_any(row) for row in rows], siblings, are_roots)
@@ -99,7 +102,8 @@ def _any(row: Row) -> CallNode:
 def _matches(
     known: Sequence[CallNode], siblings: Sequence[CallNode], are_roots: bool
 ) -> dict[int, int]:
-    """Index in ``siblings`` -> index in ``known`` of the call with the same question."""
+    """Match each call in ``siblings`` with one in ``known`` that has the same question, or a
+    similar one. Returns the index in ``known`` for each matched index in ``siblings``."""
     keys: list[Callable[[CallNode], Hashable]] = [
         lambda node: (node.kind, node.subject),
         lambda node: (node.kind, node.question),
@@ -120,7 +124,8 @@ def _matches(
 
 
 def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
-    """Matches by common words, the most alike first."""
+    """Match calls whose questions share at least the part ``_ALIKE`` of their words, beginning with
+    the most similar pair. Returns the index in ``known`` for each matched index in ``siblings``."""
     if not known or len(known) * len(siblings) > _MAX_PAIRS:
         return {}
     words = {index: set(node.question.lower().split()) for index, node in known.items()}

@@ -44,7 +44,8 @@ class Flow(msgspec.Struct, frozen=True):
         return bool(self.calls or self.guesses or self.from_context)
 
     def whole(self) -> Flow:
-        """The same without its items."""
+        """Return this flow without the flows of the single items, as for the list or dict as a
+        whole."""
         return Flow(self.calls, self.guesses, self.from_context, self.names)
 
 
@@ -75,7 +76,8 @@ class CodeUse(msgspec.Struct, frozen=True):
 
 
 class CellFlow(msgspec.Struct):
-    """Flows of one cell."""
+    """Where the values in one cell came from: its prints, its last expression, its prompts and its
+    variables."""
 
     is_parsed: bool = True
     prints: list[Flow] = []
@@ -92,7 +94,8 @@ class DataFlow:
     """Follows the cells of one session in their order."""
 
     def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
-        """``guess`` returns the earlier sub-calls that returned the value of a literal."""
+        """``guess`` takes a literal in the code and returns the earlier sub-calls that returned the
+        same value, since the model may have copied it."""
         self.env: dict[str, Flow] = {"context": Flow(from_context=True)}
         self.defined: dict[str, tuple[int, int, int]] = {}
         """Variable -> (turn, cell, line) of its last assignment."""
@@ -106,7 +109,7 @@ class DataFlow:
         self._sites: dict[ast.AST, list[str]] = {}
 
     def run(self, turn: int, cell: int, code: str, made: Sequence[MadeCall]) -> CellFlow:
-        """Follow one cell whose code made the calls ``made``."""
+        """Follow the values through one cell. ``made`` are the sub-calls that its code made."""
         self._cell = CellFlow(prints=[], uses=[], prompts={})
         self._place = (turn, cell)
         try:
@@ -125,7 +128,8 @@ class DataFlow:
         return self._cell
 
     def _quietly(self, node: ast.expr) -> Flow:
-        """Flow of an expression that was evaluated before."""
+        """Return the flow of an expression without recording its prints and uses, which were
+        recorded when it was evaluated before."""
         prints, uses = len(self._cell.prints), len(self._cell.uses)
         flow = self._flow(node)
         del self._cell.prints[prints:], self._cell.uses[uses:]
@@ -186,7 +190,8 @@ class DataFlow:
             self._statement(statement)
 
     def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
-        """Run a body that may not have run: what it assigns is added to what was there."""
+        """Follow a body that may not have run. A variable that it assigns may also still have its
+        earlier value, so both flows are joined."""
         before = dict(self.env)
         self._block(body)
         for name, flow in before.items():
@@ -211,7 +216,8 @@ class DataFlow:
         self._cell.is_straight &= before == len(self._cell.prints)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """A function is what its body reads and returns; its prints happen at unknown times."""
+        """Follow the definition of a function. Its flow is that of all variables and calls in its
+        body. Nothing is known about when its prints run."""
         before = dict(self.env)
         prints = len(self._cell.prints)
         self._block(node.body)
@@ -249,7 +255,8 @@ class DataFlow:
                 pass
 
     def _put(self, target: ast.Subscript, flow: Flow) -> None:
-        """``answer["content"] = flow``"""
+        """Record an assignment to an item, such as ``answer["content"] = …``. The flow of the item
+        is kept if its key is a constant."""
         key = target.slice.value if isinstance(target.slice, ast.Constant) else None
         if not isinstance(target.value, ast.Name):
             return self._add_to(target.value, flow)

@@ -82,7 +82,8 @@ def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedO
 
 
 def _outcomes(path: Path, problems: list[str]) -> tuple[AttemptOutcome, ...]:
-    """The outcomes of a cell so far; none before it has begun."""
+    """Return the outcomes of the attempts so far in one cell (suite, model and mode) of an
+    evaluation matrix. Empty if the cell has not begun. Errors are added to ``problems``."""
     try:
         return read_evaluation(path, problems).outcomes if path.is_file() else ()
     except StoreError as error:

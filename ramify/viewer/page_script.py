@@ -59,7 +59,8 @@ def app() -> str:
 
 
 def early() -> str:
-    """Inline script that requests the run's data at once, because that takes longest."""
+    """Return the inline script of the page. It requests the run's data before the other scripts
+    load, because the data takes longest to arrive."""
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
 
@@ -108,8 +109,9 @@ def whole(on_demand: Sequence[str]) -> str:
 
 
 def _vendored(name: str, source: str) -> str:
-    """Turn a module with one default export into a constant called ``name``; with named exports,
-    ``{ name }`` is the one that is used."""
+    """Turn a third-party module into code that defines its exports as a constant. ``name`` is what
+    the page's code imports: a name for the default export, or ``{ names }`` in braces for named
+    exports."""
     if name.startswith("{"):
         exports = _VENDOR_EXPORTS.findall(source)[-1]
         pairs = (each.split(" as ") for each in exports.split(","))

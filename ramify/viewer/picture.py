@@ -130,9 +130,10 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Id of each call -> mean of what a training run recorded of its turns: ``{"0.1/2": 0.25}`` for
-    turn 2 of call 0.1, or a list with a number for each token; each turn counts once. ``size`` is
-    applied to each number."""
+    """Average a value that a training run recorded for the turns of a run, and return the mean for
+    each call by its id. ``recorded`` maps a turn to a number, or to a list with one number per
+    token: ``{"0.1/2": 0.25}`` is turn 2 of call 0.1. Each turn has the same weight. ``size``
+    converts each number first; it can be ``abs``."""
     by_call: dict[str, list[float]] = {}
     for place, values in recorded.items() if isinstance(recorded, dict) else ():
         numbers = [
@@ -246,7 +247,7 @@ def _ending(run: WatchedRun) -> str:
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
-    """Rewards of a call; the first call has those of the run if it has none itself."""
+    """Return the rewards of a call. For the first call without rewards, return those of the run."""
     call_rewards = run.tree.run.call_rewards.get(node.id)
     return call_rewards or ({} if node.index else run.tree.run.rewards)
 

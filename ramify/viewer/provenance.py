@@ -74,7 +74,8 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
 
 
 class _CallLinks:
-    """Links of one session, made while its cells are followed in order."""
+    """Collects the links from one call's outputs, code and answer to the sub-calls that their
+    values came from. The cells of the session are followed in order."""
 
     def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValues) -> None:
         self._call = call
@@ -144,7 +145,9 @@ class _CallLinks:
             self._add((turn, cell, "code"), start, start + len(use.text), use.flow, computed=True)
 
     def _text(self, place: tuple[int, int, str], text: str, start: int, flow: Flow) -> None:
-        """Links in a text that was made from ``flow``: values, and the rest as computed."""
+        """Add the links of a text whose sources are ``flow``. A value that a sub-call returned is
+        linked to that call. The rest of the text is linked to all calls that it was computed
+        from."""
         if not flow.calls and not flow.guesses:
             return
         spans = find_values(text, self._returned, flow.calls | flow.guesses)
@@ -220,7 +223,8 @@ class _CallLinks:
         )
 
     def _placed(self, text: str, start: int, value: Any, flow: Flow) -> None:
-        """Links of an answer; the items of a dict or list have their own flows."""
+        """Add the links of an answer. If it is a dict or list with known sources for each item,
+        each item in its text is linked separately."""
         entries = (
             value.items()
             if isinstance(value, dict)
@@ -323,7 +327,8 @@ def _position(text: str, value: str) -> int:
 def _calls_by_place(
     run: WatchedRun, id: str
 ) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
-    """(turn, cell) -> (node, question, answer) of the sub-calls that it made."""
+    """Return the sub-calls of call ``id``, each as (node, question, answer), by the (turn, cell)
+    whose code made them."""
     found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
     children = [node for node in run.tree.order if node.parent and node.parent.call == id]
     for node in children[:MAX_CALLS]:
@@ -341,7 +346,8 @@ def _calls_by_place(
 
 
 def _plain_links(call: Call) -> list[ValueLink]:
-    """Link what a plain call answered to the place in its prompt that says the same."""
+    """Link the answer of a call without a session, and the numbers in it, to the places in its
+    prompt with the same text."""
     if not call.turns or call.answer is None:
         return []
     text, links = as_text(call.answer), []

@@ -1,13 +1,13 @@
-"""Where a value came from: which place in a cell's code made which of its sub-calls, and which
-values the calls returned, wherever they appear in a text.
+"""Finds where a value came from. It finds the place in a cell's code that made each sub-call, and
+the places in a text that show a value which a call returned.
 
     0.0 returned "30,102 dollars"     "30,102 dollars" and 30102 lead to 0.0
     0.1 returned ["web-3", 7]         "web-3" and 7 lead to 0.1
 
-A value that more than ``MAX_SOURCES`` calls returned leads nowhere. A journal records the sub-calls
-of a cell in the order of their creation, but not the expression that made each; ``assign_sites``
-finds it. Not here: where the results went from there, and which calls a text can have come from
-(see data_flow.py).
+A value that more than ``MAX_SOURCES`` calls returned is linked to none. A journal records the
+sub-calls of a cell in the order of their creation, but not the expression that made each one;
+``assign_sites`` finds that expression. Not here: where the results went from there, and which calls
+a text can have come from (see data_flow.py).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def assign_sites(tree: ast.Module, made: Sequence[MadeCall]) -> dict[ast.AST, li
 
 
 def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
-    """(node, function, literal words of its prompt) of each place, in source order."""
+    """Return the places in the code that make sub-calls, in source order. Each is (syntax node,
+    name of the function, literal texts in its prompt)."""
     called = {}
     found: list[tuple[ast.AST, str, list[str]]] = []
     for node in ast.walk(tree):
@@ -90,7 +91,8 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 def _in_order(
     tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[MadeCall]
 ) -> dict[ast.AST, list[str]] | None:
-    """Assign by order if each place runs once and makes a known number of calls."""
+    """Assign the sub-calls to the places in the code by their order. This is possible if each place
+    runs once and makes a known number of calls; otherwise None is returned."""
     repeated = {
         inner
         for outer in ast.walk(tree)
@@ -208,7 +210,8 @@ def is_telling(text: str) -> bool:
 
 
 def leaves(answer: Any) -> Iterator[str]:
-    """Texts of a value: the whole, and items of lists and dicts, also of those written as JSON."""
+    """Yield the texts in a value: the text itself, and the items of lists and dicts, including
+    those inside JSON text."""
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:
         value = stack.pop()
@@ -237,7 +240,8 @@ class ValueSpan(msgspec.Struct, frozen=True):
 
 
 def find_values(text: str, returned: ReturnedValues, calls: frozenset[str]) -> list[ValueSpan]:
-    """Places in ``text`` of values that ``calls`` returned, without overlaps, the longest first."""
+    """Return the places in ``text`` that show a value which one of ``calls`` returned. Places do
+    not overlap; longer values are placed first."""
     taken = bytearray(len(text))
     spans: list[ValueSpan] = []
     for value in returned.texts_of(calls):

@@ -80,7 +80,8 @@ class RunAgain:
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
     async def place(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
-        """What of a turn can be edited, and what running it again may cost."""
+        """Return the parts of a turn that can be edited (its messages and code), and what running
+        it again may cost."""
 
         def look() -> tuple[ForkPoint, Limits]:
             events = list(_store_of(located).events(located.run.id))
@@ -202,7 +203,8 @@ def _options(rlm: RLM, wanted: AgainRequest) -> ForkOptions:
 
 
 def _store_of(located: LocatedRun) -> RunStore:
-    """Store of a run. Raises StoreError for a file that is not in one."""
+    """Return the store that a run is in. Raises StoreError if the run is only a file outside a
+    store."""
     if located.store is not None:
         return located.store
     path = located.run.path

@@ -86,7 +86,7 @@ class RunRow(msgspec.Struct, omit_defaults=True):
 
 
 class TrainingRow(msgspec.Struct, omit_defaults=True):
-    """Row for a folder of ``ramify train``."""
+    """Row of the list of training runs, for one folder of ``ramify train``."""
 
     key: str
     name: str
@@ -235,7 +235,8 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
 
 @functools.lru_cache(1000)
 def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
-    """Cached, since the file of a matrix never changes."""
+    """Return the list row of a matrix file, with its axes and planned attempts. It is cached,
+    because a matrix file never changes."""
     name = path.name.removesuffix(MATRIX)
     try:
         plan = read_matrix(path)
@@ -465,11 +466,13 @@ class RunLibrary:
         return self._places.key(path)
 
     def key_in(self, store: RunStore, id: str) -> str | None:
-        """Address of run ``id`` of ``store``, or None if that is none of the places."""
+        """Return the address of run ``id`` in ``store``, or None if the store was not given to this
+        library."""
         return self._places.key_of_run(store, id)
 
     def key_of_run(self, record: Path, id: str) -> str | None:
-        """Address of run ``id`` in the store of an evaluation's record; None if it is missing."""
+        """Return the address of a run of an evaluation. ``record`` is the evaluation's file, whose
+        store has the run. Returns None if the run is missing."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
         return self.key_of(path) if id and path.is_file() else None
 

@@ -180,7 +180,8 @@ class RunLocations:
         return None
 
     def key_of_run(self, store: RunStore, id: str) -> str | None:
-        """Address of run ``id`` of ``store``, or None if that is none of the places."""
+        """Return the address of run ``id`` in ``store``, or None if the store is not among the
+        given places."""
         path = store.stored(id).path
         if path is not None:
             return self.key(path)

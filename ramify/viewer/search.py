@@ -36,8 +36,8 @@ TextPlace = tuple[str, int, str, str]
 
 
 def search(run: WatchedRun, query: str) -> dict[str, Any]:
-    """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_HITS``
-    places the first said."""
+    """Return the places in a run that contain ``query``, ignoring case, in the order of the calls.
+    At most ``MAX_HITS`` places are returned; ``more`` is true if there are others."""
     hits: list[dict[str, Any]] = []
     needle = query.lower()
     more = False

@@ -58,7 +58,8 @@ def _code_of(run: WatchedRun, id: str) -> _Code:
 
 
 def _codes_of_siblings(run: WatchedRun, node: CallNode) -> dict[str, _Code]:
-    """Siblings that are as usual -> their code."""
+    """Return the code of each sibling of a call by its id, without siblings that failed or are
+    outliers."""
     if node.parent is None or node.kind != "rlm":
         return {}
     usual = [
@@ -86,7 +87,8 @@ def _similarity(own: _Code, other: _Code) -> float:
 
 
 def _matched_cells(own: _Code, other: _Code) -> list[list[str | None]]:
-    """Cells of both in order; equal ones are in the same row."""
+    """Put the cells of two calls side by side in rows, in order. Cells with the same code share a
+    row; None marks a missing cell."""
     rows: list[list[str | None]] = []
     matcher = SequenceMatcher(None, own, other, autojunk=False)
     for _, start, end, other_start, other_end in matcher.get_opcodes():

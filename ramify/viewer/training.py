@@ -266,7 +266,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def kept(folder: Path) -> dict[int, Path]:
-    """Step -> file with its saved rollouts."""
+    """Return the files with saved rollouts, by training step."""
     files = {}
     for path in (folder / "rollouts").glob("step-*.jsonl"):
         if match := _STEP.fullmatch(path.name):

@@ -44,7 +44,8 @@ class TrainingFact(msgspec.Struct, kw_only=True):
 
 
 class TrainingAlarm(msgspec.Struct, kw_only=True):
-    """A fault that the doctor found, over all the times that it began."""
+    """A fault found by the automatic diagnosis of a training run. If it went and came back, all its
+    occurrences are one alarm."""
 
     name: str
     text: str
@@ -94,7 +95,8 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
 def verdict(
     curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
 ) -> list[TrainingFact]:
-    """The facts of the last stage of a run; empty before its first step."""
+    """Summarise the last stage of a training run in a list of facts, such as the change of the mean
+    reward. Empty before the first step."""
     if not stages:
         return []
     stage, start = stages[-1]
@@ -143,7 +145,8 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
 
 
 def num_compared(num_steps: int) -> int:
-    """Number of first and of last steps of a stage whose means are compared."""
+    """Return how many steps at the start and at the end of a stage are averaged, to compare the
+    two."""
     return max(1, min(COMPARED, num_steps // 3))
 
 

@@ -148,7 +148,8 @@ def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Answer of a user's tool, with its result unwrapped from the session's encoding."""
+    """Convert one call of a user's tool for the page. The result is taken out of the session's
+    encoding."""
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
         result = result["value"]
@@ -214,7 +215,7 @@ def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """A message as the chat format has it."""
+    """Convert a message to a dict of the OpenAI chat format."""
     sent: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         sent["tool_calls"] = [
