@@ -46,8 +46,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def with_policy_defaults(run: Run) -> Run:
-    """``run`` with the options set that were not given and depend on its policy. Raises ConfigError
-    for a thinking switch that the policy does not have."""
+    """Return a copy of ``run`` in which the options that depend on the policy are filled in, unless
+    they were given. Raises ConfigError for a thinking switch that the policy does not have."""
     policy = _policy(run.policy)
     is_checkpoint = is_pretrained(run.policy)
     stages: dict[str, Any] = {}
@@ -127,8 +127,9 @@ def vocabulary_for(num_chars: int) -> int:
 
 
 def shape_for(num_tokens: int, longest: int) -> dict[str, Any]:
-    """The shape of a model for ``num_tokens`` tokens of demonstrations, the longest conversation of
-    which has ``longest``: its window has a quarter more than that."""
+    """Return the configuration of a new model. Its size follows from ``num_tokens``, the number of
+    tokens in all demonstrations. Its window is the next power of two above 5/4 of ``longest``, the
+    number of tokens in the longest conversation; it has 512 to 32,768 tokens."""
     width, layers = next(size[1:] for size in reversed(_SIZES) if num_tokens >= size[0])
     low, high = _WINDOWS
     return {
@@ -178,8 +179,9 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
 
 
 def _optim(optim: OptimizerSpec, usual: float | None) -> OptimizerSpec:
-    """``usual``: learning rate of a checkpoint; None from scratch. ``stages.scheduled`` sets the
-    warm-up of a checkpoint, since it knows the number of steps."""
+    """Fill in the optimizer options that were not set. ``usual`` is the usual learning rate for a
+    checkpoint; None if the policy is trained from scratch. The warm-up for a checkpoint stays unset
+    here: ``stages.scheduled`` sets it later, when the number of steps is known."""
     values: dict[str, Any] = {}
     if optim.lr is None:
         values["lr"] = 1e-3 if usual is None else usual

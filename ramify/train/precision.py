@@ -35,7 +35,7 @@ _UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class RunPrecision(NamedTuple):
-    """In which precision a run computes."""
+    """The numeric precisions of a run: one for the engine, one for the trainer."""
 
     engine: str
     """``float32``, ``float16`` or ``bfloat16``."""
@@ -44,7 +44,7 @@ class RunPrecision(NamedTuple):
 
     @property
     def both(self) -> tuple[str, str]:
-        """The engine's and the trainer's, in the same words."""
+        """The precisions of the engine and of the trainer, both named as ``engine`` is."""
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryLimits:
@@ -69,9 +69,10 @@ class RunPrecision(NamedTuple):
 
 
 def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -> RunPrecision:
-    """The precision of ``run``. ``stored``: that of the checkpoint's weights; ``float32`` without a
-    checkpoint. ``device``: ``cpu`` or ``cuda``; ``has_bf16``: whether it supports bf16, as every
-    CPU does. Raises ConfigError if engine and trainer could not agree."""
+    """Return the precisions of ``run``. ``stored`` is the precision of the checkpoint's weights, or
+    ``float32`` without a checkpoint. ``device`` is ``cpu`` or ``cuda``. ``has_bf16`` is True if the
+    device supports bf16, as every CPU does. Raises ConfigError if engine and trainer could not
+    agree."""
     dtype, products = run.policy.dtype, run.compute.precision
     if not has_bf16 and "bf16" in (products, dtype.replace("bfloat16", "bf16")):
         raise ConfigError(
@@ -92,7 +93,9 @@ def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -
 
 
 def _check(run: Run, precision: RunPrecision) -> None:
-    """Raise ConfigError if engine and trainer could not agree."""
+    """Raise ConfigError if these precisions cannot satisfy the run's limits: a deterministic run
+    needs the same precision in engine and trainer, and the tolerance must be at least one
+    rounding."""
     if run.deterministic and precision.both[0] != precision.both[1]:
         raise ConfigError(
             f"deterministic=true needs one precision, but the engine would compute in "

@@ -71,7 +71,8 @@ def check_names(run: Run) -> None:
 
 
 def path_of(run: Run) -> str | Path:
-    """Where the run's policy begins, if it has a path."""
+    """Return the path of the run's initial policy. A name of a policy that ships with the package
+    becomes its folder."""
     path = run.policy.path
     packaged = packaged_policy(path)
     return path if packaged is None or Path(path).exists() else packaged
@@ -221,8 +222,9 @@ def check_task(run: Run, task: Task) -> None:
 
 
 def check_objective(run: Run) -> None:
-    """Reject an objective that the policy cannot have. Report a policy loss that is not the
-    objective's, and a reduction that is not the loss's."""
+    """Raise ConfigError if the policy cannot be trained with the run's objective. Warn if the
+    policy loss is not one of the objective's usual losses, or if the loss overrides
+    ``rl.algorithm.reduction``."""
     if run.rl is None:
         return
     rl, name = run.rl, run.rl.objective
@@ -293,8 +295,9 @@ def check_branches(run: Run) -> None:
 
 
 def check_embedded(config: Any, dtype: str, device: str) -> None:
-    """Raise ConfigError if the engine of this process, which has the whole model, does not fit
-    beside nothing else into the memory of its device. ``dtype``: of the policy."""
+    """Raise ConfigError if the weights of the policy are larger than the memory of the engine's
+    device. Applies to the engine in this process, which holds the whole model. ``dtype`` is the
+    policy's data type."""
     import torch
 
     from ramify.models.load import stored_dtype
@@ -470,8 +473,8 @@ def check_folder(out: Path) -> None:
 
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
-    """Reject a task whose first message leaves no room for a reply: every rollout would fail. What
-    an agent will ask is unknown."""
+    """Reject a task whose first message leaves no room for a reply: every rollout would fail. Tasks
+    whose prompts an agent writes are not checked, since those prompts are not known yet."""
     if getattr(task, "writes_prompts", False):
         return
     room, tools = policy.window - 1, scaffold.tools()

@@ -81,14 +81,16 @@ ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
 
 
 class PresetChoices(msgspec.Struct, frozen=True):
-    """What the names of a field stand for under a preset."""
+    """Builds the objects that a field's names stand for, with the options that a preset sets for
+    each name."""
 
     registry: Registry
     each: Options
     options: Mapping[str, Options]
 
     def build(self, value: Any) -> Any:
-        """As ``Registry.build``, with the preset's options for a name."""
+        """Build the object that ``value`` stands for. A name gets the preset's options; any other
+        value is built without them."""
         if not isinstance(value, str):
             return self.registry.build(value)
         known = _fields(self.registry.of(value))
@@ -151,7 +153,8 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
 
 
 def policy_losses_of(objective: str) -> list[str]:
-    """Names of the policy losses that the objective has in its paper and in the trainers."""
+    """Return the names of the policy losses that an objective may have: the one in its paper, and
+    those that other trainers use for it."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]
     theirs = [each.objectives[objective] for each in presets if objective in each.objectives]
     policies = [OBJECTIVES[objective].policy, *(each.policy for each in theirs)]

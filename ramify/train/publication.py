@@ -125,7 +125,8 @@ def _write(
     licence: str,
     base: str,
 ) -> None:
-    """Write the folder that is published."""
+    """Write the published policy to ``folder``: its weights, its configuration and its card. Raises
+    ConfigError if the folder is in use for something else."""
     card = folder / _CARD
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder, or hf://OWNER/NAME")

@@ -75,8 +75,9 @@ def _fields_of(kind: Any) -> set[str]:
 
 
 def _wrong_type(error: Exception) -> str:
-    """The field of another type for which the constructor of a struct raised ``error``; empty if
-    there is none. A constructor compares its fields before ``check_types`` sees them."""
+    """Return the message about a field that has the wrong type, given the ``error`` that the
+    constructor of a struct raised; empty if no field does. Needed because a constructor uses its
+    fields before ``check_types`` can check them."""
     if not isinstance(error, TypeError) or error.__traceback__ is None:
         return ""
     frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]

@@ -44,18 +44,19 @@ from ramify.train.trackers.base import RunTrackers
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRun:
-    """A run that can be trained as far as its configuration, its task and its files show."""
+    """A run whose configuration, task and files have been checked, so that training can start.
+    Weights are not loaded yet."""
 
     given: Run
     """The recipe with its overrides."""
     run: Run
-    """The same with the options set that depend on the policy or on the checkpoint."""
+    """The recipe, completed with the options that depend on the policy or on the checkpoint."""
     task: Task
     """The task. Its first items and their scores have been checked."""
     scaffold: Scaffold
     trackers: RunTrackers
     checkpoint: Path | None
-    """Where the run continues from; None: it begins."""
+    """The checkpoint that the run continues from; None for a new run."""
 
 
 def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
@@ -92,7 +93,9 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
 
 
 def _continued(run: Run, checkpoint: Path) -> Run:
-    """``run`` with the demonstrations of ``checkpoint``, which must suit it."""
+    """Return a copy of ``run`` that continues from ``checkpoint``, with the demonstrations that the
+    checkpoint recorded. Raises ConfigError if a field has changed that must not, and StoreError if
+    the checkpoint is damaged."""
     verify(checkpoint)
     state = read_state(checkpoint)
     recorded = msgspec.structs.replace(state, config=with_defaults(state.config))

@@ -62,8 +62,10 @@ def _check_rollout_workers(run: Run) -> None:
 
 
 def settled(run: Run) -> tuple[Run, list[PlacementSlot]]:
-    """``run`` with the process counts of its placement, and the slots; without a placement the run
-    is unchanged. Raises ConfigError, with the sums, if the roles do not fit their pools."""
+    """Determine how many processes each role of the run has, and on which slots they run. Returns a
+    copy of ``run`` with these numbers, and the slots. Without a placement the run is unchanged and
+    the list of slots is empty. Raises ConfigError, with the sums, if the roles do not fit their
+    pools."""
     spec = run.placement
     if spec is None:
         return run, []
@@ -96,7 +98,8 @@ def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
 
 
 def by(run: Run, kind: str) -> Run:
-    """``run`` with its processes started by ``kind``. Raises ConfigError for an unknown kind."""
+    """Return a copy of ``run`` whose processes are started in another way: ``kind`` is ``local`` or
+    ``ray``. Raises ConfigError for an unknown kind."""
     if kind not in KINDS:
         raise ConfigError(f"--placement {kind}: {nearest(kind, KINDS)}")
     spec = run.placement
@@ -170,7 +173,8 @@ def engines_of(run: Run, device: str) -> InferenceSpec | None:
 
 
 def shared(run: Run, device: str) -> str:
-    """Why the run's engines share the trainer's GPUs, as a clause; empty if they do not."""
+    """Return the reason why the run's engines share the trainer's GPUs, as a clause; empty if they
+    do not."""
     inference, spec = run.inference, run.placement or PlacementSpec()
     if inference is None or inference.urls or device != "cuda":
         return ""
@@ -187,7 +191,8 @@ def shared(run: Run, device: str) -> str:
 
 
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
-    """The same without Ray, for processes that select their GPUs themselves."""
+    """Return why trainer and engines share a GPU of this machine, as a clause; empty if they do
+    not. For runs without Ray, whose processes select their GPUs themselves."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = (
         [gpu.strip() for gpu in visible.split(",") if gpu.strip()]

@@ -152,8 +152,9 @@ class RolloutWorkers:
     async def attempt(
         self, item: Item, name: str, sampling: Sampling, branch: BranchOptions | None = None
     ) -> Trajectory:
-        """Sample one rollout, which forks as ``branch`` says, on the worker with the least work.
-        Raises TrainError if no worker is left, and RuntimeError for a bug in the worker."""
+        """Sample one rollout on the least busy worker. ``branch`` sets where the rollout forks into
+        several continuations; None for no forks. Raises TrainError if no worker is left, and
+        RuntimeError for a bug in the worker."""
         stored, version = EncodedItem.of(item), self._engines.version
         request = RolloutRequest(next(self._ids), stored, name, sampling, version, branch)
         future: asyncio.Future[Trajectory] = self._loop.create_future()

@@ -47,8 +47,8 @@ class RunServices:
         *,
         restarts: int = 3,
     ) -> None:
-        """``restarts``: how often a service is restarted without having run for its ``start_s`` in
-        between."""
+        """``restarts`` is how often a service is restarted in a row before it is given up. The
+        count starts again once the service has run for its ``start_s`` seconds."""
         self._hosts = hosts
         self._restarts = restarts
         self._all = [
@@ -131,7 +131,8 @@ class _RunningService:
         await self._reached()
 
     async def opened(self) -> str:
-        """The address that stays valid for the whole run."""
+        """Return the service's URL, which stays valid for the whole run. If the service runs on
+        another machine, start a forwarder for it on this one."""
         host, port = self._host, self._port
         if host != self._hosts.address:
             self._forwarder = await asyncio.start_server(self._pass, self._hosts.address, 0)

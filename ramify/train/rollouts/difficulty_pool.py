@@ -1,13 +1,13 @@
-"""Ask items from which nothing is learned at present less often.
+"""Reduces how often items are rolled out that currently give no training signal.
 
     groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
                              ──> asked in ``share`` of their turns, and passed over in the others
 
-An item is *settled* if its latest group had no signal: all attempts solved it, or none. A part of
-a mixture is settled if nearly all of its latest groups had none. Settled items are still asked in
-some of their turns, chosen by a hash of the run's seed and the item's number, so that an item
-returns once it gives a signal again. The state is the run's own ``groups.jsonl``, which a resumed
-run has up to its checkpoint, so it decides the same way. Off by default.
+An item is *settled* if its latest group had no signal: all attempts solved it, or none did. A part
+of a mixture is settled if nearly all of its latest groups had no signal. Settled items are still
+asked in some of their turns, so that an item returns once it gives a signal again. A hash of the
+run's seed and the item's number chooses these turns. The state is the run's own ``groups.jsonl``. A
+resumed run has this file up to its checkpoint, so it decides the same way. Off by default.
 
 Not here: items of an earlier run (``pool`` of ``tasks/mixture.py``), and groups without signal that
 are replaced within a step (``max_items``).
@@ -36,8 +36,9 @@ class DifficultyPool:
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """Settled items are asked in ``share`` of their turns. ``folder`` is the folder of the run.
-        ``has_parts`` is True if items belong to parts of a mixture."""
+        """``share`` is the fraction of their turns in which settled items (items that give no
+        signal at present) are still rolled out. ``folder`` is the folder of the run. ``has_parts``
+        is True if items belong to parts of a mixture."""
         self._share = share
         self._folder = folder
         self._seed = seed
@@ -69,7 +70,8 @@ class DifficultyPool:
         return int.from_bytes(digest, "little") >= self._share * 2**64
 
     def is_settled(self, item: str) -> bool:
-        """Whether the item or its part has had no signal lately."""
+        """Return whether the item with this id currently gives no training signal: its latest group
+        had none, or nearly all of the latest groups of its part of the mixture had none."""
         if self._items.get(item) is GroupOutcome.NO_SIGNAL:
             return True
         latest = self._parts.get(part_of(item), ()) if self._has_parts else ()

@@ -234,13 +234,15 @@ class GroupQueue:
         return self._taken()
 
     def newer(self, step: int) -> None:
-        """The weights are those after ``step`` steps: begin the groups that may begin now."""
+        """Record that the engine now has the weights after ``step`` steps, and begin the groups
+        that may begin with them. Does nothing if ``max_staleness`` is 0."""
         if self._sample.max_staleness:
             self._set_step(step)
             self._begin()
 
     def state(self) -> tuple[int, list[int]]:
-        """(number of the first item that has never begun, numbers of items of the open groups)"""
+        """Return the number of the first item that has never begun, and the numbers of the items of
+        the open groups."""
         return self._next_item, sorted(
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
@@ -252,7 +254,8 @@ class GroupQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Begin no rollouts inside, if ``sample.pause`` is set; running ones continue."""
+        """Return a context manager in which no further rollouts begin if ``sample.pause`` is set.
+        Running rollouts continue."""
         if not self._sample.pause:
             yield
             return
@@ -275,7 +278,7 @@ class GroupQueue:
     # --- beginning groups
 
     def _set_step(self, step: int) -> None:
-        """The weights are those after ``step`` steps."""
+        """Record that the engine now has the weights after ``step`` steps."""
         self._note_begun()
         if step != self._step:
             self._step, self._begun_in_step = step, 0
@@ -365,8 +368,8 @@ class GroupQueue:
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
     def _unscored(self) -> list[OpenGroup]:
-        """The groups to score now: those that the step would take, which is every complete one if
-        later steps do not take the others."""
+        """Return the complete groups that still have to be scored. With staleness, these are only
+        the groups that the next step will take; without it, all complete groups."""
         ready = [entry for entry in self._whole() if not entry.has_no_signal]
         if self._sample.max_staleness:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
@@ -514,7 +517,8 @@ def room(rules: AdmissionRules, begun: Sequence[StartedGroup], step: int, num_st
 def suffice(
     rules: AdmissionRules, begun: Sequence[StartedGroup], whole: Sequence[StartedGroup], step: int
 ) -> bool:
-    """Whether step ``step`` could start if ``whole`` were the complete groups of ``begun``."""
+    """Return whether step ``step`` could start if, of the groups in ``begun``, exactly those in
+    ``whole`` were complete."""
     if not rules.max_staleness and len(whole) < len(begun):
         return False
     complete = {id(group) for group in whole}
@@ -538,11 +542,14 @@ def suffice(
 def too_slow(
     rules: AdmissionRules, begun: Sequence[G], left_s: Sequence[float | None], step: int
 ) -> tuple[list[G], float | None]:
-    """Find groups whose slow rollouts should be given up.
+    """Find groups whose slow rollouts should be given up, because step ``step`` waits for nothing
+    else.
 
-    Returns (the groups that alone hold up step ``step``, and None), or if there are none, ([],
-    seconds until there may be some). ``left_s``: for each of ``begun``, seconds until all its
-    running rollouts count as slow; None if none is running or one has yet to begin.
+    ``left_s`` holds, for each group in ``begun``, the seconds until all its running rollouts count
+    as slow. It is None if no rollout is running or one has yet to begin.
+
+    Returns a pair. If such groups exist, it is these groups and None. Otherwise it is an empty list
+    and the seconds until there may be some, or None if there is nothing to wait for.
     """
     slow = [
         group
@@ -562,11 +569,12 @@ def too_slow(
 
 
 def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
-    """How many more groups to roll out, given that ``kept`` of ``tried`` had a signal (dynamic
-    sampling, DAPO 2503.14476): as many as should suffice at that rate, at least the number missing,
-    and never more than ``max_tried`` in total.
+    """Return how many more groups to roll out (dynamic sampling, DAPO 2503.14476). Of ``tried``
+    groups, ``kept`` had a signal, and ``wanted`` groups with a signal are needed. The result should
+    suffice if the same share has a signal again. It never raises the total above ``max_tried``.
 
-    wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more."""
+    wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more.
+    """
     missing = wanted - kept
     if missing <= 0:
         return 0

@@ -83,7 +83,7 @@ class ConcurrencyController:
 
     @property
     def follows(self) -> bool:
-        """Whether the limit follows an engine."""
+        """True if the limit adapts to the engine's cache; False if it is fixed."""
         return self._gauge is not None
 
     async def __aenter__(self) -> None:
@@ -210,7 +210,7 @@ class RolloutAttempt:
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
-        """``over`` is called when it has ended or was given up."""
+        """``over`` is called with this attempt when the rollout has ended or was given up."""
         self.name = name
         self.began_at: float | None = None
         """Monotonic time; None while it waits for a slot."""
@@ -231,8 +231,8 @@ class RolloutAttempt:
         return self._task.done()
 
     def give_up(self, why: str) -> None:
-        """Let its group continue without it. The rollout may take a while to stop; nothing waits
-        for it."""
+        """Let the group continue without this rollout. The rollout may take a while to stop;
+        nothing waits for it."""
         if not self.result.done():
             self.was_given_up = True
             self.result.set_result(self._without_result(why))
@@ -249,7 +249,7 @@ class RolloutAttempt:
         )
 
     async def close(self) -> None:
-        """Cancel it, and wait until it has stopped."""
+        """Cancel the rollout, and wait until it has stopped."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self.result.cancel()
@@ -334,7 +334,7 @@ class GroupRollout:
 
     @property
     def began(self) -> bool:
-        """Whether any of its rollouts has begun."""
+        """True if any rollout of the group has begun."""
         return any(attempt.began_at is not None for attempt in self.attempts)
 
 
@@ -490,8 +490,8 @@ class Rollouter:
         return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """``rollout``, failed and without rewards if the deadline cut it: the load of a machine
-        must not become a reward."""
+        """Mark ``rollout`` as failed and remove its rewards if a deadline cut it off. A slow
+        machine must not turn into a reward. Other rollouts are returned unchanged."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
@@ -514,7 +514,8 @@ ITEMS = 20
 
 
 class RootCount(msgspec.Struct, frozen=True):
-    """How the first items of a run begin."""
+    """Counts how the first items of a run begin: how many with one plain call, and how many with a
+    recursive root call, which has a session and may call children."""
 
     items: int
     """Number of items that were counted."""
