@@ -500,7 +500,9 @@ class PolicyWeights:
         return list(as_checkpoint(self._serving.model, given)) if loads else given
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Like ``lora.unmerged``, wherever the weights are."""
+        """Return the trained weights, one triple per parameter: its name, the parameter, and a
+        function that computes its full value (it merges a LoRA adapter, or reads the saved tensor).
+        The function is None if the parameter holds its value already."""
         from ramify.train.backends.lora import unmerged
 
         if self._saved is not None:

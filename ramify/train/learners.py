@@ -32,13 +32,14 @@ class Learners:
     """All policies that a run trains."""
 
     def __init__(self, learners: Sequence[Learner], record: RunRecord) -> None:
-        """``learners``: ``Run.policy`` first."""
+        """``learners`` holds one learner per trained policy, beginning with the learner of
+        ``Run.policy``."""
         self._all = learners
         self._record = record
 
     @property
     def thread(self) -> WatchedThread:
-        """The thread in which all of them compute."""
+        """The thread in which all policies compute."""
         return self._all[0].publisher.thread
 
     @property
@@ -47,7 +48,7 @@ class Learners:
         return self._all[0].publisher.backend is not None
 
     def _in(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
-        """The policies that learn in ``stage``, each with its part of it."""
+        """Return the policies that learn in ``stage``, each with its part of the stage."""
         main, *others = self._all
         own = stage.others
         return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
@@ -55,7 +56,8 @@ class Learners:
     def _of(
         self, stage: TrainingStage, work: StepData
     ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
-        """The policies that learn from ``work``, each with its part of it."""
+        """Yield the policies that learn from ``work``, each with its part of the stage and of the
+        data."""
         for learner, own in self._in(stage):
             if not learner.name:
                 yield learner, own, work
@@ -90,8 +92,8 @@ class Learners:
     # --- a step
 
     def report(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
-        """Report what is remarkable about the data of a step. Returns which policies have nothing
-        to learn, as metrics."""
+        """Log the notes about a step's data, and which policies have nothing to learn from. Returns
+        these policies as metrics."""
         values: dict[str, float] = {}
         about = {"step": self._record.state.step + 1, "stage": stage.name}
         for learner, _, own in self._of(stage, work):
@@ -108,8 +110,9 @@ class Learners:
     async def changing(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
-        """Inside the block weights may change: no engine rejoins, and those on the trainer's
-        devices sleep. Gives the staleness of what was sampled, and how long falling asleep took."""
+        """Return a context manager in which weights may change: no engine rejoins, and engines on
+        the trainer's devices sleep. Its value is a map of metrics: the staleness of the sampled
+        tokens, and how long it took until the engines slept."""
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
             for learner, _, own in self._of(stage, work):
@@ -121,7 +124,7 @@ class Learners:
             yield values
 
     async def learn(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Learn from the data of a step. Returns the metrics of that."""
+        """Train the policies on the data of a step, and return the metrics."""
         values: dict[str, float] = {}
         for learner, own_stage, own in self._of(stage, work):
             measured = dict(own.metrics) if learner.name else {}
@@ -156,7 +159,8 @@ class Learners:
         self._record.count_step(memories.pop(""), memories)
 
     async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Publish what a step changed, if the stage samples. Call it inside ``changing``."""
+        """Send the weights that a step changed to the engines, if ``stage`` samples from them. Call
+        it within the context of ``changing``."""
         for learner, _, own in self._of(stage, work):
             publisher = learner.publisher
             if stage.samples and (own.parts or publisher.phase is EnginePhase.ASLEEP):
@@ -191,7 +195,8 @@ class Learners:
     # --- checkpoints: all but the last two are called in the training thread
 
     def parts(self, stage: TrainingStage) -> dict[str, Write]:
-        """What a checkpoint within ``stage`` holds of the policies."""
+        """Return the parts of a checkpoint that belong to the policies of ``stage``, by name, as
+        functions that write them."""
         parts: dict[str, Write] = {}
         for learner, _ in self._in(stage):
             parts |= learner.parts()
@@ -222,9 +227,9 @@ class Learners:
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's optimizer steps: sums of counts, and means of the rest over
-    those that have a number. The mismatch of trainer and sampler is that of the first optimizer
-    step, since it moves the weights."""
+    """Combine the metrics of a step's optimizer steps. Counts are summed. Other metrics are
+    averaged over the optimizer steps that report them. The mismatch between trainer and sampler is
+    taken from the first optimizer step, since that step changes the weights."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in measured for name in part):
         values = [part[name] for part in measured if name in part]

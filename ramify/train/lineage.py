@@ -79,11 +79,12 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rescores(self) -> bool:
-        """Whether earlier validation scores cannot be compared with later ones."""
+        """True if a change means that validation scores before and after it cannot be compared."""
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
     def extends(self, stage: str) -> bool:
-        """Whether a stage that a guard has ended is meant to continue."""
+        """Return whether the changes mean that a stage should continue although a guard has ended
+        it."""
         names = ("guard.", "frozen.", f"{stage}.steps", f"{stage}.epochs")
         return any(change.field.startswith(names) for change in self.changes)
 
@@ -115,7 +116,8 @@ def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
 
 
 def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
-    """``run``, whose demonstrations are still those of the checkpoint if its task has changed."""
+    """Return a copy of ``run`` that keeps the demonstrations of the checkpoint: if the run's task
+    has changed, demonstrations still come from the task that the checkpoint recorded."""
     recorded = state.config.get("sft")
     if run.sft is None or recorded is None or run.sft.task is not None:
         return run
@@ -127,7 +129,8 @@ def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
 
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
-    """The leaves that differ; a missing value is None."""
+    """Yield the innermost fields in which two configurations differ, with both values. A missing
+    value counts as None. ``name`` is the dotted path of the values that are compared."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         # Fields of a class that another has replaced say nothing more.
         is_replaced = "name" in was and "name" in now and was["name"] != now["name"]

@@ -72,7 +72,7 @@ from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
 
 
 class StepRecord(Protocol):
-    """What one line holds."""
+    """A record that belongs to an optimizer step: one line of a run's JSONL file."""
 
     @property
     def step(self) -> int:
@@ -84,7 +84,8 @@ R = TypeVar("R", bound=StepRecord)
 
 
 class RunLines(Generic[R]):
-    """One kind of line file, in any run's folder."""
+    """Appends and reads the records of one JSONL file in a run's folder, such as ``groups.jsonl``.
+    All records of a file have the same type."""
 
     def __init__(self, name: str, kind: type[R]) -> None:
         self.name = name
@@ -313,8 +314,9 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """k -> pass@k, for k = 2, 4, 8 … and the size of a group, over the groups with at least k
-    attempts. A failed rollout is not an attempt: it says nothing about the policy."""
+    """Return pass@k by k: for k = 2, 4, 8 and so on, and for the size of the largest group. Each
+    value is the mean over the groups with at least k attempts. A failed rollout is not counted as
+    an attempt: it says nothing about the policy."""
     right = [
         [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards]
         for group in groups

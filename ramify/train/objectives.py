@@ -236,8 +236,8 @@ ALIASES: Mapping[str, str] = {
 
 
 def objective_named(name: str) -> str:
-    """Our name of an objective, whatever its case or alias. Raises ConfigError with the nearest
-    name."""
+    """Return the canonical name of an objective, given its name or an alias in upper or lower case.
+    Raises ConfigError for an unknown name, and suggests the nearest one."""
     lower = name.lower()
     found = ALIASES.get(lower, ALGORITHMS.canonical(lower))
     if found not in OBJECTIVES and ALGORITHMS.canonical(lower) in ALGORITHMS:
@@ -278,7 +278,8 @@ def within(algorithm: Any, inner: Any) -> Any:
 
 
 def estimator_of(algorithm: Any) -> Any:
-    """The estimator that ``within`` would replace."""
+    """Return the advantage estimator of a recipe's algorithm. A hybrid and ``by_task`` contain it
+    in a field; any other algorithm is the estimator itself."""
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return getattr(algorithm, field)

@@ -1,9 +1,9 @@
-"""Opening what rollouts run with: placed machines, services, engines and rollout workers.
+"""Starts everything that rollouts need: placed machines, services, engines and rollout workers.
 
     RunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutParts
 
-Decides what starts when, and what each process is given; all of it is closed by the caller's stack.
-Not here: the trainer (``build.py``).
+Decides the order in which these parts start, and what each process is given. The caller's exit
+stack closes all of them. Not here: the trainer (``build.py``).
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ ZERO_MEANT_NONE = (
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a stored configuration with today's names, and None where 0 meant that."""
+    """Return a copy of a configuration that an earlier version stored, in today's format: renamed
+    fields have their new names, and a 0 that meant "none" is None."""
     renamed = dict(config)
     for old, new in RENAMED_FIELDS.items():
         *path, old_name = old.split(".")
@@ -99,7 +100,7 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zero_to_none(config: Any, path: Sequence[str]) -> Any:
-    """A copy of ``config`` in which a 0 at ``path`` is None."""
+    """Return a copy of ``config`` in which a 0 at ``path`` is replaced by None."""
     if not path:
         return None if config == 0 else config
     if not isinstance(config, Mapping):
@@ -125,10 +126,12 @@ T = TypeVar("T")
 
 
 class NameChoice(Protocol):
-    """What the names of a field stand for: a registry, or one with a preset's options."""
+    """Builds the object that a name in a configuration stands for. A plain registry does this, and
+    so does a registry with a preset's options."""
 
     def build(self, value: Any) -> Any:
-        """An instance of what ``value`` names. Raises ConfigError."""
+        """Build the object that ``value`` names, such as a policy loss. Raises ConfigError if there
+        is none."""
         ...
 
 
@@ -181,7 +184,8 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
 
 
 def _set(value: Any, assignments: Sequence[Assignment], depth: int, choices: Choices) -> Any:
-    """A copy of ``value`` with the fields set that the paths name from ``depth`` on."""
+    """Return a copy of ``value`` with all assignments applied. The element at index ``depth`` of
+    each assignment's path names a field of ``value``."""
     groups: dict[str, list[Assignment]] = {}
     for each in assignments:
         groups.setdefault(each.path[depth], []).append(each)
@@ -198,8 +202,9 @@ def _set(value: Any, assignments: Sequence[Assignment], depth: int, choices: Cho
 def _set_field(
     value: Any, head: str, assignments: Sequence[Assignment], depth: int, choices: Choices
 ) -> Any:
-    """The new value of the field ``head``. Of several, the last one that sets it whole counts, and
-    those of its parts that follow."""
+    """Return the new value of the field ``head``, after applying all its assignments in order. An
+    assignment to the whole field replaces earlier ones; later assignments to parts of the field
+    change the result."""
     first = assignments[0]
     if isinstance(value, Mapping):
         current = value.get(head, {})

@@ -36,7 +36,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 class LossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base of all formulas: how they are stored, and how far they look. The tag is the name.
+    """Base class of all loss and correction formulas. It lets a configuration store a formula, with
+    the class's tag as its name, and declares which inputs the formula reads.
 
     Example:
         class Bounded(train.LossFormula, frozen=True, kw_only=True, tag="bounded"):
@@ -61,17 +62,17 @@ class SequenceSums(NamedTuple):
     """[E] whether the entry carries policy-gradient weight; other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """[E] the sum over the entry's sequence."""
+        """Return the sum of ``values`` over each entry's sequence, [E]."""
         weighed = values.masked_fill(~self.weighs, 0.0)
         sums = weighed.new_zeros(self.num).index_add(0, self.owner, weighed)
         return sums[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """[E] the mean over the entry's sequence."""
+        """Return the mean of ``values`` over each entry's sequence, [E]."""
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """[E] whether any entry of the same sequence is flagged."""
+        """Return for each entry whether any entry of its sequence is flagged, [E]."""
         return self.sum(flags.float()) > 0
 
 
@@ -112,11 +113,11 @@ class PolicyLoss(Protocol):
     ``TokenSelectingLoss``."""
 
     def per_token(self, tokens: LossTokens) -> Tensor:
-        """[E] the loss of each token."""
+        """Return the loss of each token, [E]."""
         ...
 
     def clipped(self, tokens: LossTokens) -> Tensor:
-        """[E] whether the token's policy gradient is cut off; without gradient."""
+        """Return for each token whether its policy gradient is cut off, [E]; without gradient."""
         ...
 
 
@@ -125,7 +126,7 @@ class TokenSelectingLoss(Protocol):
     """A policy loss that treats selected tokens of the step differently."""
 
     def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
-        """[N] whether each token is selected."""
+        """Return for each token of the step whether it is selected, [N]."""
         ...
 
 
@@ -144,12 +145,12 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
 
 
 def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """[E] whether the clipped surrogate has no gradient."""
+    """Return for each token whether clipping removes the gradient of PPO's surrogate, [E]."""
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
 def nowhere(tokens: LossTokens) -> Tensor:
-    """[E] False for every token."""
+    """Return False for every token, [E]."""
     return tokens.now.new_zeros(tokens.now.shape).bool()
 
 

@@ -36,7 +36,7 @@ class OffPolicyCorrection(Protocol):
     """The interface of every correction in this file."""
 
     def factor(self, tokens: LossTokens) -> Tensor:
-        """[E]"""
+        """Return the factor for the policy loss of each token, [E]; 0 masks the token."""
         ...
 
 
@@ -67,7 +67,8 @@ class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
 
 
 class SequenceMask(LossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
-    """Masks sequences whose exp(sum of gap) is out of bounds, and weights the others by it.
+    """Masks sequences whose exp(sum of gap) is out of bounds, and weights the others by it. The gap
+    of a token is o - m, the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.SequenceMask(low=0.5, high=2.0, weigh=False),))
@@ -87,7 +88,8 @@ class SequenceMask(LossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
 
 
 class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
-    """Masks tokens whose exp(gap) is out of bounds."""
+    """Masks tokens whose exp(gap) is out of bounds. The gap of a token is o - m, the trainer's
+    log-probability minus the sampler's."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     low: float = 0.5
@@ -102,7 +104,8 @@ class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
 
 
 class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
-    """Masks sequences whose exp(mean of gap) is out of bounds.
+    """Masks sequences whose exp(mean of gap) is out of bounds. The gap of a token is o - m, the
+    trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.GeometricMask(low=0.98, high=1.02),))
@@ -119,7 +122,8 @@ class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"
 
 
 class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
-    """Masks sequences with any token whose exp(gap) is out of bounds.
+    """Masks sequences with any token whose exp(gap) is out of bounds. The gap of a token is o - m,
+    the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.WorstTokenMask(low=1e-3),))

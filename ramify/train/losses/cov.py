@@ -72,7 +72,8 @@ class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
 
 
 class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
-    """-r A, plus beta |l - o| at the ``share`` of all tokens whose cov is largest."""
+    """-r A, plus beta |l - o| at the ``share`` of all tokens that add most to the covariance of
+    advantage and log-probability."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     share: float = 2e-4
@@ -97,7 +98,8 @@ class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
 
 
 def covariance(step: LossStep) -> Doubles:
-    """[N] cov of each token."""
+    """Return how much each token of a step adds to the covariance of advantage and log-probability:
+    (A_i - mean A) (l_i - mean l), as [N]."""
     cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return cov
 

@@ -38,7 +38,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
 
     def per_token(self, values: CriticTokens) -> Tensor:
-        """[E] the loss of each token."""
+        """Return the loss of each token, [E]."""
         squared_error = (values.now - values.returns).square()
         if self.clip is None:
             return squared_error / 2

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
-    """min(exp(o - m), cap) · ppo_clip(r against o)   (AReaL, 2505.24298)
+    """min(exp(o - m), cap) · ppo_clip(r = exp(l - o)) (AReaL, 2505.24298). The surrogate of PPO
+    clips updates around the policy at the start of the step, whose log-probability is o. The first
+    factor corrects for the sampler, whose log-probability is m.
 
     Example:
         train.LossSpec(policy=train.Decoupled(cap=2.0))
@@ -90,8 +92,8 @@ class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
 
 
 class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
-    """``decoupled`` with x = m + a (sg(l) - m), a = staleness / (staleness + 1), instead of o;
-    needs no recomputed old log-probabilities."""
+    """``decoupled`` without recomputed old log-probabilities: o is replaced by the interpolation x
+    = m + a (sg(l) - m), with a = staleness / (staleness + 1)."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"staleness"})
     clip_low: float = 0.2

@@ -27,13 +27,23 @@ the bin is empty and adds 0."""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """[E] from [E, k]. p_S .6 .3 .1, p_T .2 .7 .1: 0.373386."""
+    """Return the forward KL of each entry, as [E], from log-probabilities of the candidates, [E,
+    k].
+
+    Example:
+        p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.373386
+    """
     return (teacher.exp() * (teacher - now)).sum(-1)
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """[E] from [E, k]. Same example: 0.404978. It is differentiated directly, without a policy
-    gradient."""
+    """Return the reverse KL of each entry, as [E], from log-probabilities of the candidates, [E,
+    k]. All other tokens count as one more candidate. The KL is differentiated directly, without a
+    policy gradient.
+
+    Example:
+        p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.404978
+    """
     rest, rest_teacher = _rest(now), _rest(teacher)
     return (now.exp() * (now - teacher)).sum(-1) + rest * (rest.log() - rest_teacher.log())
 
@@ -46,8 +56,13 @@ def surrogate(
     low: float = 0.2,
     high: float = 0.28,
 ) -> Tensor:
-    """[E] from [E, k]; ``old`` is the sampling policy. p_S .6 .3, p_T .2 .7, C=1, on-policy:
-    0.384234."""
+    """Return the clipped surrogate of each entry (V3, see the top of the file), as [E]. The three
+    inputs are log-probabilities of the candidates, [E, k]: of the teacher, of the sampling policy
+    (``old``) and of the current policy (``now``).
+
+    Example:
+        p_T = (0.2, 0.7), p_old = p = (0.6, 0.3), clip = 1    # 0.384234
+    """
     advantages = ((teacher - old).clamp(-clip, clip) * old.softmax(-1)).detach()
     ratio = (now - old.detach()).clamp(-20.0, 20.0).exp()
     losses = (-advantages * ratio).maximum(-advantages * ratio.clamp(1 - low, 1 + high))
@@ -55,5 +70,6 @@ def surrogate(
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """Mass of all other tokens."""
+    """Return the probability of all tokens that are not among the k candidates, at least
+    ``LEAST``."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=LEAST)

@@ -37,8 +37,9 @@ class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
 
 class DppoCapped(LossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
-    """-sg(min(r, cap)) A l at tokens that ``dppo_tv`` (or ``dppo_kl``) with r and o for rho and m
-    does not mask: the ratio is a bounded weight, as in verl
+    """-sg(min(r, cap)) A l at tokens that ``dppo_tv`` (or ``dppo_kl``) would not mask with o in
+    place of m, and 0 at the others, as in verl. The ratio r is only a bounded weight: the gradient
+    flows through l.
 
     Example:
         train.LossSpec(policy=train.DppoCapped(cap=20.0))

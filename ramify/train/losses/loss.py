@@ -133,7 +133,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reduction(self) -> SequenceUnit | None:
-        """The reduction that the policy loss carries; None: as ``rl.algorithm.reduction`` says."""
+        """The unit over which the policy loss prescribes a mean: ``call`` or ``rollout``. None if
+        ``rl.algorithm.reduction`` decides how tokens are averaged."""
         return self.sequence if getattr(self.policy, "sequence_mean", False) else None
 
     @property
@@ -167,7 +168,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
-        """This loss with ``old`` resolved, for steps of ``num`` optimizer steps."""
+        """Return a copy of this loss in which an ``old`` of ``auto`` is replaced by an actual
+        source of old log-probabilities. ``num`` is the number of optimizer steps per training
+        step."""
         if self.old != "auto":
             return self
         single = "now" if "fresh_old" in self.reads else "sampler"
@@ -196,7 +199,8 @@ class LossEntries(NamedTuple):
 
 
 def compute(loss: LossSpec, entries: LossEntries) -> tuple[Tensor, LossTally]:
-    """(these entries' share of the step's loss, a scalar with gradient; what was measured)"""
+    """Return the share of these entries in the loss of the step, which is a scalar with gradient,
+    and a tally of what was measured."""
     tally = LossTally()
     shares = []
     for name, weighed in _components(loss, entries, tally):
@@ -315,8 +319,13 @@ def _imitate(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
 
 
 def _distil(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
-    """With several tokens per position: one of ``distil_losses``. With the sampled token alone:
-    -sg(l_T - l) rho + pull (l - m)², the policy gradient of the reverse KL."""
+    """Return the distillation loss of each entry, [E].
+
+    With several candidate tokens per position, it is one of the losses in ``distil_losses``. With
+    the sampled token alone, it is the policy gradient of the reverse KL, plus a pull of weight
+    ``kd_pull`` towards the sampling policy: -sg(l_T - l) rho + kd_pull (l - m)², where l_T is the
+    teacher's log-probability.
+    """
     if "teacher_logprobs" not in entries.streams:
         raise ConfigError(
             "component 'kd' needs a teacher: the batch has no stream 'teacher_logprobs'"
@@ -516,8 +525,8 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """[E] a pseudorandom number for each entry that depends only on its sequence's name and its
-    position."""
+    """Return a pseudorandom number per entry, [E]. It depends only on the name of the entry's
+    sequence and the entry's position in it."""
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64

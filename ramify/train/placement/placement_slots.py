@@ -31,8 +31,9 @@ from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 
 def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
-    """Role -> number of processes. ``by_run`` holds the numbers set elsewhere in the run, 0 if not
-    set. Raises ConfigError if the two differ."""
+    """Return the number of processes of each role and service, by name. ``by_run`` holds the
+    numbers that other options of the run set for a role, 0 if not set. Raises ConfigError if such a
+    number differs from the placement's."""
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
         by_placement, elsewhere = spec.role(name).count or 0, by_run.get(name, 0)
@@ -86,8 +87,8 @@ def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Unplac
 def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """The slots of colocated roles: as few as hold all processes, with equally many processes of a
-    role on each."""
+    """Return the slots of colocated roles. There are as few slots as can hold all processes, and
+    the processes of each role are divided evenly among the slots."""
     largest = max(spec.role(role).gpus for role in group)
     num_slots = max(
         -(-num[role] // _side_by_side(spec.role(role).gpus, largest, num[role])) for role in group
@@ -157,8 +158,9 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, PlacementSlot]:
-    """Index -> slot. The largest slot is placed first, each on the first node with enough room, or
-    with ``spread`` on the node with the most room."""
+    """Assign the slots of one pool to its nodes. Returns the placed slots by their index. The
+    largest slot is placed first. Each slot goes to the first node with enough room, or with
+    ``spread`` to the node with the most room. Raises ConfigError if a slot fits on no node."""
     free = [_resources(pool)] * pool.nodes
     slots = {}
     for index, slot in sorted(

@@ -490,8 +490,8 @@ class Rollouter:
         return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """Mark ``rollout`` as failed and remove its rewards if a deadline cut it off. A slow
-        machine must not turn into a reward. Other rollouts are returned unchanged."""
+        """Mark ``rollout`` as failed and remove its rewards if a deadline cut it off, so that the
+        load of a machine never becomes a reward. Other rollouts are returned unchanged."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
