@@ -209,7 +209,7 @@ def stays_in_files(value: Any) -> bool:
 
 
 def _mapped_texts(value: Any) -> dict[str, MappedText]:
-    """Return the texts of a context that stay in their files, by the digests of these."""
+    """Return the texts of a context that stay in their files, keyed by the digest of their file."""
     if isinstance(value, MappedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -236,7 +236,8 @@ def anonymous_file(name: str) -> int:
 
 
 def _seal(fd: int) -> None:
-    """Forbid all changes of a memory file, if the platform can. No process must have it mapped."""
+    """Make a memory file immutable, if the platform can. No process may have it mapped at that
+    moment."""
     if hasattr(os, "memfd_create"):
         import fcntl
 

@@ -32,7 +32,8 @@ _EPERM = 1
 
 
 class ApartFork(NamedTuple):
-    """How a process of the jail forks."""
+    """Functions with which a session in the jail forks. After the fork, each of the two processes
+    gets its own connection from the host."""
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]

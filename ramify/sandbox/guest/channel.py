@@ -170,7 +170,8 @@ class GuestChannel:
         return frame(text, blobs)
 
     def frame_of(self, text: bytes) -> list[Buffer]:
-        """Build the frame of a header that is encoded already and within the limits."""
+        """Build a frame from a header that is already encoded. The header must be within the
+        limits."""
         shared_buffers = self.shared_buffers
         if shared_buffers is not None and shared_buffers.reported != shared_buffers.got:
             shared_buffers.reported = shared_buffers.got
@@ -219,7 +220,8 @@ class GuestChannel:
     def _opened(
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        """Return the header of a frame, and the blobs that begin at ``end`` of it."""
+        """Decode a frame's header and find its blobs. They are in the shared memory buffers, or in
+        the frame itself from offset ``end``."""
         header: dict[str, Any] = _raw_decode(text)[0]
         blobs: list[memoryview] = []
         if "blobs" in header:
@@ -257,7 +259,8 @@ class GuestChannel:
         self._poll.poll()
 
     def fill(self) -> None:
-        """Read once. Raises EOFError at the end of the stream."""
+        """Read more data from the stream, with one system call. Raises EOFError at the end of the
+        stream."""
         self._reader.fill()
 
 
@@ -343,7 +346,8 @@ class FrameInbox:
         self._calls[id] = ticket
 
     def forget(self, ticket: FrameTicket) -> None:
-        """Remove a ticket whose thread waits no more."""
+        """Unregister a thread that has stopped waiting for a frame. If it was interrupted before
+        its frame arrived, another waiting thread takes over reading."""
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
                 if other is ticket:

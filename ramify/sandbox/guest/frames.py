@@ -175,7 +175,8 @@ def json_bytes(header: Any) -> bytes:
 def done_json(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header of a cell's end without a note. A third of the time of ``json_bytes``."""
+    """Encode the header that ends a cell whose hooks returned no note. This takes a third of the
+    time of ``json_bytes``."""
     shown = "null" if value is None else to_json(value)
     failed = "null" if error is None else to_json(error)
     names = to_json(restored) if restored else "[]"
@@ -282,7 +283,8 @@ class FrameReader:
         self.have += len(chunk)
 
     def fill(self) -> None:
-        """Read once. Raises EOFError at the end of the stream."""
+        """Read more data from the stream, with one system call. Raises EOFError at the end of the
+        stream."""
         if len(self.data) > self.have:
             count = _readv(self.fd, [memoryview(self.data)[self.have :]])
         else:

@@ -308,7 +308,8 @@ class Guest:
         return self._channel.frame_of(done_json(*done))
 
     def _mend(self) -> None:
-        """Undo changes of a cell to the interpreter that would break the end of the cell."""
+        """Undo changes that a cell made to the interpreter, if they would keep the guest from
+        finishing the cell."""
         self._interpreter.mend_builtins()
         self.notebook.mend()
         if self._owns_process:

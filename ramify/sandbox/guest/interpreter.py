@@ -26,12 +26,13 @@ _signal: Any = sys.modules["_signal"]
 
 
 def _version_of(mapping: dict[str, Any]) -> Any:
-    """Return the field in which this Python counts the changes of ``mapping``."""
+    """Return the hidden field of a dict in which CPython before 3.13 counts its changes."""
     return ctypes.c_uint64.from_address(id(mapping) + 24)
 
 
 def _counts_changes() -> bool:
-    """Return True if every change of a dict shows in that field: in CPython before 3.13."""
+    """Return True if this Python counts the changes of each dict in a hidden field, as CPython
+    before 3.13 does."""
     if sys.implementation.name != "cpython":
         return False
     probe: dict[str, Any] = {}
@@ -78,8 +79,9 @@ class InterpreterState:
             self._seen = _VERSION.value
 
     def mend_streams(self, main: types.ModuleType, output: CellOutput) -> None:
-        """Restore what the end of a cell depends on; the guest must own the process. ``main``: the
-        module to use as ``__main__``."""
+        """Restore the standard streams, ``__main__``, the trace and profile functions and the
+        recursion limit, which a cell may have changed. ``main`` is the module to use as
+        ``__main__``. Call this only if the guest has its process to itself."""
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main

@@ -167,7 +167,8 @@ class IndexedText:
 
 
 def counts_of(data: Any) -> Sequence[int]:
-    """Return the counts that ``IndexedText.counts`` has written as bytes."""
+    """Read one of the two tables of an ``IndexedText`` from bytes: how many characters, or lines,
+    precede each block of its file."""
     return array("Q", bytes(data))
 
 
@@ -405,7 +406,8 @@ class MappedMatch:
     __slots__ = ("_at", "_match")
 
     def __init__(self, match: re.Match[str], at: int) -> None:
-        """``at`` is the position in the text of the window in which ``match`` was found."""
+        """``match`` was found in a window of the text, and ``at`` is the position in the whole text
+        where that window begins."""
         self._match = match
         self._at = at
 
@@ -512,7 +514,7 @@ class MappedLines(Sequence[str]):
         return size == 0 or self._file.read(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
-        """Return the lines of ``data``, which ends with a line end."""
+        """Split a piece of the file into lines. The piece must end with a line end."""
         lines = self._file.decode(data).split("\n")
         lines.pop()
         if self._keepends:

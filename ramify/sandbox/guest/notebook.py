@@ -107,9 +107,13 @@ _ASSIGNMENT = re.compile(
 
 
 def ends_in_assignment(source: str) -> bool:
-    """Return True only if the last statement is an assignment on one line, so that a cell has no
-    echo. Without long strings and backslashes, only brackets continue a line; where its own are
-    balanced, it does not belong to another statement (or the cell has a syntax error)."""
+    """Return True if the cell certainly ends in an assignment on one line, so that it has no value
+    to echo. False means that this is not certain.
+
+    Cells with triple-quoted strings or backslashes give False. In all others only brackets continue
+    a statement on the next line. So a last line whose brackets are balanced is a statement by
+    itself, unless the cell has a syntax error.
+    """
     if "\\" in source or '"""' in source or "'''" in source:
         return False
     source = source.rstrip()
@@ -153,8 +157,8 @@ class CellCode:
 
 
 def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
-    """Return the code of a module to install. ``code``: what a host with the same Python has made
-    of it (``marshalled``)."""
+    """Compile the source of a module to code. ``code`` is the result of a host with the same
+    Python, in marshal format; it is used instead if given."""
     if code:
         module: types.CodeType = marshal.loads(code)
         return module

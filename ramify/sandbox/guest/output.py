@@ -289,12 +289,12 @@ class CellOutput:
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
 
     def end(self) -> None:
-        """Keep the output of the cell, which has ended and was taken."""
+        """Keep the full output of a cell that has ended, so that ``last_output`` can return it."""
         self._ended = None if self._is_unused else (self._full_output, self.chars)
 
     def last_output(self) -> str:
-        """Return the output of the last cell that ended, up to 16 times what the host keeps. In
-        ``after_cell``: of this cell."""
+        """Return the output of the last cell that ended, up to 16 times the size that the host
+        keeps. Inside an ``after_cell`` hook, that is the cell that has just run."""
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:

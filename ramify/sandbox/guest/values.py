@@ -61,7 +61,8 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """Parse the output of ``hex``. Raises LimitError for a long integer before it is created."""
+    """Parse a hexadecimal integer, as written by ``hex``. Raises LimitError for one with too many
+    digits, before it is created."""
     if len(digits) > _MAX_HEX:
         raise LimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
@@ -198,10 +199,13 @@ class ValueEncoder:
         bounded: bool = False,
         files: dict[str, Any] | None = None,
     ) -> None:
-        """``defers``: keep long ASCII text as str in ``blobs`` (one byte per character), for a
-        caller that encodes it piece by piece. ``bounded``: the value comes from a session; raise
-        LimitError if the host would not decode it. ``files``: gets the bytes to which the texts in
-        files refer, by their digests; without it, such a text raises CodecError."""
+        """With ``defers``, long ASCII texts stay str in ``blobs`` (one byte per character), for a
+        caller that encodes them piece by piece. With ``bounded``, the value comes from a session:
+        raise LimitError if the host would refuse to decode it.
+
+        ``files`` collects the data of texts that stay in their files, by the digest of the file. If
+        it is None, such a text raises CodecError.
+        """
         self.defers = defers
         self._files = files
         self._keys = KeyCheck() if bounded else None
@@ -383,10 +387,13 @@ class ValueDecoder:
         packages: Sequence[str] = (),
         refers: bool = False,
     ) -> None:
-        """``bounded``: the value comes from a session; raise ProtocolError if it is over a
-        limit. ``files``: the bytes of the texts that refer to files, by their digests.
-        ``packages``: those that the session may import, which decide what a table becomes.
-        ``refers``: decode a text in a file that a session gives back as a ``FileDigest``."""
+        """With ``bounded``, the value comes from a session: raise ProtocolError if it exceeds a
+        limit. ``packages`` are the packages that the session may import; they decide the type that
+        a table is decoded to.
+
+        ``files`` holds the data of texts that stay in their files, by the digest of the file. With
+        ``refers``, such a text is decoded as a ``FileDigest`` when a session gives it back.
+        """
         self._files = files or {}
         self._refers = refers
         self.blobs: list[Buffer | None] = list(blobs)

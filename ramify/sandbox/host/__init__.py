@@ -1,1 +1,1 @@
-"""Runs in this process: the host's end of one session, whichever provider opened it."""
+"""The host's end of one session, whichever provider opened it. Runs in the host's process."""

@@ -201,8 +201,9 @@ def start_server(
 ) -> StartedForkServer:
     """Start a fork server in a separate process and send it ``config``. Needs no event loop.
 
-    ``modules``: the modules that it loads; the ``main`` of the last one runs it. A process that was
-    started early with the same modules is used."""
+    ``modules`` are the modules that the process loads; the ``main`` function of the last one runs
+    the server. If a process was started in advance with the same modules, that one is used.
+    """
     data = b"".join(frame(msgspec.json.encode(config)))
     server = take_early(tuple(modules))
     if server is not None:

@@ -329,7 +329,8 @@ class BranchTransport(ProcessTransport):
         self.stream.attach(received, lost)
 
     def is_proven(self, pid: int) -> bool:
-        """Accept ``pid`` as the branch, if possible."""
+        """Take ``pid`` as the branch's process and open a handle to it. Returns False if there is
+        no such process."""
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid

@@ -1,11 +1,13 @@
-"""The host's state of a session and of its running cell: output, calls to the host, and how long it
-has worked.
+"""State that the host keeps for a session and its running cell: output, calls to the host, and
+working time.
 
-Decides the states of a session and the result of a cell; how many calls may be pending (one task
-for each, while the cell's clock counts only the CPU time of its other threads), that a large answer
-is encoded in a thread, and what a cell receives if an answer fails; and what a branch that is
-forked in the middle of a cell inherits. Not here: what the calls do (``Answer``), and what is done
-with a cell that does not end (see ``session.py``).
+Decides the states of a session and the result of a cell. Each call of a cell to the host has one
+task, and this file decides how many may be pending. While one is pending, the cell's clock counts
+only the CPU time of its other threads. A large answer is encoded in a thread. Also decides what a
+cell receives if an answer fails, and what a branch inherits that is forked in the middle of a cell.
+
+Not here: what the calls do (``Answer``), and how a cell is stopped that does not end (see
+``session.py``).
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class CellCalls:
     def __init__(
         self, wire: SessionWire, clock: CellClock, answer: Answer, on_bug: Callable[[], None]
     ) -> None:
-        """``on_bug``: called if ``answer`` fails unexpectedly; ``bug`` is its exception."""
+        """``on_bug`` is called if ``answer`` fails with an unexpected exception, which is then in
+        the attribute ``bug``."""
         self.wire = wire
         self._clock = clock
         self._on_bug = on_bug
@@ -139,7 +142,7 @@ class CellCalls:
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
     def inherit(self, other: CellCalls, pending: dict[int, PendingCall]) -> None:
-        """Continue with calls of ``other`` that were pending."""
+        """Take over the unanswered calls of the cell that a branch was forked from."""
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingCall) -> None:
@@ -297,7 +300,8 @@ class RunningCell:
         wire: SessionWire,
         on_bug: Callable[[], None],
     ) -> RunningCell:
-        """Copy the cell for a branch, which was forked while these calls were ``pending``."""
+        """Copy a running cell for a branch of its session. ``pending`` are the calls that were
+        unanswered when the branch was forked."""
         twin = RunningCell(
             self.id,
             self.code,
@@ -314,8 +318,8 @@ class RunningCell:
         return twin
 
     def printed(self, data: Buffer, skipped: int, chars: int) -> None:
-        """Keep more output: ``data``, after ``skipped`` bytes that are lost. ``chars``: the number
-        of characters printed so far."""
+        """Add ``data`` to the output of the cell. ``skipped`` is the number of bytes before it that
+        were lost, and ``chars`` the number of characters printed so far."""
         if self._output is None:
             self._output = HeadTailBuffer(self._max_output_bytes)
         self._output.add(data, skipped)
@@ -359,7 +363,7 @@ class CellAlarm:
         self._cell: RunningCell | None = None
 
     def watch(self, cell: RunningCell | None) -> None:
-        """Watch ``cell``; None: no cell runs."""
+        """Watch the working time of a cell. Pass None when no cell runs."""
         self._cell = cell
         if cell is None:
             return

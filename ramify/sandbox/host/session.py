@@ -42,7 +42,7 @@ or the cell may catch it."""
 
 
 class SessionHooks(NamedTuple):
-    """What a provider wants to know of its sessions."""
+    """Callbacks with which a provider learns that a session was closed or has forked."""
 
     on_close: Callable[[GuestSession], None] = lambda session: None
     on_fork: Callable[[GuestSession], None] = lambda session: None

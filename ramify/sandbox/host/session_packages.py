@@ -60,8 +60,8 @@ def listed(packages: Sequence[str]) -> list[str]:
 
 
 def _places(name: str) -> list[str]:
-    """Return the folder or file of a package, or all folders of a namespace package; also the
-    targets of symbolic links."""
+    """Return the folder or file of a package, or all folders of a namespace package. The target of
+    a symbolic link is included if it has the same name."""
     spec = _spec(name)
     folders = [
         place
@@ -123,7 +123,8 @@ def _shown(place: str) -> list[str]:
 
 
 def _package(folder: str) -> list[str]:
-    """Return everything in ``folder`` except hidden files: the folder itself, if it has none."""
+    """Return the paths of everything in a package's folder except hidden files. If there are none,
+    this is the folder itself."""
     paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):

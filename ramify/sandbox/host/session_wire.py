@@ -62,7 +62,7 @@ class HelloFrame(_Frame, tag="hello"):
 
 
 class OutputFrame(_Frame, tag="out"):
-    """The running cell printed the frame's only blob."""
+    """Output that the running cell has printed. The bytes are the frame's only blob."""
 
     skip: Count
     """Number of bytes just before the blob that are not sent to the host."""
@@ -402,11 +402,12 @@ class SessionWire:
             self.transport.resume()
 
     def held_bytes(self) -> int:
-        """Return the memory that unfinished frames use, and the one that is being decoded."""
+        """Return how many bytes of memory are used by frames that are incomplete or being
+        decoded."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def drain(self) -> None:
-        """Read to the end of the stream, whatever there was to wait for."""
+        """Cancel all reasons to hold back frames, so that the stream is read to its end."""
         self._holds.clear()
         self.transport.resume()
 

@@ -91,7 +91,8 @@ class JailConfinement:
         self._limits = _limits(bounds, own_user)
 
     def prepare(self) -> PreparedSession:
-        """Prepare one session in the zygote, where this copies no memory pages."""
+        """Prepare one session before it is forked from the zygote. After the fork, the same work
+        would copy memory pages."""
         scratch = -1
         if self._has_folder:
             size, inodes = (
@@ -104,7 +105,8 @@ class JailConfinement:
         )
 
     def enter(self, prepared: PreparedSession) -> None:
-        """First part: runs while the zygote's descriptors are still open."""
+        """Do the first part of the confinement, while the descriptors inherited from the zygote are
+        still open: namespaces, the session's folder, and Landlock."""
         if self._own_user:
             primitives.unshare(
                 _OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace"
@@ -120,8 +122,8 @@ class JailConfinement:
             resource.setrlimit(number, value)
 
     def finish(self, wire: int) -> None:
-        """Last part: give up every right, and send the host the descriptor at which requests for
-        processes arrive."""
+        """Do the last part of the confinement: drop all capabilities and install the system call
+        filter. The host gets the descriptor at which requests to create a process arrive."""
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)

@@ -129,9 +129,12 @@ def fork_apart() -> int:
 
 
 def take_wire(wire: int, *files: int) -> None:
-    """Get, after a fork, a connection to the host that only this process has, as number ``wire``.
-    Over it arrive the standard streams and then ``files`` (output, shared buffers). Raises
-    OSError."""
+    """After a fork, get a connection to the host that no other process has. Its descriptor gets the
+    number ``wire``.
+
+    The host sends the standard streams over it, then the output file and the shared buffers, which
+    get the numbers in ``files``. Raises OSError.
+    """
     take_descriptor(wire)
     end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
     try:
@@ -215,7 +218,8 @@ def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = Fals
 
 
 def can_insert(listener: int) -> bool:
-    """Return True if this kernel (5.9 and later) has ``insert``."""
+    """Return True if this kernel lets the host insert descriptors into a waiting process (Linux 5.9
+    and later)."""
     try:
         insert(listener, 0, listener, 0)
     except OSError as error:

@@ -109,8 +109,8 @@ _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Parse ``name=x86_64/aarch64`` words into the numbers of ``machine``, without calls that it
-    does not have."""
+    """Return the numbers of system calls on ``machine``, by name. The table has one
+    ``name=x86_64/aarch64`` per word; calls that the machine does not have are skipped."""
     column, number_of = _COLUMN[machine], {}
     for word in table.split():
         name, _, both = word.partition("=")
@@ -163,7 +163,8 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _own_pid(otherwise: int) -> list[Step]:
-    """Allow process 0 only, which is the caller."""
+    """Return filter steps that allow a call only if its first argument is process 0, which means
+    the caller."""
     return [_argument(0), (_EQUAL, 0, 1, 0), _end(ALLOW), _end(otherwise)]
 
 

@@ -60,7 +60,8 @@ class TierUnavailable(Exception):
 
 
 class ZygoteWalls(NamedTuple):
-    """The walls around the zygote."""
+    """Isolation of a zygote, the process from which a jail's sessions are forked: the tier that it
+    has reached, and what is missing for stronger ones."""
 
     tier: str
     missing: dict[str, str]
@@ -75,10 +76,15 @@ class ZygoteWalls(NamedTuple):
 
 
 def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
-    """Build the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be another
-    process than the caller; in that case the caller's process calls ``let_go`` and waits for the
-    zygote's end. ``preload`` imports what sessions will need, if that cannot be read inside the
-    walls. Raises TierUnavailable, and the errors of ``preload``."""
+    """Isolate this process so that it can be the zygote, from which sessions are forked.
+    ``config["tiers"]`` lists the kinds of isolation to try, the strongest first.
+
+    The zygote may have to be a new process. This function then returns only there; the calling
+    process calls ``let_go``, waits for the zygote's end, and exits.
+
+    ``preload`` imports what sessions will need, if that cannot be read from inside. Raises
+    TierUnavailable, and the errors of ``preload``.
+    """
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
         raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
@@ -108,7 +114,8 @@ def _cause(error: BaseException) -> str:
 
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ZygoteWalls:
-    """Build tier A in a child process, since half-built walls cannot be removed."""
+    """Isolate by namespaces (tier A), in a child process, since half-built isolation cannot be
+    removed. Returns in the child. If the child fails, raises OSError here."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -376,7 +383,8 @@ def _try_out(walls: ZygoteWalls) -> None:
 
 
 def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.socket) -> int:
-    """In the trial session: return which attacks succeed, as bits."""
+    """Confine this process like a session, then try the known attacks. Returns a bit for each one
+    that succeeds, or ``_NOT_STARTED`` if it cannot be confined."""
     fd = wire.detach()
     try:
         walls.confinement.enter(prepared)
@@ -395,8 +403,8 @@ def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.s
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Be the host of a trial session, with everything that a host needs for one. Returns what it
-    lacks."""
+    """Act as the host of a trial session, with all kernel features that a host needs. Returns the
+    error if something is missing."""
     listener = -1
     try:
         wire.settimeout(_TRIAL_S)

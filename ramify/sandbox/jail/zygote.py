@@ -145,7 +145,7 @@ class StoredLibrary:
         return spec
 
     def create_module(self, _: ModuleSpec) -> None:
-        """Let Python create it."""
+        """Let Python create the module object."""
 
     def exec_module(self, module: ModuleType) -> None:
         path, source = self._modules[module.__name__]

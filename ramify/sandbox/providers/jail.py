@@ -81,7 +81,8 @@ _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
 def learn(server: StartedForkServer) -> None:
-    """Read the result, once, from a zygote that was started with ``reports``, and keep it."""
+    """Read which isolation a zygote has reached, and keep the result. The zygote must have been
+    started with ``reports`` and not been read before."""
     _probed[_WHOLE] = found = read_walls(server)
     keep_tier(found)
 
@@ -130,8 +131,8 @@ EMPTY = {
 
 
 def read_walls(server: StartedForkServer) -> ProbedTier:
-    """Read the first frame of a zygote that reports. Blocks for the milliseconds that building the
-    walls takes."""
+    """Read a zygote's first frame, which reports the isolation that it has reached. Blocks until
+    the zygote has built it, which takes milliseconds."""
     header = msgspec.json.decode(open_frame(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
@@ -158,8 +159,8 @@ def _first_frame(sock: socket.socket) -> memoryview:
 
 
 def unreachable(tier_needed: str, missing: Mapping[str, str]) -> str:
-    """Return the error message for a machine without tier ``asked``: what failed, and what to
-    do."""
+    """Return the error message for a machine that does not reach a tier of isolation: what failed,
+    and what to do."""
     tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
     remedies = "; ".join(
         f"for tier {tier} {_remedy(why)}" for tier, why in missing.items() if tier <= tier_needed
@@ -411,7 +412,8 @@ def check_memory(spec: JailSpec) -> None:
 def _start(
     spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """Start a zygote. ``poorer``: kernel features to do without."""
+    """Start a zygote. ``poorer`` names kernel features that it must not use. With ``reports``, its
+    first frame says which isolation it has reached."""
     config = (
         EMPTY
         | poorer
@@ -450,7 +452,8 @@ def launch(spec: JailSpec) -> None:
 
 
 def _read_report(spec: JailSpec) -> None:
-    """Read the report of the zygote that was launched for ``spec`` on its walls."""
+    """Read which isolation the zygote for ``spec`` has reached, if it was launched in advance and
+    its report was not read yet."""
     if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
@@ -482,8 +485,8 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: JailSpec) -> Sandbox:
-    """Entry point for ``base.open_sandbox``. If the jail is not available and ``spec`` accepts
-    weaker isolation, returns a process sandbox, which has a warning."""
+    """Open a jail; ``base.open_sandbox`` calls this. If the jail is not available and ``spec``
+    accepts weaker isolation, return a process sandbox with a warning instead."""
     try:
         return JailSandbox(spec)
     except SandboxError:

@@ -1,7 +1,8 @@
-"""One fork of a session of the jail, as the host sees it: the wires that its two processes get.
+"""One fork of a session of the jail, as the host sees it: the connections (wires) that its two
+processes get.
 
-Not here: which process may ask for a wire (``jail_watch.py``), and when a fork begins and ends
-(``jail_transport.py``).
+Not here: which process may ask for a connection (``jail_watch.py``), and when a fork begins and
+ends (``jail_transport.py``).
 """
 
 from __future__ import annotations
@@ -45,26 +46,27 @@ class JailFork:
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def branch(self) -> SessionProcess:
-        """The branch, by the host's end of its wire."""
+        """Return the branch's process, which the host reaches over the new connection."""
         host_end, _, files = self._branch
         return SessionProcess(host_end, files, self._origin.channel)
 
     def begin(self) -> None:
-        """Close the old stream: data on the wire that both processes inherit is ignored from now
-        on. The process that is about to fork is blocked until this returns."""
+        """Close the host's old connection. From now on, data is ignored on the stream that both
+        processes inherit. The process that is about to fork is blocked until this returns."""
         if not self._is_begun:
             self._is_begun = True
             self._origin.stream.drain()
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
-        """Return the socket for ``pid``, on which its files were sent; -1 if it gets none."""
+        """Return the socket that the process ``pid`` gets as its connection to the host, or -1 if
+        it gets none. The files that the process needs were already sent over it."""
         if pid != self.pid and self.taker >= 0:
             return -1
         return (self._new if pid == self.pid else self._branch)[1].fileno()
 
     def took(self, pid: int) -> None:
-        """Note that ``pid`` has its wire."""
+        """Record that the process ``pid`` has received its connection."""
         if pid != self.pid:
             self.taker = pid
             self._branch[1].close()  # otherwise the end of its stream would not show
@@ -74,11 +76,12 @@ class JailFork:
             self._moved()
 
     def give_up_branch(self) -> None:
-        """Give no wire to the branch any more: the end of its stream shows then."""
+        """Close the connection that was meant for the branch, so that the host sees the end of its
+        stream."""
         self._branch[1].close()
 
     def end(self) -> None:
-        """Close the ends that were not used."""
+        """Close the sockets and files that no process has taken over."""
         self.give_up_branch()
         self._new[1].close()
         for files in self.old:
@@ -93,8 +96,9 @@ _Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
 
 
 def _private_ends(origin: ProcessTransport) -> _Ends:
-    """Create a socket on which a process finds its standard input (a separate open file, since
-    the flags of one would be shared), its output and its buffers. Raises SandboxError."""
+    """Create a connection for one process and send the files that it needs over it: standard input,
+    output and buffers. Each process gets its own standard input, since processes that share an open
+    file also share its flags. Raises SandboxError."""
     ends = origin.branch_ends()
     spool, *buffers = ends[2].descriptors()
     try:

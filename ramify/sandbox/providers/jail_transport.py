@@ -170,18 +170,20 @@ class JailTransport(ForkingInJail):
 
 
 class JailBranchTransport(ForkingInJail, BranchTransport):
-    """Connection to a branch. Implements ``Transport``. The branch's requests for processes arrive
-    at its origin's listener."""
+    """Connection to a branch, a process that was forked from a running session. Its requests to
+    create processes arrive at the listener of that session. Implements ``Transport``."""
 
     __slots__ = ("origin",)
 
     def comes_from(self, listener: ForkRequestListener, pid: int) -> None:
-        """``pid``: the process that was asked to fork, of which ``listener`` is the listener."""
+        """Record which process is asked to fork this branch, and the listener at which that
+        process's requests arrive."""
         self.listener, self.origin = listener, pid
         listener.hold()
 
     def is_proven(self, pid: int) -> bool:
-        """Accept only the process that has taken this branch's wire."""
+        """Accept ``pid`` only if that process has taken the connection that was made for this
+        branch."""
         assert self.listener is not None
         self.on_exit(functools.partial(self.listener.branches.discard, pid))
         return pid != self.origin and pid in self.listener.branches and super().is_proven(pid)

@@ -57,8 +57,9 @@ class JailBudgetWatcher:
     """Watches the memory of sessions, while there are any."""
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
-        """``ask_folders``: asks for the sizes of the sessions' folders; it calls
-        ``note_folder``."""
+        """``limit_bytes`` is the budget of all sessions together; 0 means three quarters of the
+        machine's memory. ``ask_folders`` requests the sizes of the sessions' folders and passes
+        them to ``note_folder``."""
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
         self._folders: dict[GuestSession, int] = {}
@@ -218,7 +219,8 @@ class ForkRequestListener:
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
     def _hand_over(self, request: ListenerRequest) -> None:
-        """Insert its wire into the process that asks."""
+        """Answer a process that asks for its connection to the host after a fork: insert the
+        connection, or refuse if the process may not have one."""
         pid = request.pid
         origin = pid if pid in self._forks else session_of(pid)
         fork = self._forks.get(origin)
@@ -236,8 +238,8 @@ class ForkRequestListener:
             self._refuse(request.id)
 
     def _insert(self, request: ListenerRequest, wire: int) -> bool:
-        """Make ``wire`` the only descriptor of the process that asks, and answer it. Returns False
-        if it has others, or no longer waits."""
+        """Make a connection the only descriptor of the process that asks for it, and answer the
+        request. Returns False if the process has other descriptors, or no longer waits."""
         number = request.arguments[0]
         with contextlib.suppress(OSError):
             if self._counts:  # in one step, since each insertion waits for the process
@@ -298,8 +300,9 @@ def has_no_descriptors(pid: int) -> bool:
 
 
 def session_of(pid: int) -> int:
-    """Return the number of the process group session of ``pid``, or -1 if there is no such process.
-    It is the process that it was forked from, until it has become a branch."""
+    """Return the session id (as set by ``setsid``) of the process ``pid``, or -1 if there is no
+    such process. A forked process keeps the session id of its parent until it has become a
+    branch."""
     return int(_status(pid)[_SESSION])
 
 
@@ -308,7 +311,8 @@ _GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 
 def _status(pid: int | str) -> list[bytes]:
-    """Return state, parent, group, session, … of a process; its name may be any bytes."""
+    """Return what /proc reports on a process after its name: state, parent, process group, session,
+    … The name is skipped because it may contain any bytes."""
     try:
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split() or _GONE
     except OSError:

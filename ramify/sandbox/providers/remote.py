@@ -437,7 +437,8 @@ class CallbackInbox:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
     async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """``wait`` for the end of the command, and report it."""
+        """Wait for the command to end, then mark the end of its data. ``wait`` returns when the
+        command has ended."""
         try:
             with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
                 await wait()

@@ -257,8 +257,9 @@ class ForkServer:
         return folder
 
     def enter(self, prepared: Any, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
-        """In the session's process: enter what was prepared, and close every descriptor except
-        ``fds`` (wire, spool, shared buffers). Returns their new numbers and the memory limits."""
+        """Set up the session's process after the fork: move to the prepared folder, close all
+        descriptors except ``fds`` (connection, output file, shared buffers), and set the limits.
+        Returns the new numbers of the descriptors, and the memory limits."""
         os.setsid()
         tie_to_parent(self.pid)
         fds = keep_only(fds)

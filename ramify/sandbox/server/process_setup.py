@@ -103,8 +103,8 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
 
 
 def limit_files() -> None:
-    """Limit the number of open files: the last step, since the limit also applies to descriptors on
-    their way to the host, of all processes of the user together."""
+    """Limit the number of open files. This has to be the last step: the kernel also counts
+    descriptors on their way to the host, from all processes of the user."""
     _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
 
 
