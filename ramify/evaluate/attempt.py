@@ -82,21 +82,29 @@ async def attempt(
     refuse: Callable[[TaskStart], str] | None = None,
     model: Model | None = None,
 ) -> Trajectory:
-    """Run one attempt and return its trajectory, with ``rewards`` if it could be scored and
-    ``errors`` if not. With ``is_scored=False`` the caller scores it (``score_attempts``).
+    """Run one attempt at an item and return its trajectory. The trajectory has ``rewards`` if it
+    could be scored, and otherwise ``errors``. If the attempt does not end in time, its stack traces
+    are logged.
 
-    ``name`` replaces the run's id; ``sampling`` is specific to this attempt, so that attempts
-    differ in their seed; ``metadata`` is stored with the run. The stacks of an attempt that did not
-    end are logged. ``direct``: a single plain call may answer a short context, as in ``ask``. By
-    default each root has a session, since that is what is trained and measured. ``mode`` decides in
-    place of ``direct`` (see ``RunOptions.mode``). ``resume`` is a
-    stored run that began this attempt: it is continued, or scored if it has ended; if it cannot be,
-    the attempt is made again. ``on_start`` gets the id of the attempt's stored run before its first
-    request. ``max_cost``: dollars, instead of the limit of ``rlm``; ``limits`` replaces all of
-    them. ``search``: where the attempt forks; each of its lines is then scored as an attempt of its
-    own (``call_rewards`` of the line's last call), and ``rewards`` are their mean. ``refuse``
-    returns why an item is not asked, or an empty text; an item that is not asked scores 0.
-    ``model`` replaces that of ``rlm``, such as a seat at a meter.
+    Args:
+        name: Replaces the id of the run.
+        sampling: Sampling of this attempt alone, so that attempts can differ in their seed.
+        metadata: Stored with the run.
+        direct: Whether one plain call may answer a short context, as in ``ask``. By default, each
+            root call has a session, since that is what is trained and measured.
+        mode: Decides instead of ``direct`` (see ``RunOptions.mode``).
+        resume: Id of a stored run that began this attempt. The run is continued, or only scored if
+            it has ended. If it cannot be continued, the attempt is made again.
+        on_start: Called with the id of the stored run before its first request.
+        max_cost: Limit in dollars, which replaces the one of ``rlm``.
+        search: Where the attempt forks. Each path from the question to one of its ends is then
+            scored as a separate attempt: ``call_rewards`` has the rewards of each path under its
+            last call, and ``rewards`` has their means, weighted by the share of each path.
+        limits: Replaces all limits of ``rlm``.
+        is_scored: False if the caller scores the trajectory later (``score_attempts``).
+        refuse: Returns the reason why an item is not asked, or an empty text. An item that is not
+            asked scores 0.
+        model: Replaces the model of ``rlm``, for example by one that a meter counts.
     """
     if max_cost is not None:
         limits = msgspec.structs.replace(limits or rlm.limits, max_cost=max_cost)
@@ -166,7 +174,7 @@ async def attempt(
 async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
-    """Score ``trajectory``, or each of its lines."""
+    """Score ``trajectory``, or, with ``every_line``, each path through its forks."""
     lines = _lines(trajectory, every_line)
     for line in lines:
         await in_thread(scored_in_time, task, item, line.trajectory, grace_s)
@@ -174,7 +182,7 @@ async def _score(
 
 
 class UnscoredAttempt(NamedTuple):
-    """An attempt that has ended and awaits its score."""
+    """An attempt that has ended and waits to be scored."""
 
     item: Item
     trajectory: Trajectory
@@ -206,7 +214,7 @@ async def score_attempts(
 
 
 class _Line(NamedTuple):
-    """One way through a rollout that may have forked."""
+    """One path through a rollout that may have forked."""
 
     end: Call | None
     """Its last call; None: the trajectory has no forks."""
@@ -215,7 +223,8 @@ class _Line(NamedTuple):
 
 
 def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
-    """What is scored of ``trajectory``: each of its lines, or the trajectory itself."""
+    """Return the paths through ``trajectory`` that are scored separately: one for each end if it
+    has forked and ``every_line`` is true, and otherwise only the trajectory itself."""
     ends = list(root_segments(trajectory).ends()) if every_line and trajectory.calls else []
     if len(ends) < 2:
         return [_Line(None, 1.0, trajectory)]
@@ -223,7 +232,7 @@ def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
 
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
-    """Give ``trajectory`` the rewards of its scored lines."""
+    """Give ``trajectory`` the rewards and metrics of its scored paths, averaged by their shares."""
     of_children: dict[str, dict[str, list[float]]] = {}
     for end, share, line in lines:
         if end is None:
@@ -245,7 +254,8 @@ def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
 
 
 def _not_asked(name: str, item: Item, why: str) -> Trajectory:
-    """Return the trajectory of an attempt at ``item`` that asked nothing."""
+    """Return the trajectory of a failed attempt in which the model was never asked about
+    ``item``."""
     return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
 
 
@@ -342,7 +352,7 @@ async def _run(
     grace_s: float,
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Trajectory, Result | str]:
-    """(the trajectory, the result or why there is none)"""
+    """Run one attempt. Returns its trajectory, and its result or the reason why there is none."""
     running = begin()
     if on_start is not None and running.recorder.is_stored:
         on_start(running.id)
@@ -413,7 +423,8 @@ async def _continued(
 
 
 def _unanswered(result: Result | str) -> str:
-    """Why the model itself prevented an answer, in a few words; empty if it did not."""
+    """Return a few words if the model itself is why there is no answer: its session died, its reply
+    was filtered, or its prompt did not fit. Empty otherwise."""
     match None if isinstance(result, str) else result.failure:
         case SessionDied():
             return "session died"

@@ -34,8 +34,8 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
 def sizes_for(room: ModelRoom) -> list[int]:
-    """Return the sizes that are measured by default: doubled from the smallest up to the
-    window."""
+    """Return the sizes that are measured by default. They begin with the smallest size and double
+    as long as they fit into the model's window."""
     sizes = [FIRST_SIZE]
     while room.fits(text_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
@@ -43,19 +43,19 @@ def sizes_for(room: ModelRoom) -> list[int]:
 
 
 def text_tokens(size: int) -> int:
-    """Return the length of a suite's text, in tokens of four characters, that is read by a leaf of
-    ``size`` tokens of three bytes."""
+    """Convert the size of a leaf call to the length of a suite's text. ``size`` counts tokens of
+    three bytes, and the result counts tokens of four characters."""
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
 def size_of(cell: MatrixCell) -> int:
-    """Return the size of the leaves of a cell, in tokens of three bytes."""
+    """Return how much text each call of a matrix cell reads, in tokens of three bytes."""
     return -(-(cell.tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
 def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
-    """Return what the calls of a calibration cost if the texts are English and the replies short;
-    None without a price."""
+    """Estimate the cost of a calibration in dollars, for English texts and short replies. None if
+    the model has no price."""
     if room.price is None:
         return None
     read = sum(cell.plan.items * (cell.tokens or 0) for cell in plan.cells)
@@ -82,7 +82,8 @@ def date_of(plan: MatrixPlan) -> str:
 def points_of(
     plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
 ) -> tuple[CalibrationPoint, ...]:
-    """Return the point of each size that has a scored question, in order of size."""
+    """Return the points of the calibration curve, smallest size first. Each size with at least one
+    scored question has a point."""
     made: dict[int, list[AttemptOutcome]] = {}
     for cell in plan.cells:
         scored = [each for each in outcomes.get(cell.record, ()) if each.reward is not None]

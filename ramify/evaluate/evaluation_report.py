@@ -72,7 +72,7 @@ class AttemptTotals(msgspec.Struct, frozen=True):
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
-    """An evaluation in figures."""
+    """The results of an evaluation: rewards, metrics, numbers of attempts, and costs."""
 
     plan: EvaluationPlan
     k: int
@@ -154,8 +154,9 @@ def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[
 
 
 def flips(ours: Evaluation, theirs: Evaluation) -> dict[str, str]:
-    """Item -> ``better`` or ``worse``, for the items that are right here and wrong there, or the
-    other way round. An item is right if at least half of its scored attempts are."""
+    """Compare two evaluations item by item. Returns a dict from item to ``better`` if only ``ours``
+    answers it right, or ``worse`` if only ``theirs`` does; other items are left out. An item is
+    right if at least half of its scored attempts are."""
     a, b = (
         {
             item: 2 * sum(map(_is_right, attempts)) >= len(attempts)

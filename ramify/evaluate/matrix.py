@@ -216,7 +216,9 @@ def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[st
 def _families(
     suite: str, options: dict[str, Any], split: str, tasks: MatrixTasks
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """(coordinate, options of the task) for each family of questions of ``suite``."""
+    """Return the coordinates and the task options for each family of questions of ``suite``. There
+    is only one pair, without coordinates, if the suite has no families or its questions come from a
+    file."""
     plan = EvaluationPlan(model="", task=suite, options=options)
     names: Sequence[str] = getattr(tasks.of(plan), "families", ())
     if not names or _is_from_a_file(options, split):
@@ -256,7 +258,7 @@ class MatrixTasks:
 
 
 class MatrixEstimate(msgspec.Struct, frozen=True):
-    """What a matrix may take, before it begins."""
+    """The number of attempts and the highest cost of a matrix, estimated before it begins."""
 
     attempts: int
     """Attempts that are left to make."""

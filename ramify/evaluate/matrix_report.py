@@ -152,9 +152,9 @@ class _RowGroup(NamedTuple):
 
 
 def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
-    """Yield the attempts of each row: of each suite and length first all families together, if
-    there are several, then each family. The families of a suite that asks them together are the
-    kinds of its items."""
+    """Yield the attempts behind each row of the report, suite by suite and length by length. If
+    there are several families of questions, the first row has all of them together, and each family
+    then has a row. If one cell asks several families, the kind of an item is its family."""
     of_items: dict[tuple[str, str], list[MatrixCell]] = {}
     for cell in plan.cells:
         key = cell.place["suite"], cell.place.get("length", "")
@@ -264,9 +264,9 @@ def is_right(outcome: AttemptOutcome) -> bool:
 
 
 def reason_of(outcome: AttemptOutcome) -> str:
-    """Why an attempt is not right, in a few words; empty if it is.
+    """Return in a few words why an attempt is not right; empty if it is.
 
-    ``failed`` is an attempt without a reward: what failed was not the model.
+    ``failed`` means that the attempt has no reward: something other than the model failed.
     """
     if is_right(outcome):
         return ""

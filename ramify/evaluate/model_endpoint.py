@@ -69,7 +69,8 @@ class EndpointSeat(msgspec.Struct):
 
 
 class SeatModel:
-    """The model of one seat: its requests become turns of calls of the run."""
+    """The model as one agent of the endpoint sees it. The agent's requests become turns of calls in
+    its run."""
 
     name = MODEL
 
@@ -161,7 +162,8 @@ class ModelEndpoint:
 
     @contextmanager
     def _answering(self, key: str, seat: EndpointSeat) -> Iterator[None]:
-        """Count one request of ``seat``, and the reason if it is refused."""
+        """Count a request of ``seat`` and register the current task, which answers it in this
+        block. If the request is refused, keep the error message."""
         task = asyncio.current_task()
         tasks = self._waiting.get(key)
         if task is not None and tasks is not None:

@@ -102,8 +102,9 @@ def matrix_money(
     outcomes: Mapping[str, Sequence[AttemptOutcome]],
     num_points: int = NUM_POINTS,
 ) -> list[MoneyRow]:
-    """The curves of a matrix. ``outcomes`` are those of each cell, by its record. Systems that
-    answered the same items with the same model have the same budgets."""
+    """Compute the curve of score against budget for each system of a matrix. ``outcomes`` maps the
+    record of each cell to the outcomes of its attempts. Systems are compared at the same budgets if
+    they answered the same items with the same model."""
     together: dict[tuple[tuple[str, str], ...], dict[str, list[AttemptOutcome]]] = {}
     places: dict[tuple[tuple[tuple[str, str], ...], str], dict[str, str]] = {}
     for cell in plan.cells:
@@ -153,7 +154,7 @@ def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
 
 
 def money_text(tables: Sequence[MoneyTable]) -> list[str]:
-    """The lines of ``tables``."""
+    """Return the tables of scores and budgets as lines of text."""
     lines: list[str] = []
     for table in tables:
         lines.append(f"{table.items}: score with a budget per attempt")

@@ -80,7 +80,8 @@ class AttemptWorker:
     """Makes attempts in one process of the cluster; a Ray actor with several threads."""
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
-        """``folder`` is the current one of the command, where files of tasks are found."""
+        """``folder`` is the working directory of the command. The worker changes to it if it
+        exists, so that the files of tasks are found by the same relative paths."""
         check_version(version)
         if os.path.isdir(folder):
             os.chdir(folder)

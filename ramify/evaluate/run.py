@@ -111,7 +111,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A stored run that makes an attempt. Written before its first request."""
+    """A record that an attempt has begun, with the id of its stored run. It is written before the
+    first request of the attempt."""
 
     item: str
     attempt: int
@@ -246,8 +247,9 @@ class AttemptMaker(Protocol):
     async def make(
         self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Make one attempt that may spend ``max_cost`` dollars, if that is given. The trajectory is
-        None if no run of this process made it."""
+        """Make one attempt, which may spend at most ``max_cost`` dollars; None sets no such limit.
+        Returns its outcome and its trajectory. The trajectory is None if the attempt was not a run
+        of this process."""
         ...
 
     async def __aenter__(self) -> object:
@@ -587,9 +589,9 @@ class EvaluationRecord:
 
 
 def read_evaluation(path: Path, problems: list[str] | None = None) -> Evaluation:
-    """The evaluation in ``path`` as far as it got; of an attempt that was repeated, the last
-    outcome. Raises StoreError for a damaged line; if ``problems`` is given, damaged lines are
-    skipped and reported there instead."""
+    """Read the evaluation in ``path``, which may be incomplete. If an attempt was repeated, its
+    last outcome counts. Raises StoreError for a damaged line. If ``problems`` is given, damaged
+    lines are skipped and reported in that list instead."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -105,8 +105,9 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def share_with_interval(num: int, of: int) -> MeanEstimate:
-    """The share ``num / of`` of independent attempts with its 95 % interval: Wilson's (1927), or if
-    fewer than five succeeded or failed, the exact one of Clopper and Pearson (1934).
+    """Return the share ``num / of`` of independent attempts with its 95 % interval. The interval is
+    Wilson's (1927). If fewer than five attempts succeeded or failed, it is the exact interval of
+    Clopper and Pearson (1934).
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
@@ -146,12 +147,12 @@ def _upper_end(num: int, of: int) -> float:
 
 
 def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """The mean of scores from 0 to 1, one for each item, with its 95 % interval: that of a share if
-    all items are right or wrong, or nearly all are alike, and otherwise that of resampled items.
+    """Return the mean of scores from 0 to 1, one for each item, with its 95 % interval.
 
-    Resampling items that are all alike gives an interval of no width, as if four of four were
-    certain. The same holds if all but a few are 0, or 1, within 1 %: the wider interval of both
-    is then returned.
+    The interval usually comes from resampling the items. If every score is 0 or 1, or all scores
+    are equal, it is the interval of a share instead: resampling equal scores gives an interval of
+    no width, as if four right answers out of four made the result certain. If nearly all scores are
+    0, or nearly all are 1 (fewer than five differ by more than 1 %), it covers both intervals.
 
     >>> score_with_interval([1.0] * 4).low              # 0.025 ** (1 / 4)
     0.39763...
@@ -169,7 +170,8 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """True if fewer than five of ``values`` are away from 0, or from 1."""
+    """Return True if nearly all ``values`` are 0, or nearly all are 1: fewer than five differ from
+    it by more than 1 %."""
     return any(sum(abs(value - end) > _NEAR for value in values) < _MIN_COUNT for end in (0.0, 1.0))
 
 
@@ -182,14 +184,14 @@ def _around(total: float) -> tuple[int, int]:
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
-    """The mean of ``ours - theirs`` over the same items, with its 95 % interval. Items that are
-    hard for both do not widen it.
+    """Return the mean of ``ours - theirs`` over the same items, with its 95 % interval. Items that
+    are hard for both systems do not widen the interval.
 
-    If each item is right or wrong on both sides, the interval combines the share of items that
-    changed and the share of these that got better: it holds at least as often as it says, and
-    excludes 0 exactly if the second share is surely above or below one half. Otherwise, it is
-    that of resampled items; if fewer than five of them changed by more than 1 %, the wider of
-    both.
+    If every score is 0 or 1, the interval combines two shares: how many items changed, and how many
+    of the changed items got better. It holds the true difference in at least 95 % of cases, and
+    excludes 0 exactly if the interval of the second share excludes one half. For other scores, the
+    interval comes from resampling the items. If fewer than five items changed by more than 1 %, it
+    covers both intervals.
 
     >>> evaluate.paired_difference([1.0, 1.0], [0.0, 1.0]).value
     0.5
@@ -210,7 +212,8 @@ def paired_difference(
 
 
 def _wider(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
-    """``figure`` with an interval that contains both."""
+    """Return the mean of ``figure`` with an interval that covers the intervals of both
+    estimates."""
     return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
 
 
@@ -219,7 +222,8 @@ def _are_scores(*sides: Sequence[float]) -> bool:
 
 
 def _flips(better: int, worse: int, num: int) -> MeanEstimate:
-    """The difference between two shares of ``num`` items, of which some got better or worse."""
+    """Return the mean change per item, with its interval, for items that are right or wrong. Of
+    ``num`` items, ``better`` became right and ``worse`` became wrong."""
     changed = better + worse
     rate = share_with_interval(changed, num)
     if not changed:

@@ -183,7 +183,7 @@ class _Driver:
         return await self._requests.get()
 
     def reply(self, text: str) -> None:
-        """May be called from any thread."""
+        """Answer the pending request of the run. May be called from any thread."""
         assert self._reply is not None
         self._reply.get_loop().call_soon_threadsafe(self._answer, text)
 

@@ -50,7 +50,7 @@ CorrectionRule = Callable[[str, str], Awaitable[bool | None]]
 
 
 class ScoringResult(NamedTuple):
-    """What a scoring did."""
+    """The numbers of conversations and replies that a scorer handled."""
 
     num_scored: int
     num_corrections: int
@@ -141,10 +141,13 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> S
 def score_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
 ) -> ScoringResult:
-    """Score all conversations by a function of a trajectory, which returns what a task's reward
-    returns; its rewards are those of the run, and ``Score.calls`` those of calls. Raises
-    RamifyError, which names the conversation, if it raises or returns no valid score; scores so
-    far are kept."""
+    """Score every conversation in a store with the function ``score``, which takes its trajectory.
+
+    The function returns a number, a dict of rewards or a ``Score``, as a task's reward does. The
+    rewards are stored for the whole conversation, and ``Score.calls`` for single calls. If the
+    function raises or returns no valid score, RamifyError names the conversation; scores that were
+    already stored are kept. Conversations that a server is still writing get no score.
+    """
     scored = busy = 0
     for id in store.ids():
         run, where = store.load(id), f"conversation {id}"

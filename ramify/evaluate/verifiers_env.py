@@ -42,8 +42,9 @@ _KEY = "ramify"
 
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
-    """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``):
-    its first ``num`` items, or all of them, which may be infinitely many.
+    """Return the ``Taskset`` class over a split of the task called ``name`` (see
+    ``tasks.base.task_of``). It has the first ``num`` items of the split, or by default all of them,
+    which may be infinitely many.
 
     Example:
         ledger = evaluate.taskset("ledger", num=100, multi=1.0)
@@ -105,8 +106,8 @@ def harness(
     sandbox: SandboxSpec | None = None,
     window: int = 128_000,
 ) -> type:
-    """The ``Harness`` class that runs a row of ``taskset`` in our engine. ``window`` is the
-    model's, in tokens."""
+    """Return the ``Harness`` class with which verifiers runs the rows of ``taskset`` in our engine.
+    ``window`` is the context window of the model, in tokens."""
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
@@ -175,7 +176,8 @@ def _prompt(item: Item) -> str:
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
-    """Rewards and metrics from our engine or, with another harness, those of the last reply."""
+    """Return the rewards and metrics of a trace. If our engine ran it, they are recorded in the
+    trace. With another harness, the last reply of the trace is scored as the answer."""
     recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
     if recorded is not None:
         return recorded

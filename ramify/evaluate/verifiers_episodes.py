@@ -70,20 +70,25 @@ def verifiers_task(
     judge: str = "",
     name: str = "",
 ) -> SimpleTask:
-    """Return a task that plays ``taskset``: an object, or the id of an installed one.
+    """Return a task whose attempts are episodes of a verifiers environment.
 
-    ``env`` is an ``Env`` class or the id of an installed one; by default the taskset's own, or one
-    agent. ``config`` sets fields of the environment's configuration, as in the library's TOML
-    files: ``{"agent": {"max_turns": 4}, "taskset": {"split": "train"}}``.
+    Args:
+        taskset: The tasks to play: an object, or the id of an installed taskset.
+        env: An ``Env`` class, or the id of an installed one. The default is the taskset's own, or
+            else an environment with one agent.
+        config: Fields of the environment's configuration, as in the library's TOML files:
+            ``{"agent": {"max_turns": 4}, "taskset": {"split": "train"}}``.
+        harness: Program of the agents that name none. The default is the one of the taskset, or
+            else the library's chat program in this process.
+        runtime: Runtime of all agents. By default, it is the one in an agent's configuration, or
+            else ``subprocess``, or ``docker`` if the task needs a container.
+        judge: The model that judges of a rubric ask: the base URL of a server, or ``frozen`` for
+            the model below the root. By default their own configuration names it.
+        name: Name of the task. The default is the id of the taskset.
 
-    ``harness`` and ``runtime`` are those of seats that name none. By default a seat gets the
-    library's chat program in this process and the ``subprocess`` runtime, or ``docker`` if the task
-    needs a container. ``judge`` is where the judges of a rubric ask: the base URL of a server,
-    ``frozen`` for the model below the root, or by default what their own configuration names.
-
-    Of ten tasks, eight are in the split ``train``, one in ``validation`` and one in ``test``.
-    Fewer than three are in each. Raises ConfigError if verifiers is missing, or if it refuses the
-    configuration.
+    Of ten tasks, eight are in the split ``train``, one in ``validation`` and one in ``test``. If
+    the taskset has fewer than three, all of them are in each split. Raises ConfigError if verifiers
+    is missing, or if it refuses the configuration.
 
     Example:
         task = evaluate.verifiers_task("alphabet-sort", config={"taskset": {"max_turns": 2}})
@@ -101,7 +106,8 @@ class VerifiersSplit(LazySequence[Item]):
     """The items of one split of a taskset."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """The split contains the tasks at the positions ``kept`` of each period."""
+        """Tasks are divided into blocks of ``runner.period``, usually ten. The split has the tasks
+        at the positions ``kept`` of each block."""
         self._runner = runner
         self._split = split
         self._kept = kept
@@ -168,15 +174,16 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def positions(self) -> dict[str, Sequence[int]]:
-        """Map each split to the positions of its tasks within a period."""
+        """Return for each split which tasks of a block belong to it. Tasks are divided into blocks
+        of ``period`` tasks, usually ten, and a position is a place in the block."""
         every = range(self.period)
         if self.period < 3:
             return {"train": every, "validation": every, "test": every}
         return {"train": every[:-2], "validation": every[-2:-1], "test": every[-1:]}
 
     def _resolved(self, config: dict[str, Any]) -> Any:
-        """The environment's configuration. Every seat has a harness and a runtime that work
-        here."""
+        """Return the configuration of the environment, in which every agent has a harness and a
+        runtime that work here. Raises ConfigError if the library refuses it."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         agents = importlib.import_module("verifiers.v1.configs.agent")
         kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
@@ -212,7 +219,8 @@ class EpisodeRunner:
         return "" if found == "bash" else found
 
     def _make(self, max_turns: int) -> Any:
-        """A new environment over the taskset, whose seats have at most ``max_turns`` turns."""
+        """Return a new environment over the taskset, in which each agent has at most ``max_turns``
+        turns."""
         agents = importlib.import_module("verifiers.v1.configs.agent")
         seats = {
             seat: spec.model_copy(update={"max_turns": min(spec.max_turns or max_turns, max_turns)})
@@ -231,7 +239,7 @@ class EpisodeRunner:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def prepare(self, item: Item) -> TaskStart:
-        """The start of an attempt, whose conversations the environment holds."""
+        """Start an attempt at ``item`` in which the environment conducts the conversations."""
         attempt = EpisodeAttempt(self, item)
         return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
 
@@ -245,7 +253,8 @@ class EpisodeRunner:
         return Score(record["rewards"], record["calls"], record["metrics"])
 
     async def play(self, item: Item, conversations: ModelConversations) -> tuple[Any, Any]:
-        """Play one episode. Returns (the episode, what is recorded of it)."""
+        """Play one episode. Returns the episode, and the rewards and metrics that are recorded for
+        it."""
         max_turns = conversations.max_turns
         served = await conversations.shared(self, lambda: self._served(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()

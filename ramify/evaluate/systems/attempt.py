@@ -127,9 +127,11 @@ class MeteredRuns:
 async def attempt_by(
     system: System, task: Task, item: Item, number: int, *, seat: MeterSeat
 ) -> AttemptOutcome:
-    """Attempt ``number`` of ``system`` at ``item``, through ``seat``.
+    """Let another system answer an item once, and score its answer. ``number`` is the number of
+    this attempt at the item, and ``seat`` is the system's access to the model.
 
-    Raises ConfigError for a task that only our engine can begin, such as one with tools."""
+    Raises ConfigError for a task that only our engine can begin, such as one with tools.
+    """
     try:
         start = await task.prepare(item)
     except RamifyError as error:
@@ -151,7 +153,8 @@ async def attempt_by(
 
 
 def _seat_name(job: EvaluationJob, item: Item, number: int, system: str) -> str:
-    """Name of a seat, which the record of the meter and the error of a budget say."""
+    """Return the name of an attempt's access to the model. It appears in the record of the meter
+    and in errors about the budget."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
 
@@ -163,7 +166,8 @@ def _lowered(budget: SeatBudget, max_cost: float | None) -> SeatBudget:
 
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
-    """Raise ConfigError unless a question and a text are all that a system must be given."""
+    """Raise ConfigError if an item comes with more than a question and a text, for example with
+    tools. Other systems could not be given the rest."""
     names = ("tools", "messages", "conduct", "on_session", "on_end")
     more = [name for name in names if getattr(start, name)]
     if more:

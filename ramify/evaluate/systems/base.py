@@ -71,7 +71,8 @@ class MeterSeat:
         budget: SeatBudget,
         price: Price | None,
     ) -> None:
-        """``key`` ends with the seat. ``window`` (tokens) and ``price`` are those of the model."""
+        """``key`` is valid until the seat ends. ``window`` (tokens) and ``price`` are those of the
+        model."""
         self.name = name
         self.base_url = base_url
         """Base URL for clients of OpenAI's APIs, which ends with ``/v1``."""
@@ -114,7 +115,8 @@ class MeterSeat:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """The current task answers a request of the seat until the block ends."""
+        """Register the current task as one that answers a request of this seat, until the block
+        ends. ``end`` cancels the tasks that are registered."""
         task = asyncio.current_task()
         assert task is not None, "requests are answered in tasks"
         self._answering.add(task)
@@ -132,7 +134,7 @@ class MeterSeat:
             await asyncio.wait(self._answering)
 
     def as_model(self) -> Model:
-        """The seat as a model of ours, for a run whose requests go through the meter."""
+        """Return a model for runs of our own whose requests go through the meter."""
         return Model(
             f"openai:{self.model}",
             base_url=self.base_url,
@@ -142,12 +144,12 @@ class MeterSeat:
         )
 
     def __repr__(self) -> str:
-        """Without the key."""
+        """Return a description of the seat without its key, so that no log shows the key."""
         return f"MeterSeat({self.name!r}, {self.base_url!r}, usage={self.usage})"
 
 
 class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a system gave for one item."""
+    """The answer of a system to one item, or the reason why there is none."""
 
     answer: str | None = None
     """None if it gave none."""

@@ -25,7 +25,8 @@ Fields = dict[str, Any]
 
 
 def by_rlms(item: Fields) -> Fields:
-    """The reference library."""
+    """Answer an item with the reference library, ``rlms``. Returns the fields of the result
+    file."""
     import rlm
     from rlm.utils.exceptions import TimeoutExceededError, TokenLimitExceededError
 
@@ -56,7 +57,7 @@ def by_rlms(item: Fields) -> Fields:
 
 
 def by_droste(item: Fields) -> Fields:
-    """droste, as a library."""
+    """Answer an item with the library ``droste``. Returns the fields of the result file."""
     import droste
 
     default = droste.Budget()
@@ -104,8 +105,9 @@ def by_droste(item: Fields) -> Fields:
 
 
 def by_dspy(item: Fields) -> Fields:
-    """dspy.RLM, with the interpreter that is a process of this machine. Its default, Deno, loads a
-    module from the network."""
+    """Answer an item with ``dspy.RLM``, and return the fields of the result file. Code runs in a
+    process of this machine, because the default interpreter, Deno, loads a module from the
+    network."""
     import dspy
 
     limits = {} if item["max_calls"] is None else {"max_llm_calls": item["max_calls"]}

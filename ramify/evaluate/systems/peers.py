@@ -50,11 +50,13 @@ class _PeerResult(msgspec.Struct):
 
 
 class PeerSystem:
-    """One peer. Implements ``System``."""
+    """Another library for recursive language models, which runs in its own virtual environment.
+    Implements ``System``."""
 
     def __init__(self, name: str, *, timeout_s: float, environment: Path | None = None) -> None:
-        """``environment`` is the folder of a virtual environment that has the peer, in place of
-        the usual one. Raises ConfigError, with the command that makes it, if it is missing."""
+        """``name`` is a name in ``PEERS``. ``environment`` is the folder of a virtual environment
+        in which the library is installed, if it is not the usual one. Raises ConfigError, with the
+        command that makes it, if it is missing."""
         self.name = name
         self._timeout_s = timeout_s
         folder = environment or environment_of(name)

@@ -3,9 +3,10 @@
     words, variables ──> ChildProcess ── output ──> ProgramEnd
                               │ too late, or too much output: SIGTERM, then SIGKILL
 
-A program of a stranger gets few variables of this process and no key of it, except that of its
-seat. It works in an empty folder that is deleted afterwards. Its process has a guard that ends it
-with everything that it started. Not here: what the output means (``command.py``, ``peers.py``).
+The program is not trusted. It gets few environment variables of this process, and no key except
+the one for its own access to the model (its seat). It works in an empty folder that is deleted
+afterwards. A guard process ends the program together with everything that it started. Not here:
+what the output means (``command.py``, ``peers.py``).
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ async def run_program(
     *,
     needs_output: bool = True,
 ) -> ProgramEnd:
-    """Run a command to its end in ``folder``, with the address and the key of ``seat``. A cancelled
-    call ends it, too. With ``needs_output``, a program that writes nothing to stdout has failed."""
+    """Run a program in ``folder`` and return its output, or why it failed. ``words`` are the
+    command and its arguments. The environment variables give the program the address and the key of
+    ``seat``. If the call is cancelled, the program is ended. With ``needs_output``, a program that
+    writes nothing to stdout has failed."""
     began = time.perf_counter()
     run = _ProgramRun()
     environment = {**passed_on(), **_variables_of(seat)}

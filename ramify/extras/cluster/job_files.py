@@ -154,7 +154,7 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _component(group: NodeGroup) -> list[str]:
-    """Options of sbatch for the nodes of one size."""
+    """Return the options of ``sbatch`` for one group of equal nodes."""
     options = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={group.cpus}"]
     options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
     return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])

@@ -201,7 +201,8 @@ def _gathered(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
 
 
 def _split(run: Run, dense: int, experts: int) -> int:
-    """The part of dense parameters and of experts that one rank computes with."""
+    """Return how many parameters one rank computes with: its share of the ``dense`` parameters plus
+    its share of the ``experts`` parameters."""
     shard = run.compute.shard
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 

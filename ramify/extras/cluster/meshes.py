@@ -53,7 +53,8 @@ class SentBytes(msgspec.Struct, frozen=True):
 
 
 class MeshEstimate(msgspec.Struct, frozen=True):
-    """One mesh of a run's ranks."""
+    """The estimated memory and speed of one mesh, which is one way to arrange the trainer's
+    ranks."""
 
     fields: dict[str, int]
     """The fields of ``compute.shard`` to set."""
@@ -76,7 +77,8 @@ def meshes(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> list[MeshEstimate]:
-    """Every mesh of ``ranks`` ranks, the fastest of those that fit first."""
+    """Return every mesh that ``ranks`` ranks can form. Meshes that fit into memory come first, and
+    each part of the list is sorted by speed, fastest first."""
     found = [
         _estimate(run, shape, sizes, device, tokens, shares) for sizes in _sizes(run, config, ranks)
     ]
@@ -184,7 +186,8 @@ def sent_bytes(
 
 
 def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
-    """Tokens of the group of ranks with the most rollouts."""
+    """Return how many tokens the busiest group of ranks learns from in a step. Other groups have no
+    more rollouts than this one."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
         tokens.learnt / sizes.num_batches,

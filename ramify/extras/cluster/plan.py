@@ -44,7 +44,7 @@ _ROLES = {"rank 0": "trainer", "engine": "inference"}
 
 
 class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Assumptions of a plan about the machines."""
+    """What a cluster plan assumes: devices, number of nodes, speeds, and tokens of a step."""
 
     device: str = ""
     """Device of trainer ranks and engines, a name in ``DEVICES``. Empty: h100 if the roles request
@@ -199,7 +199,7 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
 
 
 def _meshes(plan: ClusterPlan) -> Iterator[str]:
-    """The fastest meshes, and the fields that set the first."""
+    """Yield a table of the fastest meshes, and the options that choose the first of them."""
     if len(plan.meshes) < 2:
         return
     first, fitting = plan.meshes[0], sum(each.fits for each in plan.meshes)

@@ -213,7 +213,8 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
-    """``"4,1,2"`` -> [1, 2, 4]."""
+    """Parse an option that lists numbers: ``"4,1,2"`` becomes ``[1, 2, 4]``. Raises UsageError for
+    anything else."""
     if text is None:
         return []
     try:
@@ -243,7 +244,7 @@ def _calibrated(model: str, slots: int) -> EngineRate:
 
 
 def _about(inputs: SimulationInputs) -> Iterator[str]:
-    """The measurements behind the table, one sentence each."""
+    """Yield one sentence about each measurement that the simulated figures are based on."""
     rate, sizes = inputs.rate, inputs.sizes
     num = sum(map(len, inputs.groups))
     yield (

@@ -26,7 +26,7 @@ Ids = NDArray[np.int32]
 
 
 class CellShape(msgspec.Struct, frozen=True):
-    """One execution of code."""
+    """The workload of one cell: the time of its code, and the calls that it makes."""
 
     seconds: float
     """Seconds of the session's own work."""
@@ -35,7 +35,7 @@ class CellShape(msgspec.Struct, frozen=True):
 
 
 class TurnShape(msgspec.Struct, frozen=True):
-    """One request and the cells of its reply."""
+    """The workload of one turn: a request to the model, and the cells of its reply."""
 
     new: int
     """Prompt tokens that no cache held, which the engine has to read."""
@@ -61,7 +61,7 @@ class TurnShape(msgspec.Struct, frozen=True):
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """One call as a sequence of turns."""
+    """The workload of one call: a sequence of turns."""
 
     turns: tuple[TurnShape, ...]
     host_s: float = 0.0
@@ -75,7 +75,7 @@ class CallShape(msgspec.Struct, frozen=True):
             yield from child.walk()
 
     def children(self) -> Iterator[CallShape]:
-        """Yield the calls that its cells make, in the order of their waves."""
+        """Yield the calls that the cells of this call make, in the order in which they begin."""
         for turn in self.turns:
             for cell in turn.cells:
                 for wave in cell.waves:
@@ -83,7 +83,7 @@ class CallShape(msgspec.Struct, frozen=True):
 
 
 class RolloutShape(msgspec.Struct, frozen=True):
-    """One rollout of an item."""
+    """The workload of one rollout: its root call, with all calls below."""
 
     roots: tuple[CallShape, ...]
     """The root call and its branches, which all begin together."""

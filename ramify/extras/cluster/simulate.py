@@ -98,8 +98,8 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted figures of a setting. The first and the last ``staleness + 1`` steps, in which
-    fewer groups are open, are excluded."""
+    """Predicted speed, load and staleness of a run with one setting. The first and the last
+    ``staleness + 1`` steps are excluded, because fewer groups are open then."""
 
     setting: SimulationSetting
     steps: int
@@ -284,7 +284,8 @@ class _Simulation:
         )
 
     def _computed(self) -> float:
-        """Return the CPU seconds used so far, without learning."""
+        """Return the CPU seconds that rollouts have used so far. The CPU time of learning is not
+        included."""
         cores = self._stage.cores
         if cores is None:
             return 0.0
@@ -371,8 +372,8 @@ def choices(
     straggler_factor: float | None = None,
     grace_steps: int | None = None,
 ) -> Iterator[SimulationSetting]:
-    """Yield every combination of the given values. A value that is empty or None is that of the
-    run."""
+    """Yield every combination of the given values as a setting. A value that is empty or None is
+    taken from the measured run."""
     sizes = measured.sizes
     for split, num_slots, most in itertools.product(
         device_splits, slots or [sizes.slots], staleness or [sizes.staleness]

@@ -50,7 +50,8 @@ class SimulatedCache:
     """Slots of one engine."""
 
     def __init__(self, slots: int, capacity: int) -> None:
-        """``capacity`` is the length of the longest sequence."""
+        """``slots`` is the number of slots, and ``capacity`` is the number of tokens that fit into
+        one."""
         self._slots = SlotTable(slots, max(capacity, 1))
 
     def admit(self, prompt: Ids, affinity: str) -> tuple[int, int] | None:
@@ -179,9 +180,13 @@ class SimulatedEngine:
         owner: object = None,
         known: SimulatedPrefix | None = None,
     ) -> Event:
-        """Request ``sampled`` tokens after a prompt of ``context`` tokens, of which ``new`` are in
-        no cache. The value of the returned event is the spans. ``owner`` may ``cancel`` the
-        request."""
+        """Request a reply from the engine. Returns an event that occurs when the reply is complete.
+
+        ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
+        tokens are in no cache (all in tokens). The value of the event is a list of spans: how many
+        tokens were sampled with which version of the weights. ``cancel`` ends the requests of an
+        ``owner``.
+        """
         done = self._env.event()
         self.in_flight += 1
         self._catch_up()
@@ -320,8 +325,9 @@ class SimulatedEngine:
 
 
 def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """Choose the engine of a new tree: the least busy one, and among equals the one with the fewest
-    trees, as in ``inference/http/fleet.py``."""
+    """Choose the engine for a new rollout: the one with the fewest requests in flight. If several
+    have equally few, choose the one that was given the fewest rollouts, as
+    ``inference/http/fleet.py`` does."""
     engine = min(engines, key=lambda each: (each.in_flight, each.trees))
     engine.trees += 1
     return engine

@@ -40,7 +40,7 @@ from ramify.train.rollouts.group_queue import AdmissionRules, room, suffice, too
 
 
 class SimulatedCores:
-    """``num`` cores and the work that shares them."""
+    """The ``num`` CPU cores of the trainer's host, and the work that shares them."""
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
         """``engine`` is the engine in the trainer's process; None if engines have their own
@@ -81,8 +81,8 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Bring all counters up to the current time, and take account of whether the engine wants a
-        core."""
+        """Bring all counters up to date, and divide the cores again, in case the engine now needs a
+        core or no longer does."""
         self._catch_up()
         self._reschedule()
 
@@ -267,7 +267,8 @@ Draw = Callable[[int], tuple[Sequence[RolloutShape], bool]]
 
 
 class StragglerRules(AdmissionRules, Protocol):
-    """The part of a setting that the queue uses; see ``simulate.SimulationSetting``."""
+    """The options that the simulated queue of groups reads, of a ``simulate.SimulationSetting``:
+    those that admit groups, and when a slow rollout counts as a straggler."""
 
     @property
     def straggler_factor(self) -> float: ...

@@ -99,16 +99,16 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     """Measured seconds of each step, without evaluations."""
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutShape]:
-        """Return ``num`` rollouts of one measured group, drawn at random or the one with index
-        ``of``. If the group has fewer, some are repeated."""
+        """Return ``num`` rollouts of one measured group. ``of`` is the index of the group; None
+        draws a group at random. If the group has too few rollouts, some are repeated."""
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(rollouts):
             return draw.sample(rollouts, num)
         return [*rollouts, *draw.choices(rollouts, k=num - len(rollouts))]
 
     def learn(self, draw: random.Random, tokens: int, ranks: int) -> tuple[float, float]:
-        """Return the seconds that a step on ``ranks`` ranks learns, and that it publishes
-        weights."""
+        """Return how many seconds one step spends on learning from ``tokens`` tokens with ``ranks``
+        ranks, and how many on publishing the weights."""
         times = ranks / self.sizes.ranks
         faster = times * self.scaling ** math.log2(times) if times > 1 else times
         learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(
@@ -203,8 +203,8 @@ def measured(
 
 
 def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_file.StepMetrics]:
-    """The steps of reinforcement learning with their times. Raises ConfigError if they
-    are fewer than two."""
+    """Return the steps of reinforcement learning that have measured times, by number. Raises
+    ConfigError if there are fewer than two."""
     done = {
         each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
     }
@@ -304,7 +304,8 @@ def _rate(trees: Sequence[Trajectory], sizes: RunSizes, hidden: float) -> Engine
 
 
 def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
-    """Fit the rate to the CPU time of the engine's steps. None if there were no steps."""
+    """Fit the speed of the embedded engine to the CPU time that its steps used. Returns None if no
+    steps were recorded."""
     paces = [pace for each in spent for pace in each.engine]
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
     rows = [
@@ -350,8 +351,11 @@ def _roots(tree: Trajectory) -> Iterator[tuple[CallShape, float]]:
 
 
 def _replayed(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Return the requests of ``call``, which began at ``at_s``, and of its descendants, timed
-    according to their order, and when the call ended."""
+    """Return the requests of a call and its descendants, and the time at which the call ended.
+
+    ``at_s`` is the time at which the call began. Requests are timed by their order alone: turns and
+    waves follow each other without gaps, and the calls of a wave begin together.
+    """
     requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
         requests.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))
@@ -366,7 +370,9 @@ def _replayed(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], floa
 
 
 def _zero_variance(run: Path, otherwise: float) -> float:
-    """Return the share of groups without signal among those completed until a step had enough."""
+    """Return the share of groups without signal, from 0 to 1. Groups that were lost or skipped do
+    not count. ``otherwise`` is a rough estimate of the share: it is returned if the run has no
+    record of its groups, and if it is 0, the result is 0."""
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
@@ -376,7 +382,8 @@ def _zero_variance(run: Path, otherwise: float) -> float:
 
 
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Fit the time of learning: (seconds per step, seconds per token, measured over fitted)."""
+    """Fit how long learning takes. Returns the seconds per step, the seconds per token, and the
+    ratio of measured to fitted time for each step."""
     if len(set(tokens)) > 2:
         base_s, token_s = non_negative([(1.0, float(each)) for each in tokens], seconds)
     else:
@@ -414,7 +421,8 @@ def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
 def _publishing(
     done: dict[int, metric_file.StepMetrics], step_seconds: dict[int, float]
 ) -> list[float]:
-    """Return the seconds of each step apart from waiting for its rollouts and learning."""
+    """Return the seconds of each step in which the trainer neither waited for rollouts nor
+    learned."""
     remaining = [
         step_seconds[step] - done[step].values["work_s"] - done[step].values["learn_s"]
         for step in step_seconds

@@ -50,7 +50,9 @@ class StepTokens(msgspec.Struct, frozen=True):
 
 
 def num_passes(run: Run) -> float:
-    """Return the passes of a step's tokens, in forward passes."""
+    """Return the compute of a step, in forward passes over its tokens. Training takes three: the
+    forward pass, and the backward pass, which costs as much as two. Recomputed activations and
+    additional log-probabilities take more."""
     return 3.0 + run.compute.recompute + _more_passes(run)
 
 

@@ -108,8 +108,8 @@ def seconds(
     link_gb_per_s: float = LINK_GB_PER_S,
     from_run: MeasuredSpeeds | None = None,
 ) -> StepSeconds:
-    """Estimate a step of reinforcement learning. ``devices``: that of the trainer and that of the
-    engines."""
+    """Estimate how many seconds one step of reinforcement learning takes. ``devices`` is the device
+    of the trainer, then the device of the engines."""
     trainer, engine = devices
     if from_run is not None:
         learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
@@ -161,8 +161,9 @@ def _sampling(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Reading prompts is limited by FLOP/s. Sampling is limited by bandwidth or FLOP/s, whichever
-    is slower."""
+    """Estimate the seconds of sampling in one step, with an explanation in words. Reading prompts
+    is limited by FLOP/s. Generating tokens is limited by memory bandwidth or by FLOP/s, whichever
+    takes longer."""
     products = device.tflops * 1e12 * shares.prefill
     reading = tokens.given * forward_flop(shape, tokens.mean_length / 2) / (engines * products)
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
