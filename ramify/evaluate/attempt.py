@@ -423,8 +423,8 @@ async def _continued(
 
 
 def _unanswered(result: Result | str) -> str:
-    """Return a few words if the model itself is why there is no answer: its session died, its reply
-    was filtered, or its prompt did not fit. Empty otherwise."""
+    """Return a few words if the model itself prevented an answer: its session died, its reply was
+    filtered, or its prompt did not fit. Empty otherwise."""
     match None if isinstance(result, str) else result.failure:
         case SessionDied():
             return "session died"

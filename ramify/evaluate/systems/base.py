@@ -134,7 +134,7 @@ class MeterSeat:
             await asyncio.wait(self._answering)
 
     def as_model(self) -> Model:
-        """Return a model for runs of our own whose requests go through the meter."""
+        """Return a model for our engine, whose requests go through the meter."""
         return Model(
             f"openai:{self.model}",
             base_url=self.base_url,
