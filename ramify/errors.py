@@ -384,10 +384,11 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the line of the user's code that raised ``error``: ``, at score.py:12 (score)``.
+    """Return the line of the user's code that raised ``error``, as in ``, at score.py:12 (score)``.
 
-    It is the innermost line outside of this package and the standard library, of an installed
-    package only if there is no other. Empty if there is none."""
+    Lines in this package and in the standard library are skipped. A line in an installed package is
+    used only if no other line is left. The text is empty if there is none.
+    """
     ours, standard = str(Path(__file__).parent), str(Path(traceback.__file__).parent)
     frames = [
         frame

@@ -48,8 +48,8 @@ ROOMS = [
 
 
 def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
-    """``"engine=debug,info"`` -> levels by room (``""`` is all rooms), and one line for each part
-    that is wrong."""
+    """Parse a setting such as ``engine=debug,info``. Returns the level for each room (a package
+    with its own logger; ``""`` stands for all), and one line for each part that is wrong."""
     from difflib import get_close_matches
 
     levels: dict[str, int] = {}
@@ -73,7 +73,9 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
 
 
 def levels_from(level: int) -> dict[str, int]:
-    """Levels by room: ``level``, and lower where ``RAMIFY_LOG`` asks for more."""
+    """Return the log level for each room, a package with its own logger; ``""`` stands for all
+    rooms. The level is ``level``, or a lower one where the variable ``RAMIFY_LOG`` asks for
+    more."""
     levels, _ = levels_of(os.environ.get(VARIABLE, ""))
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
@@ -82,7 +84,8 @@ def levels_from(level: int) -> dict[str, int]:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as one line, a short one for a terminal if ``short``."""
+    """Formats a log record as one line. With ``short=True``, the line is shorter, for a
+    terminal."""
 
     def __init__(self, *, short: bool = False) -> None:
         super().__init__()
@@ -126,7 +129,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def room_of(record: LogRecord) -> str:
-    """``ramify.engine.x`` -> ``engine``"""
+    """Return the room that a record belongs to: ``engine`` for the logger ``ramify.engine.x``."""
     return record.name.removeprefix("ramify.").partition(".")[0]
 
 
@@ -170,10 +173,12 @@ def _printable(char: str) -> str:
 
 
 class _RoomHandler(logging.Handler):
-    """A handler with a level for each room."""
+    """A log handler with a separate level for each room, that is, for each package with a
+    logger."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
-        """``levels`` maps a room, or ``""`` for all, to its level."""
+        """``levels`` maps the name of a room to its log level; ``""`` stands for all other
+        rooms."""
         super().__init__(min(levels.values(), default=INFO))
         self.levels = dict(levels)
         self.is_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
@@ -187,12 +192,12 @@ class _RoomHandler(logging.Handler):
 
 
 class LogFile(_RoomHandler):
-    """A log file, from INFO: one line of bounded length per record, appended by any number of
-    processes."""
+    """Writes log records of level INFO and above to a file, one line of bounded length each.
+    Several processes may append to the same file."""
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
-        """The file is created at the first record, readable by its owner only. With ``waits``,
-        records are held back until ``begin``."""
+        """The file is created at the first record, and only its owner can read it. With ``waits``,
+        records are kept in memory until ``begin`` is called."""
         super().__init__(levels_from(INFO))
         self.path = path
         self._fd: int | None = None
@@ -226,7 +231,8 @@ class LogFile(_RoomHandler):
 
 
 class Console(_RoomHandler):
-    """Records on a terminal: those that are ``shown``, and those of ``levels`` in a short form."""
+    """Shows log records on a terminal: those that are marked to be shown, and in a short form those
+    that the log levels ask for."""
 
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None

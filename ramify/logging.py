@@ -155,14 +155,14 @@ class RoomLogger:
         error: BaseException | None = None,
         **fields: Any,
     ) -> None:
-        """``error`` adds its traceback to the record."""
+        """Log an error. If ``error`` is given, its traceback is added to the record."""
         self._emit(ERROR, event, message, fields, shown, error)
 
     def warn(
         self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
     ) -> None:
-        """``warnings.warn``, and a record of the event ``warning``, which the current run's journal
-        keeps."""
+        """Issue a Python warning, and log it as the event ``warning``, which the current run's
+        journal keeps."""
         fields = {"category": category.__name__}
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
         warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
@@ -231,9 +231,10 @@ def in_run(
     *,
     all_threads: bool = False,
 ) -> Iterator[None]:
-    """Give the records of the block, and of tasks and threads that inherit its context, the run's
-    id. ``on_warning`` receives the text of each record of the event ``warning``. ``all_threads``:
-    also those of threads that inherit no context, because this process has one run."""
+    """Add the id of a run to all log records of this block, and of the tasks and threads that
+    inherit its context. ``on_warning`` is called with the text of each warning. With
+    ``all_threads``, records of threads that inherit no context get the id too; use it if this
+    process has only one run."""
     global _process_runs
     runs, before = (*_runs.get(), id), _process_runs
     if all_threads:
@@ -247,18 +248,20 @@ def in_run(
 
 
 def in_outermost_run() -> contextlib.AbstractContextManager[None]:
-    """Give the records of the block the id of the outermost run, for events that concern it but
-    that a run inside it, such as a rollout, noticed."""
+    """Log the records of this block under the outermost run alone. Use it for an event that
+    concerns the outermost run, but was noticed by a run inside it, such as a rollout of a training
+    run."""
     return _given(_runs, (_runs.get() or _process_runs)[:1])
 
 
 def collect_warnings() -> None:
-    """Keep the texts of records of the event ``warning`` for the next run of this context."""
+    """From now on, keep the texts of warnings that are logged outside of a run, for the next run of
+    this context."""
     _collected.set([])
 
 
 def take_collected() -> list[str]:
-    """The texts that were collected, once."""
+    """Return the warnings that have been kept for the next run, and forget them."""
     collected = _collected.get() or []
     texts = collected.copy()
     collected.clear()
@@ -287,13 +290,14 @@ def attached(handler: Handler) -> Iterator[None]:
 
 
 def attach(handler: Handler) -> None:
-    """Send all records of the ``ramify`` tree to ``handler`` too, until ``detach``, whatever levels
-    the application sets. A handler without a level has no record below INFO made for it."""
+    """Send all log records of Ramify to ``handler`` too, until ``detach`` is called and whatever
+    levels the application sets. A handler without a level of its own does not cause records below
+    INFO to be created."""
     _set_handlers([*_outputs.handlers, handler])
 
 
 def detach(handler: Handler) -> None:
-    """Undo ``attach``. Does nothing if it is not attached."""
+    """Stop sending log records to ``handler``. Does nothing if the handler is not attached."""
     _set_handlers([other for other in _outputs.handlers if other is not handler])
 
 
@@ -359,8 +363,9 @@ def run_log(path: Path, id: str) -> Iterator[LogFile]:
 
 
 def join_run(process: str) -> None:
-    """Call this process ``process`` in its records, and write them to the log of the run that
-    started it, if one did and its folder is on this machine."""
+    """Write the log records of this child process to the log of the run that started it, under the
+    name ``process``. Nothing is written if no run started this process, or if the run's folder is
+    not on this machine."""
     global _process, _process_runs
     file = Path(os.environ.get(_FILE_VARIABLE, ""))
     if file.name:

@@ -1,18 +1,19 @@
 """Registries: one for each kind of thing that is chosen by name, such as tasks or sandboxes.
 
-    rl.algorithm=grpo                     ours: ``ALGORITHMS`` maps the name to "module:class"
-    task.name=oolong                      beside the core: ``ramify.extras`` maps it, as a package
-    rl.algorithm=median                   an installed package's, by its entry points
-    rl.algorithm=my_package.rl:Median     importable
-    rl.algorithm=my_rl.py:Median          in a file
-    @ALGORITHMS.register("median")        a recipe's
+    rl.algorithm=grpo                     built in: ``ALGORITHMS`` maps the name to "module:class"
+    task.name=oolong                      built in, but outside the core: listed in
+                                          ``ramify.extras``
+    rl.algorithm=median                   from an installed package, by its entry points (below)
+    rl.algorithm=my_package.rl:Median     from a module that can be imported
+    rl.algorithm=my_rl.py:Median          from a file
+    @ALGORITHMS.register("median")        registered by a recipe
 
-    [project.entry-points."ramify.algorithms"]      the package's pyproject.toml
+    [project.entry-points."ramify.algorithms"]      in the pyproject.toml of the package
     median = "my_package.rl:Median"
 
-Decides what a name stands for, and the errors of a name that stands for nothing. Nothing is
-imported before its name is used. Installed packages are searched only for a name that is not ours,
-so they cannot replace one of ours.
+Decides what a name stands for, and which error an unknown name gives. Nothing is imported before
+its name is used. Installed packages are searched only for names that are not built in, so they
+cannot replace a built-in entry.
 
 Not here: the names of each kind (``REGISTRIES`` says where), and what an entry must be able to do.
 """
@@ -119,7 +120,7 @@ MOVED_MODULES = {
     "ramify.train.signals.hindsight": "ramify.extras.studies.hindsight",
     "ramify.train.signals.programs": "ramify.extras.studies.programs.judges",
 }
-"""Beginnings of dotted paths that an earlier version stored -> today's."""
+"""Maps the beginning of a dotted path that an earlier version stored to the current one."""
 _OTHERS = "module:name or file.py:name"
 
 
@@ -137,9 +138,10 @@ class PluginEntry(NamedTuple):
 
 
 class Registry(Mapping[str, Any]):
-    """Name -> the class, function or object that it stands for.
+    """Maps names to the classes, functions or objects that they stand for.
 
-    As a mapping it has our names, those that a recipe registered, and those of installed packages.
+    Iterating over it yields the built-in names, those that a recipe registered, and those of
+    installed packages.
     """
 
     def __init__(
@@ -153,13 +155,16 @@ class Registry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """Errors call an entry by its ``kind``. Plug-ins add entries through the entry-point group
-        ``group``, and ``table`` holds those of the core: each name with an object or its location
-        (``module:name``, or a module). ``ramify.extras`` adds more names to the built-in ones. With
-        ``structs``, an entry must be a struct whose tag is its name, so that a checkpoint can name
-        it. Errors also list ``others``, the values that are accepted in place of a name.
+        """``kind`` is what errors call an entry, such as "algorithm". ``group`` is the entry-point
+        group through which installed packages add entries. ``table`` holds the entries of the core:
+        each name with an object, or with its location (``module:name``, or a module). Those of
+        ``ramify.extras`` are added to it.
+
+        With ``structs``, an entry must be a struct whose tag is its name, so that a checkpoint can
+        name it. ``others`` describes, for errors, which values are accepted in place of a name.
         ``aliases`` maps other names, in lower case, to built-in names. ``elsewhere`` maps names
-        that belong to another option, in lower case, to what the user should do instead."""
+        that belong to another option, in lower case, to what the user should do instead.
+        """
         self.kind = kind
         self.group = group
         self._table = {**table, **ENTRY_POINTS.get(group, {})}
@@ -266,7 +271,8 @@ class Registry(Mapping[str, Any]):
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:
-        """Every name with its origin. Entries of packages are imported, to say which are broken."""
+        """Yield every name with its origin. Entries of installed packages are imported, so that an
+        entry that cannot be loaded is listed with its error."""
         for name, entry in self._table.items():
             origin = "ramify" if name in self.ours else "recipe"
             yield PluginEntry(self.kind, name, origin, _about(entry))
@@ -330,8 +336,9 @@ def is_reference(name: str) -> bool:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The module in the Python file ``path``, which is run again only after a change. While it
-    runs, it can import the modules beside it. Raises what it raises."""
+    """Load a Python file and return its module. The file is run again only after it has changed.
+    While it runs, it can import the modules in its folder. Errors that the file raises are passed
+    on."""
     path = path.absolute()
     return _run_file(path, path.stat().st_mtime_ns)
 
@@ -356,15 +363,17 @@ def _run_file(path: Path, _changed_ns: int) -> ModuleType:
 
 
 def check_methods(field: str, part: Any, *methods: str) -> None:
-    """Raise ConfigError, which names ``field``, if ``part`` lacks one of ``methods``."""
+    """Raise ConfigError if ``part`` lacks one of the methods. ``field`` is the name of the option,
+    for the error message."""
     missing = [name for name in methods if not callable(getattr(part, name, None))]
     if missing:
         raise ConfigError(f"{field}: {type(part).__name__} has no {missing[0]}()")
 
 
 def place_of(kind: type) -> str:
-    """Where a class can be loaded again, as ``file.py:Class`` or ``module:Class``. Empty if it is
-    ours, which has a name, or if it was not defined in a file."""
+    """Return the location from which a class can be loaded again: ``file.py:Class`` or
+    ``module:Class``. Empty for Ramify's classes, which are found by their registered names, and for
+    a class that was defined inside a function or outside of a file."""
     module, name = sys.modules.get(kind.__module__), kind.__qualname__
     file = getattr(module, "__file__", None)
     if file is None or "<locals>" in name or kind.__module__.partition(".")[0] == "ramify":
@@ -396,8 +405,8 @@ def _module_name(path: Path) -> str:
 
 
 def load_object(location: str, what: str) -> Any:
-    """The object at ``module:name`` or ``file.py:name``, or a module. Raises ConfigError, which
-    begins with ``what``."""
+    """Return the object at ``module:name`` or ``file.py:name``, or a module. Raises ConfigError if
+    it cannot be loaded; ``what`` is the beginning of the error message."""
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")
@@ -457,7 +466,8 @@ def _line_in(place: str, error: BaseException) -> str:
 
 
 def _moved(location: str) -> str:
-    """Today's place of an object, given one that an earlier version stored."""
+    """Return the current location of an object, given the location that an earlier version of
+    Ramify stored."""
     for old, new in MOVED_MODULES.items():
         rest = location.removeprefix(old)
         if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):

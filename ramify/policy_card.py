@@ -60,7 +60,7 @@ def packaged_policies() -> list[str]:
 
 
 def packaged_policy(name: str) -> Path | None:
-    """Folder of a packaged policy; None if there is none of this name."""
+    """Return the folder of a policy that ships with Ramify; None if no policy has this name."""
     return _PACKAGED / name if name in packaged_policies() else None
 
 

@@ -75,7 +75,8 @@ class TerminalStream(io.TextIOBase):
         """The stream without protection, for a program that draws, such as a live view."""
 
     def write(self, text: str, /) -> int:
-        """A carriage return begins a new line here, so that progress bars stay readable."""
+        """Write ``text`` without escape sequences and control characters. A carriage return becomes
+        a line break, so that progress bars stay readable."""
         self.terminal.write(clean(_RETURN.sub("\n", text)))
         return len(text)
 

@@ -68,7 +68,9 @@ def seconds(value: float) -> str:
 
 
 def _two(whole: int, size: int, unit: str, part: str) -> str:
-    """Format ``whole`` parts as units of ``size`` parts, and the rest unless it is 0."""
+    """Format an amount in two units, such as ``3 min 5 s``. ``whole`` is the amount in the smaller
+    unit, and ``size`` is how many of these make a larger one. The smaller unit is left out if it is
+    0."""
     units, rest = divmod(whole, size)
     return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
 

@@ -88,7 +88,8 @@ class TurnState(msgspec.Struct):
     """Limit -> how urgent the last line about it was."""
 
     def copy(self) -> TurnState:
-        """Return the state of a second continuation from here."""
+        """Return an independent copy, so that the call can be continued a second time from this
+        turn."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
 
 
@@ -473,7 +474,8 @@ class RlmCall:
             return self._best()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
-        """Run the code of the last word, which may make no calls; returns its final answer."""
+        """Run the code of the reply to the final request, which is sent once a limit is reached.
+        The code may not call models. Returns the final answer that it gives, or ``_NOTHING``."""
         if stop in observe.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop

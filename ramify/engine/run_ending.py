@@ -34,12 +34,13 @@ _REPLIES_KEPT = 2.0
 
 
 class RunEnding:
-    """Ends one run in time. The run is the current task, and all methods are called on its event
+    """Makes sure that one run ends by its deadline, or earlier if it is closed or suspended. The
+    run is the asyncio task that creates this object, and all methods are called on its event
     loop."""
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
-        """``unrecorded`` has the requests that may have been sent and whose outcome is not recorded
-        yet: a suspended run waits until there are none."""
+        """``unrecorded`` holds the requests that may have been sent and whose outcome is not
+        recorded yet. A run that is being suspended waits until it is empty."""
         self.closing: Stop | None = None
         """Why the run is ending early, if it is."""
         self.suspension: RamifyError | None = None
@@ -103,11 +104,11 @@ class RunEnding:
             session.interrupt(str(stop))
 
     def interrupts(self, session: Session) -> None:
-        """Interrupt ``session`` when the run closes."""
+        """Register ``session``, so that its code is interrupted when the run closes."""
         self._sessions.add(session)
 
     def forget(self, session: Session) -> None:
-        """Undo ``interrupts``."""
+        """Unregister ``session``, so that it is no longer interrupted when the run closes."""
         self._sessions.discard(session)
 
     @contextlib.asynccontextmanager
@@ -129,8 +130,8 @@ class RunEnding:
 
     @contextlib.asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
-        """Cancel what the block awaits, a final request, at the deadline; raises LimitReached
-        then."""
+        """Cancel the final request that is awaited in this block when the deadline passes. Then
+        raises LimitReached."""
         try:
             async with asyncio.timeout_at(self._deadline) as scope:
                 yield
@@ -153,14 +154,15 @@ class RunEnding:
             asyncio.get_running_loop().call_soon(self._cancel_main)
 
     async def suspended(self, error: RamifyError) -> NoReturn:
-        """``suspend``, and wait until this task is cancelled, so that no cell sees the failure."""
+        """Suspend the run because of ``error``, and wait until this task is cancelled. The code in
+        a session therefore never sees the error."""
         self.suspend(error)
         await asyncio.Future()
         raise AssertionError
 
     def overdue(self, error: RamifyError | None = None) -> None:
-        """End the run, whose event loop was blocked (``error``), or which did not end by itself
-        past its deadline."""
+        """End a run that did not end by itself at its deadline. ``error`` is set if the event loop
+        was blocked; otherwise, the error says what the run is waiting for."""
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
             error = LoopBlocked(

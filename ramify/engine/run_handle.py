@@ -292,9 +292,9 @@ class RunHandle:
                 raise result.failure
 
     def _blocked(self, place: str) -> None:
-        """End the run from another thread, since its event loop is blocked at ``place``, or since
-        it cannot be cancelled: its journal is closed, so that the run can be resumed, and its
-        caller is released."""
+        """End the run from another thread, because its event loop is blocked or the run cannot be
+        cancelled. ``place`` is the line at which the loop is blocked, or empty. The journal is
+        closed, so that the run can be resumed, and the waiting caller gets an error."""
         run, limits = self._run, self._setup.limits
         assert run is not None
         why = (

@@ -39,7 +39,7 @@ class RunPictures:
     """The pictures of one run, and where their bytes are."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
-        """``given`` has the pictures of the context: their digests, and where their bytes are."""
+        """``given`` maps the digest of each picture in the context to the place of its bytes."""
         self._blobs = blobs
         self._sources: dict[str, PictureSource] = dict(given)
         self._known: dict[str, Picture] = {}

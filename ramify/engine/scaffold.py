@@ -258,7 +258,7 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
         return action if action.is_in_our_form(message.content) else read_any(message, is_cut)
 
     def report(self, cell: Cell) -> str:
-        """Return what the model is shown of one execution."""
+        """Return the text that the model sees after a cell, a piece of its code, has run."""
         if self.protocol == "retool":
             return retool.report(cell)
         return (
@@ -370,8 +370,9 @@ def made_for(model: object) -> str | None:
 
 
 def card_of(model: object) -> PolicyCard:
-    """What the policy of ``model``, as for ``made_for``, says about itself; an empty card if
-    nothing is known."""
+    """Return what the checkpoint folder of a trained policy says about the policy: its scaffold and
+    its limits. ``model`` is a model name, a client, or a list whose first entry answers the root
+    call. Returns an empty card if nothing is known."""
     if isinstance(model, list | tuple) and model:
         return card_of(model[0])
     if isinstance(model, Model):

@@ -233,7 +233,8 @@ def _counting(kind: Any, trusted: bool) -> Any:
 
 
 def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
-    """Up to draft 7, keywords beside a reference are ignored."""
+    """Return the keywords of ``schema`` that apply under JSON Schema up to draft 7, where ``$ref``
+    hides all keywords beside it."""
     return [("$ref", schema["$ref"])] if "$ref" in schema else schema.items()
 
 

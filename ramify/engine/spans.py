@@ -74,8 +74,8 @@ def span_listeners() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continued(headers: Mapping[str, str]) -> Iterator[None]:
-    """Attach runs that start in this block to the trace that ``headers`` name (``traceparent``), if
-    any."""
+    """Attach runs that start in this block to the caller's OpenTelemetry trace, which the HTTP
+    header ``traceparent`` names. Without this header, nothing changes."""
     if _API not in sys.modules or "traceparent" not in headers:
         yield
         return
@@ -92,7 +92,8 @@ class SpanListener:
     """Listens to one run, or to the consecutive runs of a conversation."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
-        """``content``: record texts. By default, the environment decides."""
+        """``content`` decides whether texts of prompts and replies are recorded. If it is None, the
+        environment variable ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` decides."""
         setting = os.environ.get(_CONTENT, "").lower()
         self._content = (
             setting in ("true", "span_only", "span_and_event") if content is None else content
@@ -324,7 +325,8 @@ class SpanListener:
 
 
 def _model(name: str) -> dict[str, str]:
-    """``"openai:gpt-5-mini@http://…"`` -> attributes for provider and model."""
+    """Return the span attributes that name the provider and the model, given a name such as
+    ``openai:gpt-5-mini@http://…``."""
     provider, colon, model = name.partition(":")
     model = model.partition("@http")[0] if colon else provider
     return {

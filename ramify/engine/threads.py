@@ -44,7 +44,8 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 class LoopWatch:
-    """One run that is watched."""
+    """One run that the watchdog thread checks: whether its event loop is blocked, and whether the
+    run ends by its deadline."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class LoopWatch:
         on_blocked: Callable[[str], object],
         on_overdue: Callable[[], object],
     ) -> None:
-        """``deadline_s``: seconds from now. ``on_blocked`` gets the place at which the loop is
-        blocked, as text; it is empty if the loop advances."""
+        """``deadline_s`` is in seconds from now. ``on_blocked`` receives the line at which the
+        event loop is blocked, as text; the text is empty if the loop still advances."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._stall_s = stall_s
@@ -104,7 +105,8 @@ class LoopWatch:
 
 
 class _Watchdog:
-    """The thread, started with the first run."""
+    """A background thread that checks all watched runs of the process, each at its own time. The
+    thread is started with the first run."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -143,7 +145,8 @@ _watchdog = _Watchdog()
 
 
 def _place(frame: FrameType | None) -> str:
-    """The top frame of a stack, and the nearest one outside the standard library."""
+    """Describe where a thread is, for an error message: the line that it executes, and the
+    innermost caller outside of the standard library."""
     if frame is None:
         return "a thread that has ended"
     frames = traceback.extract_stack(frame)
@@ -233,7 +236,8 @@ def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> 
 
 
 def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
-    """Leave a blocked loop to its thread: later work gets another one."""
+    """Give up an event loop that is blocked. Its thread keeps it, and later work gets a new
+    loop."""
     global _loop
     with _lock:
         if _loop is blocked:
@@ -254,19 +258,20 @@ def leave(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
 
 
 class PinnedLoop:
-    """What the synchronous API keeps open on the loop between calls. After a call that blocked its
-    loop, the next one opens it again on another loop."""
+    """Keeps resources open on the event loop between calls of the synchronous API. If a call
+    blocked its loop, the next call opens them again on a new loop."""
 
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """``pin`` and ``unpin`` are called on the loop."""
+        """``pin`` opens the resources, and ``unpin`` closes them. Both are called on the loop."""
         self._pin = pin
         self._unpin = unpin
         self._pinned: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """``run``, with everything open."""
+        """Run ``work`` on the event loop and return its result. The resources are opened first if
+        they are not open on this loop."""
         if self._pinned is not _loop or _loop is None:
             try:
                 run(self._open())
@@ -280,7 +285,8 @@ class PinnedLoop:
         self._pinned = asyncio.get_running_loop()
 
     def close(self, *, waits: bool = True) -> bool:
-        """Close what is open, and return whether anything was. A blocked loop does so later."""
+        """Close the resources, and return whether they were open. If ``waits`` is False or the loop
+        is blocked, they are closed in the background."""
         pinned, self._pinned = self._pinned, None
         if pinned is not None and pinned is _loop and waits:
             run(self._unpin())

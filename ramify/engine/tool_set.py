@@ -1,20 +1,21 @@
 """The user's functions in a session: called there, executed here with the permissions of this
 process.
 
-A tool is a function (plain or ``async``) or a value; ``{"tool": f, "description": "…"}`` describes
-one in other words than its docstring. Each plain function runs in a separate thread, so a slow
-function, or one that never returns, blocks nothing else. A tool's return value must be supported by
-the session's codec.
+A tool is a function (plain or ``async``) or another value. To describe a tool in other words than
+those of its docstring, give ``{"tool": f, "description": "…"}``. Each plain function runs in a
+separate thread, so a slow function, or one that never returns, blocks nothing else. A tool's return
+value must be supported by the session's codec.
 
 Tools that come with a context may have further attributes (``sources/text_search.py``):
 
     prepare()        is called when a session is opened
-    is_optional      only scaffolds that list the tools have it, and a repeated run makes it again
-    is_replaceable   a cell may bind its name to another value
-    session_source   source of a module that defines it in the session
-    prompt_entry     what the prompt says of it, in place of its signature and docstring
-    strategy(…)      returns what answers a call by leaf calls, which are recorded in place of a
-                     result; see ``engine/host.py``
+    is_optional      True if only scaffolds that list the tools have it; a repeated run creates it
+                     again
+    is_replaceable   True if a cell may bind the tool's name to another value
+    session_source   source code of a module that defines the tool in the session
+    prompt_entry     the tool's text in the prompt, in place of its signature and docstring
+    strategy(…)      returns an object that answers one call of the tool by small questions to a
+                     model; these are recorded in place of a result (see ``engine/host.py``)
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class ToolSet:
         ]
 
     def recorded(self) -> dict[str, str]:
-        """Name -> hash of the code, or type, of each tool that no MCP server provides."""
+        """Return what the run's journal records about the tools, by name: the hash of a function's
+        code, or the type of another value. Functions of MCP servers are left out."""
         own = {name: f for name, f in self.functions.items() if not hasattr(f, "owner")}
         values = {name: type(value).__name__ for name, value in self.values.items()}
         return {name: _hash_of(tool) for name, tool in own.items()} | values

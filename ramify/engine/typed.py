@@ -106,7 +106,7 @@ class AnswerType(msgspec.Struct, frozen=True):
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
 
     def alone(self) -> str:
-        """``instruction`` for a reply that contains only the answer."""
+        """Return the instruction for a reply that must be nothing but the answer, as JSON."""
         return f"{self.instruction()} Reply with the JSON value alone."
 
 

@@ -42,12 +42,14 @@ class AskingStep(PlanStep, frozen=True):
     """A step that may ask leaves, or that cuts the context for them."""
 
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
-        """Add the calls of the step to ``sheet``, and return what is known of its result. ``shape``
-        and ``given`` are what is known of the value that it gets, and its type."""
+        """Add the model calls of this step to ``sheet``, before any is made, and return what is
+        then known of the result. ``shape`` is what is known of the input, and ``given`` is its
+        type."""
         raise NotImplementedError
 
     async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
-        """Return the result. ``shape`` is what was known of ``value`` before."""
+        """Apply the step to ``value`` and return the result. ``shape`` is what was known of
+        ``value`` before the plan ran."""
         raise NotImplementedError
 
 
@@ -375,8 +377,9 @@ class ReductionTree(NamedTuple):
 
 
 def _check_items(step: str, leaf: Leaf, shape: Shape) -> None:
-    """Raise ConfigError if a known item is larger than its leaf may read. Parts are compared by
-    their type."""
+    """Raise ConfigError if an item is already known and is larger than the leaf, the step's
+    question to a model, may read. Parts of a text are not checked here, because their type has the
+    bound."""
     if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
         return
     raise ConfigError(
@@ -394,7 +397,8 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 
 
 def _answers(leaf: Leaf, shape: Shape) -> Shape:
-    """Return the shape of a leaf's answers about the items of ``shape``."""
+    """Return what is known in advance of the answers that a leaf gives. A leaf is one bounded
+    question to a model. ``shape`` describes the items that it is asked about."""
     most = leaf.max_bytes
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)

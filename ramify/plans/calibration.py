@@ -94,7 +94,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def note(self) -> str:
-        """What a plan with this size says about it."""
+        """A few words that say where the size of a plan's parts comes from, for the description of
+        the plan."""
         return f"parts of {self.part_tokens:,} tokens, calibrated {self.date}"
 
 
@@ -133,9 +134,9 @@ def calibration_of(model: str, root: Path | None = None) -> Calibration | None:
 def part_size(
     model: Any, given: int | None = None, root: Path | None = None
 ) -> tuple[int | None, str]:
-    """Return the size of the parts for leaves of ``model`` (a name, a ``Model`` or a client), and
-    what a plan says about it: ``given`` if it is set, else that of the model's calibration. (None,
-    "") if neither exists."""
+    """Return the size of a text part in tokens that suits ``model`` (a name, a ``Model`` or a
+    client), and a note that says where the size comes from. This is ``given`` if it is set, or else
+    the size from the model's stored calibration. Returns (None, "") if there is neither."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if given is not None or not isinstance(name, str):
         return given, ""

@@ -22,7 +22,7 @@ from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes, shortened
 from ramify.plans.value_types import ValueType, check_fields, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
-"""Most bytes of an answer for each token of its reply. English has four to five."""
+"""Upper bound on the bytes of an answer per token of its reply. English has four to five."""
 QUESTION = "{question}"
 """Place of the user's question in a prompt."""
 _BETWEEN = "\n\n---\n\n"
@@ -42,9 +42,9 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     schema: Any = None
     """JSON schema of the answer, or a type such as ``bool``; None for text."""
     tokens: int = 4000
-    """Bound on what it reads, in tokens of three bytes, without the prompt."""
+    """Maximum size of the value that it reads, in tokens of three bytes, without the prompt."""
     reply_tokens: int = 512
-    """Most tokens of its reply; with ``each``, of one value."""
+    """Maximum number of tokens in the reply; with ``each``, in one value."""
     each: bool = False
     """Whether it gives one value for each record of a part."""
     label: str = "leaf"
@@ -67,22 +67,23 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def type(self) -> ValueType:
-        """Type of its answer; with ``each``, of one value of it."""
+        """Type of the answer. With ``each``, the answer is a list, and this is the type of one
+        value."""
         return ValueType("text") if self.schema is None else type_of_schema(self.schema)
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of its answer; with ``each``, of one value."""
+        """Maximum size of the answer in bytes. With ``each``, of one value in it."""
         return REPLY_BYTES_PER_TOKEN * self.reply_tokens
 
     @property
     def read_bytes(self) -> int:
-        """Most bytes that it reads."""
+        """Maximum size in bytes of the value that the question is asked about."""
         return BYTES_PER_TOKEN * self.tokens
 
     def read_by(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of its answer about a value of type ``given``. Raises ConfigError if it
-        cannot read that."""
+        """Return the type of the answer about a value of type ``given``. ``step`` names the step of
+        the plan in errors. Raises ConfigError if the leaf cannot read such a value."""
         if given.kind == "part" and given.tokens > self.tokens:
             raise ConfigError(
                 f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, and a part has "
@@ -120,7 +121,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return _kind(self)
 
     def max_reply_tokens(self, given: Any) -> int:
-        """Most tokens of the reply about ``given``."""
+        """Return the maximum number of tokens in the reply about the value ``given``."""
         if self.each and isinstance(given, Part):
             return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
         return self.reply_tokens
@@ -173,7 +174,8 @@ def _kind(leaf: Leaf) -> AnswerType:
 
 
 def _each_kind(leaf: Leaf, num: int) -> AnswerType:
-    """Return the type of a list with one value for each of ``num`` records."""
+    """Return the answer type of a leaf that gives one value per record: a list of exactly ``num``
+    values."""
     base, most = _base(leaf.schema), leaf.max_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
@@ -197,14 +199,15 @@ def _check_size(value: Any, most: int) -> None:
 
 
 def json_bytes(value: Any) -> int:
-    """Bytes of a value as JSON, without the quotes around a text. A later leaf may read a text as a
-    key of counts, where quotes and line ends take two bytes."""
+    """Return the size of a value as JSON, in bytes. A text is counted without its quotes, but with
+    its escapes, because it may later become a key in a JSON object of counts."""
     size = len(msgspec.json.encode(value))
     return size - 2 if isinstance(value, str) else size
 
 
 def bounded_text(text: str, most: int) -> str:
-    """Return the beginning of ``text`` that has at most ``most`` bytes, also as JSON."""
+    """Shorten ``text`` to at most ``most`` bytes, both as UTF-8 and as a JSON string without its
+    quotes."""
     text = shortened(text, most)
     while (size := json_bytes(text)) > most:
         text = shortened(text, min(num_bytes(text) - 1, num_bytes(text) * most // size))

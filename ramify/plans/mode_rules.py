@@ -84,13 +84,15 @@ question names, if it names them. Do not answer the question."""
 
 
 def choose_plan(facts: ModeFacts) -> ModeChoice:
-    """A ready plan, chosen by the words of the question."""
+    """Choose a ready plan by the words of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client)
     return ModeChoice("plan", strategy.reason, strategy)
 
 
 def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
-    """The mode, and with a plan which one, chosen by rules; or the call that chooses."""
+    """Choose by rules how the question is answered: by one plain call, in a session, or by a plan,
+    which is then chosen too. If the rules do not decide, return the call that lets a model
+    choose."""
     question = facts.question
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
@@ -112,7 +114,7 @@ def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
 
 
 def _call(facts: ModeFacts, num_chars: int) -> ModeQuestion:
-    """The call that chooses between a session and the plans."""
+    """Return the call that lets a model choose between a session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
     prompt = _PROMPT.format(

@@ -97,15 +97,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield step.predicate
 
     def shapes(self, first: Shape, sheet: CostSheet, given: ValueType | None = None) -> list[Shape]:
-        """Return what is known of the value before the first step and after each step, and add the
-        calls to ``sheet``. Raises ConfigError for a context that the plan cannot read."""
+        """Return what is known in advance of the value before the first step and after each step,
+        and add the model calls to ``sheet``. Raises ConfigError for a context that the plan cannot
+        read."""
         shapes = [first]
         for step, kind in zip(self.steps, self.types(given), strict=False):
             shapes.append(step.bounded(shapes[-1], kind, sheet))
         return shapes
 
     async def run(self, value: Any, shapes: list[Shape], flow: PlanFlow) -> Any:
-        """Return the answer. ``shapes`` are those of ``value``."""
+        """Apply the steps to ``value`` one after the other, and return the answer. ``shapes`` holds
+        what is known of the value before the first step and after each step. A step whose result is
+        already known is not run."""
         for step, before, after in zip(self.steps, shapes, shapes[1:], strict=False):
             value = after.value if after.is_known else await step.run(value, flow, before)
         return value
@@ -127,7 +130,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def measured(
         self, context: Any, question: str, model: PlanModel
     ) -> tuple[PlanCost, list[Shape]]:
-        """Return the cost, and what is known of each value."""
+        """Compute what the plan would cost over ``context``. Returns the cost, and what is known in
+        advance of the value before the first step and after each step."""
         self.check_begin()
         sheet = CostSheet(question)
         first = Shape(context, True)

@@ -1,11 +1,11 @@
 """What a plan costs, known before its first call.
 
-    StepCalls of each step, the model's price ──> calls, tokens, dollars, time; retries apart
+    calls of each step, price of the model ──> calls, tokens, dollars, time; retries are separate
 
-Calls are exact if no reply decides how many follow, and no leaf fails; otherwise they are at most
-as many. Tokens and dollars are upper bounds: a prompt counts its bytes, as in the ledger, and a
-reply its maximum. English text has about a quarter as many tokens as bytes. Not here: how a step
-finds its calls (``shapes.py``).
+The number of calls is exact if no model reply decides how many follow, and no call fails; otherwise
+it is an upper bound. Tokens and dollars are always upper bounds: a prompt is counted with one token
+for each byte, as in the ledger, and a reply with its maximum length. English text has about a
+quarter as many tokens as bytes. Not here: how a step finds its calls (``shapes.py``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BYTES_PER_WORD_TOKEN = 4
 
 
 class PlanModel(msgspec.Struct, frozen=True):
-    """What the cost of a plan depends on."""
+    """The facts about a model on which the cost of a plan depends."""
 
     name: str
     window: int
-    """Most tokens of prompt and reply together."""
+    """Maximum number of tokens in a prompt and its reply together."""
     price: Price | None
     """Dollars per million tokens; None if it is unknown."""
     reasoning_tokens: int = 0
@@ -60,7 +60,7 @@ def model_of(model: Any, limits: Limits | None = None) -> PlanModel:
 
 
 class CallBound(msgspec.Struct, frozen=True):
-    """Most calls, tokens and dollars of some calls."""
+    """Upper bound on the number, tokens and dollars of some model calls."""
 
     calls: int
     input_tokens: int
@@ -110,8 +110,9 @@ class PlanCost(msgspec.Struct, frozen=True):
         return self.rounds(concurrency) * call_s
 
     def check(self, budget: ResourceAmount, *, is_rest: bool = False) -> None:
-        """Raise ConfigError, with both numbers, if the plan may need more than ``budget``: the
-        limits of a run, or with ``is_rest``, the rest of them."""
+        """Raise ConfigError if the plan may need more calls, tokens or dollars than ``budget``. The
+        error states both numbers. ``is_rest`` is True if the budget is what is left of a run's
+        limits, which changes the advice in the error."""
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
             (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),

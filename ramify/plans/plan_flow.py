@@ -43,7 +43,8 @@ class PlanFlow:
         self._calls = calls
 
     async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """Return ``call(*args)``, computed beside the event loop."""
+        """Run ``call(*args)`` in a thread, so that it does not block the event loop, and return its
+        result."""
         return await asyncio.to_thread(call, *args)
 
     async def ask(

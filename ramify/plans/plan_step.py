@@ -24,5 +24,6 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return self.title
 
     def typed(self, given: ValueType) -> ValueType:
-        """Return the type of the result. Raises ConfigError if it cannot use ``given``."""
+        """Return the type of the step's result if its input has the type ``given``. Raises
+        ConfigError if the step cannot use such an input."""
         raise NotImplementedError

@@ -54,8 +54,10 @@ class PlanStrategy(
 async def answer_by(
     plan: Plan, first: Shape, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
-    """Return what ``plan`` answers about a value of type ``given``. ``first`` is its shape. Raises
-    ConfigError, before any call, if the plan cannot read it or may use more than there is."""
+    """Run ``plan`` and return the outcome. ``first`` is what is known of the plan's input, and
+    ``given`` is the input's type, or None for a context that the plan cuts itself. Raises
+    ConfigError, before any call, if the plan cannot read the input or may exceed the budget of
+    ``calls``."""
     client, sheet = calls.client, CostSheet(calls.question.text)
     model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.

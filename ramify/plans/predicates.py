@@ -81,7 +81,7 @@ class Relevance(
     """
 
     top: int
-    """Most parts that are kept, up to 100."""
+    """Maximum number of parts that are kept, up to 100."""
     query: str = ""
     """Words to search; empty for those of the question."""
 
@@ -99,7 +99,9 @@ class Relevance(
         return BOOLEAN
 
     def best(self, items: Sequence[Any], question: str) -> list[bool]:
-        """Return for each item whether it is kept. Blocks while the index is built."""
+        """Return for each item whether it is among those that match the words best (BM25). Blocks
+        while the search index is built. Raises ConfigError if the package ``tantivy`` is
+        missing."""
         from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearch, has_tantivy
 
         if not has_tantivy():

@@ -334,7 +334,8 @@ def _split(by: By, part_tokens: int, cut: bool) -> Plan:
 
 
 def _merged_tokens(part_tokens: int) -> int:
-    """Tokens of a reply of which a leaf that reads ``part_tokens`` can merge several."""
+    """Return the maximum length of a reply in tokens, chosen so that one later call, which reads
+    ``part_tokens`` tokens, can merge several such replies."""
     return max(_MIN_MERGED_TOKENS, min(_MAX_MERGED_TOKENS, part_tokens // 8))
 
 

@@ -349,7 +349,8 @@ def _sent(name: str, value: Any) -> Any:
 
 
 def _part(value: Any) -> SessionPart | None:
-    """Return a part, also one of ``chunks``; None for another value."""
+    """Return ``value`` as a part if it is one, or if it is a dict of the kind that ``chunks``
+    returns. Return None for any other value."""
     if isinstance(value, SessionPart):
         return value
     if not isinstance(value, dict) or value.keys() != _PART_KEYS or not _is_text(value["text"]):
@@ -372,7 +373,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with lists and texts in place of what is like them."""
+    """Convert ``value`` to plain lists, dicts and texts, in place of subclasses and of other types
+    that behave like them, such as a set or a text that stays in its file."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):

@@ -84,8 +84,8 @@ without a model; `help(ramify_plans.map)` says more"""
 
 
 class SessionPlans:
-    """The tool that ``ramify_plans`` calls. Implements what ``engine/tool_set.py`` says of tools
-    that ask leaves."""
+    """The tool behind the session's module ``ramify_plans``. Each call of a function of this module
+    is answered by a plan, whose questions to a model are recorded."""
 
     __name__ = "ramify_plans"
     __doc__ = "Plans in a session."
@@ -96,11 +96,12 @@ class SessionPlans:
 
     @property
     def session_source(self) -> str:
-        """Source of the module that is installed in the session."""
+        """Source code of the module ``ramify_plans``, which is installed in the session."""
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlan:
-        """Return what answers one call of a function of the module. Raises ConfigError."""
+        """Return the strategy that answers one call of a function of the module. Raises ConfigError
+        if the function or its options are not valid."""
         if name not in _STEPS and name not in _READY:
             raise ConfigError(f"unknown function: {nearest(str(name), [*_STEPS, *_READY])}")
         if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
@@ -129,8 +130,9 @@ class SessionPlan:
         self._options = options
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
-        """Return the outcome, with the answer in the form that the session decodes. Raises
-        ConfigError, before any call, for what the plan cannot read or pay."""
+        """Run the plan and return the outcome, with the answer in the form that the session
+        decodes. Raises ConfigError, before any call, if the plan cannot read the value or may
+        exceed the budget."""
         plan, first, given = await asyncio.to_thread(self._prepared, calls.question.context)
         outcome = await answer_by(plan, first, given, calls)
         return msgspec.structs.replace(outcome, answer=self._sent(outcome.answer, first.value))
@@ -181,7 +183,8 @@ class SessionPlan:
 
 
 def _received(sent: Any, context: Any) -> Any:
-    """Return the value that a session gave. ``context`` is its own. Raises ConfigError."""
+    """Decode a value that code in a session sent. ``context`` is the session's context, which the
+    code names instead of sending it. Raises ConfigError if the value cannot be read."""
     if not isinstance(sent, dict):
         raise ConfigError("the value cannot be read: call the functions of ramify_plans")
     match sent.get("of"):
@@ -227,7 +230,8 @@ def _fields(part: Part) -> list[str]:
 
 
 def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return where the items of ``kept``, which are some of ``value`` in order, are in it."""
+    """Return the indices of the kept items in ``value``. Each item of ``kept`` is an item of
+    ``value``, and the order is the same."""
     places, found = iter(enumerate(value)), list[int]()
     for each in kept:
         found.append(next(index for index, item in places if item is each))
@@ -254,7 +258,8 @@ def _are_parts(value: Any) -> bool:
 
 
 def _type_of(value: Any) -> ValueType:
-    """Return the type of a value of a session, as far as it is plain."""
+    """Return the type that a plan uses for a value from a session, or ``ANY`` if it has no specific
+    one. Raises ConfigError for None."""
     match value:
         case bool():
             return BOOLEAN

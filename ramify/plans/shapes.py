@@ -25,7 +25,8 @@ MAX_ITEMS = 10**15
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What is known about a value."""
+    """What is known about one value of a plan before any model is asked: bounds on its size, and
+    the value itself if no model reply decides it."""
 
     value: Any = None
     """The value, if ``is_known``; otherwise, for a list, the items of which some remain, or
@@ -33,25 +34,26 @@ class Shape(msgspec.Struct, frozen=True):
     is_known: bool = False
     """True if no reply decides it."""
     num: int = 1
-    """Most items of a list."""
+    """Maximum number of items, if the value is a list."""
     is_exact: bool = True
     """Whether there are exactly ``num`` items, if no leaf fails."""
     item_bytes: int = 0
-    """Most bytes of an item, or of a value that is not a list."""
+    """Maximum size in bytes of one item, or of a value that is not a list."""
     total_bytes: int = 0
-    """Most bytes of all items."""
+    """Maximum size in bytes of all items together."""
     inner: int = 0
-    """For a list of lists: most items of all of them."""
+    """For a list of lists: maximum number of items in all of them together."""
     both: tuple[Shape, Shape] | None = None
     """For a pair: the shapes of its values."""
 
     @property
     def size(self) -> int:
-        """Most bytes of the whole value, as a leaf reads it."""
+        """Maximum size in bytes of the whole value, as text in a prompt."""
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limited(self, num: int) -> Shape:
-        """Return the shape of at most ``num`` of the items, whichever."""
+        """Return the shape of a list that keeps at most ``num`` of the items, if it is not known
+        which."""
         num, total = min(num, self.num), self.total_bytes
         if self.value is None:  # the sizes of parts also have their places
             total = min(total, num * self.item_bytes)
@@ -61,7 +63,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def known(value: Any) -> Shape:
-    """Return the shape of a value that is known."""
+    """Return the shape of a value that no model reply decides."""
     items: Sequence[Any] = value if isinstance(value, list) else [value]
     if isinstance(value, tuple):  # of ``both``
         sides = known(value[0]), known(value[1])
@@ -74,7 +76,8 @@ def known(value: Any) -> Shape:
 
 
 def unknown(num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any) -> Shape:
-    """Return the shape of a value that replies decide."""
+    """Return the shape of a value that depends on model replies, with upper bounds on its size:
+    ``num`` items of at most ``item_bytes`` bytes each."""
     total = num * item_bytes if total_bytes is None else total_bytes
     return Shape(num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields)
 
@@ -91,7 +94,7 @@ def _size(value: Any) -> int:
 
 
 class StepCalls(msgspec.Struct, frozen=True):
-    """The calls of one step."""
+    """The model calls that one step of a plan makes, with upper bounds on their tokens."""
 
     step: str
     """Name of the step with that of its leaf."""
@@ -162,7 +165,8 @@ class CostSheet:
         )
 
     def prompt_tokens(self, leaf: Leaf) -> int:
-        """Upper bound on the tokens of a request that reads nothing."""
+        """Return an upper bound on the tokens of a leaf's request without the value that it
+        reads."""
         return self.tokens_of(leaf, "")
 
     def tokens_of(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:

@@ -49,19 +49,22 @@ class SymbolicStep(PlanStep, frozen=True):
     """A step that computes its result without a model."""
 
     def apply(self, value: Any) -> Any:
-        """Return the result."""
+        """Compute the step's result for ``value``."""
         raise NotImplementedError
 
     def reshaped(self, shape: Shape, given: ValueType) -> Shape:
-        """Return what is known of the result for a value of type ``given`` that replies decide."""
+        """Return what is known in advance of the step's result if model replies decide its input.
+        ``shape`` is what is known of the input, and ``given`` is its type."""
         raise NotImplementedError
 
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
-        """Return what is known of the result. Adds no calls to ``sheet``."""
+        """Return what is known of the step's result before the plan runs. ``shape`` is what is
+        known of the input, and ``given`` is its type. The step asks no model, so nothing is added
+        to ``sheet``."""
         return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
 
     async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
-        """Return the result."""
+        """Compute the step's result for ``value`` in a thread."""
         return await flow.in_thread(self.apply, value)
 
 

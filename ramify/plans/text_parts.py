@@ -211,7 +211,7 @@ class _Units:
         self.filled = [0, *itertools.accumulate(filled)]
 
     def bytes_before(self, at: int) -> int:
-        """Bytes of the text before the character ``at``."""
+        """Return the number of UTF-8 bytes before the character with the index ``at``."""
         if self._is_ascii:
             return at
         unit = bisect.bisect_right(self.ends, at)
@@ -219,8 +219,9 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return where the last unit ends that begins at or after ``at`` and fits ``room`` bytes;
-        ``at`` itself if none does."""
+        """Return the end of a part that begins at the index ``at``: the last unit boundary such
+        that the part has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if no
+        unit fits."""
         if room < 1:
             return at
         most = bisect.bisect_right(self.bytes, self.bytes_before(at) + room) - 1
@@ -231,7 +232,8 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return where an overlap of at most ``most`` bytes before ``at`` begins."""
+        """Return the index at which the overlap before ``at`` begins: the first unit boundary such
+        that the overlap has at most ``most`` bytes."""
         first = bisect.bisect_left(self.bytes, self.bytes_before(at) - most)
         start = self.ends[first - 1] if first else 0
         return min(at, start)
