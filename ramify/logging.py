@@ -291,8 +291,8 @@ def attached(handler: Handler) -> Iterator[None]:
 
 def attach(handler: Handler) -> None:
     """Send all log records of Ramify to ``handler`` too, until ``detach`` is called and whatever
-    levels the application sets. A handler without a level of its own does not cause records below
-    INFO to be created."""
+    levels the application sets. A handler whose level is not set does not cause records below INFO
+    to be created."""
     _set_handlers([*_outputs.handlers, handler])
 
 

@@ -111,7 +111,7 @@ class PlanCost(msgspec.Struct, frozen=True):
 
     def check(self, budget: ResourceAmount, *, is_rest: bool = False) -> None:
         """Raise ConfigError if the plan may need more calls, tokens or dollars than ``budget``. The
-        error states both numbers. ``is_rest`` is True if the budget is what is left of a run's
+        error states both numbers. ``is_rest`` is True if the budget is the unused part of a run's
         limits, which changes the advice in the error."""
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
