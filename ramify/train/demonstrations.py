@@ -146,7 +146,8 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
 
 
 def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> DemonstrationSet:
-    """The demonstrations of a file, or of a function."""
+    """Return the demonstrations that ``spec.demos`` names: conversations read from a file or data
+    set, or those that a function makes."""
     with report_progress("demonstrations", spec.num, "items") as work:
 
         def taken(each: Any) -> Trajectory:
@@ -166,7 +167,8 @@ def _made(
     scaffold: Scaffold,
     taken: Callable[[Any], Trajectory],
 ) -> DemonstrationSet:
-    """The demonstrations of a function."""
+    """Call the function that ``spec.demos`` names, and return the demonstrations that it makes.
+    Raises ConfigError if it fails."""
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
@@ -184,7 +186,8 @@ def _made(
 
 
 def num_demonstrated(spec: SftSpec | None) -> int:
-    """Items at the beginning of the training split that are demonstrated: none by a file."""
+    """Return how many items, from the beginning of the training split, are used for demonstrations.
+    It is 0 if the demonstrations come from a file, or if there are none."""
     if spec is None or not spec.demos or spec.shows_conversations:
         return 0
     return spec.num

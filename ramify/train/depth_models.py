@@ -69,7 +69,7 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_optional("depths", "limits.max_turns", max_turns=self.max_turns)
 
     def options(self) -> DepthOptions:
-        """What the engine needs to know of it."""
+        """Return this depth's settings in the form that the engine takes."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
         return DepthOptions(
             max_turns=self.max_turns,
@@ -169,7 +169,8 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
 
 
 def check_models(depths: Sequence[DepthSpec], frozen: FrozenSpec) -> None:
-    """Raise ConfigError if a frozen model has no key, or no price under a limit of costs."""
+    """Raise ConfigError if a frozen model has no key, or if costs are limited and its price is not
+    known."""
     pool = ClientPool()
     for spec in depths:
         if spec.is_frozen and not is_in_process(spec.model):
@@ -199,10 +200,10 @@ class DepthModels:
         pool: ClientPool | None = None,
         others: Mapping[str, Client] | None = None,
     ) -> None:
-        """``others``: further policies, by name. ``before``: the latest metrics of a run that is
-        resumed, which say what it has spent. ``pool`` connects the frozen models; by default a new
-        one. Raises ConfigError for a model without a price under a limit of costs.
-        """
+        """``policy`` is the client of the trained policy; ``others`` holds the clients of further
+        policies, by name. ``before`` holds the latest metrics of a run that is resumed: they tell
+        what it has spent. ``pool`` connects the frozen models; by default a new one is created.
+        Raises ConfigError for a model without a known price if costs are limited."""
         # The engine's pool retries; each of its attempts is one attempt here.
         self._pool = pool or ClientPool(max_attempts=1)
         self._spec = spec
@@ -220,7 +221,8 @@ class DepthModels:
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask(self, client: Client, request: Request) -> Reply:
-        """One attempt at a reply of a frozen model, within both budgets."""
+        """Ask a frozen model once, within the budgets of the step and of the run. Raises Refused if
+        a budget is exhausted, and ModelError if the attempt fails."""
         budget = LedgerBudget(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
         try:
@@ -236,8 +238,8 @@ class DepthModels:
             raise
 
     def step_metrics(self) -> dict[str, float]:
-        """What the frozen models did since the last call, from the first request on; the next step
-        has a new budget."""
+        """Return metrics of what the frozen models did since the last call of this function, and
+        start a new step budget. Empty as long as they have not received any request."""
         step, run = self._step, self._run
         if not run.spent.calls and not any(run.refusals):
             return {}
@@ -304,8 +306,9 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
 
 
 def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
-    """The sampling temperature of a call. ``names``: policy -> the name under which it answers;
-    ``usual``: the temperature of the rollouts."""
+    """Return the sampling temperature of calls: a function of the call if a depth sets its own
+    temperature, and otherwise ``usual``, the temperature of the rollouts. ``names`` maps each
+    policy to the model name under which it answers calls."""
 
     def of(call: Call) -> float:
         by_depth = depths[min(call.depth, len(depths) - 1)]
@@ -341,7 +344,8 @@ class OwnCalls(msgspec.Struct, frozen=True):
 
 
 def own_calls(groups: Sequence[Group], model: str) -> list[Group]:
-    """``groups`` with the token ids of the calls that ``model`` answered only."""
+    """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids. All
+    other calls lose theirs, so nothing is learned from them."""
     return [
         msgspec.structs.replace(
             group,

@@ -128,8 +128,9 @@ def _scored(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
-    """The mean over all attempts, with the interval of a share if each item has one attempt that
-    is right or wrong, and otherwise that of resampled items."""
+    """Return the mean over all attempts with its confidence interval. If each item has one attempt
+    with reward 0 or 1, it is the interval of a proportion. Otherwise it is computed from the items'
+    mean rewards by resampling."""
     every = [reward for attempts in rewards for reward in attempts]
     if len(every) == len(rewards) and set(every) <= {0.0, 1.0}:
         return share_with_interval(round(sum(every)), len(every))

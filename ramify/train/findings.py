@@ -27,7 +27,8 @@ Values = Mapping[str, float]
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thresholds of findings. None switches a finding off."""
+    """Thresholds at which a training step is reported as a sign of collapse. None switches that
+    report off."""
 
     zero_variance: float | None = 0.9
     """Share of groups whose rollouts all have the same reward. From this share on, almost nothing
@@ -144,7 +145,8 @@ def findings(
 
 
 def metrics_of(name: str) -> tuple[str, ...]:
-    """Metrics that show the finding ``name``, or the limit ``name`` of the guard."""
+    """Return the names of the metrics behind an alarm. ``name`` is the name of a finding, or of a
+    limit that the user sets (``max_kl``, ``min_entropy``)."""
     rule = _FINDING_RULES.get(name)
     return rule.needs if rule is not None else _OTHER_METRICS.get(name, ())
 

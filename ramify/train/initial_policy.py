@@ -114,8 +114,9 @@ def policy_of(
 
 
 def card_of(run: Run, policy: Policy) -> PolicyCard:
-    """What the trained policy's folder will say. A scaffold of the user's own is not named, since
-    its file may be elsewhere when the policy is asked."""
+    """Return the card that is stored with the trained policy, so that it can later be asked as it
+    was trained: its scaffold and the limits that differ from the defaults. A user's own scaffold is
+    left out, since its file may be elsewhere by then."""
     usual = Limits()
     own = {
         name: getattr(run.limits, name)
@@ -241,6 +242,6 @@ def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _calls(trajectory: Trajectory) -> Iterator[list[str]]:
-    """The messages of each call."""
+    """Yield the messages of each call of ``trajectory``, as texts."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 
 class PolicyPaths(NamedTuple):
-    """Where a run's folder and its checkpoints hold a policy."""
+    """Paths of one policy's parts, relative to the run's folder or to a checkpoint."""
 
     policy: str
     backend: str
@@ -83,14 +83,16 @@ class PolicyPaths(NamedTuple):
 
 
 def paths_of(name: str) -> PolicyPaths:
-    """``name``: that of the policy in ``Run.policies``; empty for ``Run.policy``."""
+    """Return where a run's folder and its checkpoints store a policy. ``name`` is the policy's name
+    in ``Run.policies``, or empty for ``Run.policy``."""
     if not name:
         return PolicyPaths("policy", "backend", REFERENCE)
     return PolicyPaths(f"policies/{name}", f"backends/{name}", f"{REFERENCE}-{name}")
 
 
 class Learner:
-    """One policy that learns."""
+    """One policy that is trained: its backend, its reference policy and the publisher of its
+    weights."""
 
     def __init__(
         self,
@@ -121,11 +123,12 @@ class Learner:
         return self.publisher.name
 
     def own(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """``groups`` with the token ids of this policy's calls only."""
+        """Return a copy of ``groups`` in which only this policy's calls have token ids."""
         return own_calls(groups, self._model) if self._model else groups
 
     def measured(self, values: Mapping[str, float]) -> dict[str, float]:
-        """``values`` under the names of this policy's metrics."""
+        """Return ``values`` with metric names that tell policies apart: they have the prefix
+        ``policy.NAME/``, except for ``Run.policy``."""
         prefix = f"policy.{self.name}/" if self.name else ""
         return {prefix + name: each for name, each in values.items()}
 
@@ -280,8 +283,9 @@ def _attach(
     name: str,
     ask: Callable[[Sequence[Batch]], Sequence[Floats]],
 ) -> None:
-    """Attach the stream ``name`` to ``rows``, by applying ``ask`` to batches packed for
-    ``backend``."""
+    """Compute a per-token stream, such as old log-probabilities, and attach it to ``rows`` under
+    ``name``. The rows are packed into batches for ``backend``; ``ask`` maps these batches to one
+    array of values per batch."""
     with working("packing"):
         batches = pack(rows, backend.packing)
     attach(rows, batches, name, ask(batches))
@@ -312,8 +316,8 @@ class Publisher:
         check: SelfCheck | None = None,
         name: str = "",
     ) -> None:
-        """``name``: that of the policy in ``Run.policies``; empty for ``Run.policy``, whose
-        publications the run counts."""
+        """``name`` is the name of the policy in ``Run.policies``. It is empty for ``Run.policy``;
+        only its publications are counted in the run's record."""
         self.name = name
         self.policy = policy
         self.thread = thread
@@ -422,7 +426,9 @@ class PolicyWeights:
         client: LocalClient | HttpEngines,
         model: TrainedModel,
     ) -> None:
-        """``model``: the one that is trained, wherever its weights are."""
+        """``trained`` is the policy that the trainer changes, and ``serving`` is the one that the
+        engine serves. ``model`` holds the trained weights, which may be in this process or sharded
+        over ranks."""
         from ramify.inference.local.local_client import LocalClient
 
         self._trained = trained

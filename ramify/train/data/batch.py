@@ -211,8 +211,8 @@ class BatchWriter:
         learning: list[int],
         denominators: Mapping[str, float] | None,
     ) -> None:
-        """``learning``: indices of the ``sequences`` that have entries; pieces refer to positions
-        in this list."""
+        """``learning`` holds the indices of those ``sequences`` that have loss entries. Pieces
+        refer to a sequence by its position in this list."""
         self._sequences = sequences
         self._learning = learning
         chosen = [sequences[index] for index in learning]
@@ -333,8 +333,9 @@ class _Columns:
 
 
 def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
-    """For each stretch on the path to ``leaf``: where it begins, and the offset from a position on
-    the path to one in the batch. ``segments`` are those of the piece."""
+    """Return how positions on the path to ``leaf`` map to positions in the batch, as two arrays
+    with one element per node on the path: where the node begins on the path, and the offset to add.
+    ``segments`` holds the batch segment of each node of the piece."""
     begins, shifts = [], []
     while leaf >= 0:
         begins.append(piece.stretches[leaf].begin)
@@ -346,8 +347,9 @@ def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints
 def _weights(
     sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
 ) -> dict[str, Floats]:
-    """The streams that every sequence has. If an entry is plain, the token's other components are
-    in its second entry."""
+    """Return advantages, sampler log-probabilities and loss weights for the entries of a sequence,
+    one entry per index in ``tokens``. ``plain`` marks entries for cross-entropy. If a token also
+    has other weights, they belong to a second entry."""
     has_two = bool(plain.any())
     columns = {
         "advantages": sequence.advantages[tokens],
@@ -364,14 +366,15 @@ def _weights(
 
 
 def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
-    """[T] whether a token has a weight other than cross-entropy."""
+    """Return for each token whether it has policy-gradient or distillation weight, [T]."""
     return np.not_equal(sequence.rl, 0) | (
         False if sequence.kd is None else np.not_equal(sequence.kd, 0)
     )
 
 
 def _names(sequences: list[TokenSequence]) -> list[str]:
-    """Names of the named streams. Raises ValueError unless every sequence has all of them."""
+    """Return the names of the sequences' extra streams. Raises ValueError unless all sequences have
+    the same ones."""
     names = sorted({name for sequence in sequences for name in sequence.streams})
     for sequence in sequences:
         if missing := [name for name in names if name not in sequence.streams]:
@@ -385,7 +388,9 @@ def _names(sequences: list[TokenSequence]) -> list[str]:
 def _denominators(
     sequences: list[TokenSequence], given: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """The denominators of the components that have weights."""
+    """Return the denominator of each loss component (such as ``rl`` or ``ce``) that has a non-zero
+    weight in some sequence. It is taken from ``given``, or else it is the sum of the weights.
+    Raises ValueError if it is not positive."""
     denominators = {}
     for name in COMPONENTS:
         columns = [

@@ -157,9 +157,9 @@ def _observed(
     credits: list[tuple[TokenSpan, TokenCredit]],
     path: TokenPath,
 ) -> Floats | None:
-    """[T] the cross-entropy weights, including those of given tokens: the tokens between a turn
-    with credit and what was sampled before it. The first token of a path is excluded, since nothing
-    predicts it."""
+    """Add cross-entropy weights for observed tokens, i.e. the tokens between a turn with credit and
+    whatever was sampled before it. ``column`` holds the weights so far, [T]. The first token of a
+    path gets none, since nothing predicts it. Returns None if no token has a weight."""
     for span, credit in credits:
         if not credit.given:
             continue

@@ -129,7 +129,8 @@ def attach(
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """[E] whether an entry has a weight other than cross-entropy."""
+    """Return for each entry of ``batch`` whether it has policy-gradient or distillation weight,
+    [E]. Such entries are evaluated under the sampling distribution."""
     is_drawn = np.zeros(len(batch.owners), np.bool_)
     for name in {"rl", "kd"} & batch.streams.keys():
         is_drawn |= batch.streams[name] != 0
@@ -162,8 +163,8 @@ class _Tree(NamedTuple):
 
 
 def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
-    """The trees of ``found``. A node that does not pay as a shared stretch is repeated in each
-    child."""
+    """Return the trees of the forest, with only those shared prefixes that save computation. A node
+    for which sharing does not pay is repeated in each of its children."""
     nodes = radix_forest.nodes
     begin = [node.begin for node in nodes]
     keeps = [True] * len(nodes)
@@ -191,8 +192,8 @@ def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
 def _split_trees(
     radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """One tree per remaining root. A sequence that ends in a repeated node ends in that node's
-    first copy."""
+    """Build one tree for each kept node without a kept ancestor. A node that is not kept is
+    repeated in the nodes below it; a sequence that ends in such a node ends in its first copy."""
     trees: list[_Tree] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
     """Node -> (tree, stretch in it)."""
@@ -232,7 +233,8 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 
 
 def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[BatchPiece]:
-    """The pieces of all trees. ``units``: sequence -> what must stay in one piece with it."""
+    """Cut all trees into pieces. ``units`` holds a key for each sequence, and sequences with the
+    same key stay in one piece, even if they are in different trees."""
     num_trees = Counter(
         unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
     )
@@ -250,8 +252,9 @@ def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list
 
 
 def _cut(tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec) -> list[BatchPiece]:
-    """Pieces of at most ``max_tokens``, as far as single units allow. The leaves of a unit stay
-    together; units are added to a piece while they fit."""
+    """Cut a tree into pieces of at most ``max_tokens`` tokens. ``units`` holds groups of leaves
+    that must stay together, and whole groups are added to a piece while they fit. A group that
+    exceeds the limit becomes a separate piece."""
     pieces: list[BatchPiece] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
@@ -269,8 +272,8 @@ def _cut(tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec) 
 
 
 def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> tuple[set[int], int]:
-    """The stretches on the paths up from ``leaves`` that are not ``present``, and their number of
-    tokens."""
+    """Return the nodes on the paths from ``leaves`` to the root that are not in ``present``, and
+    how many tokens they have."""
     missing: set[int] = set()
     for _, stretch in leaves:
         while stretch >= 0 and stretch not in present and stretch not in missing:
@@ -280,7 +283,7 @@ def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> t
 
 
 def _side_by_side(pieces: list[BatchPiece]) -> BatchPiece:
-    """``pieces`` of different trees as one."""
+    """Combine pieces of different trees into one piece, without sharing anything between them."""
     stretches: list[ForestNode] = []
     leaves: list[tuple[int, int]] = []
     for piece in pieces:
@@ -297,8 +300,9 @@ def _side_by_side(pieces: list[BatchPiece]) -> BatchPiece:
 def _piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost
 ) -> BatchPiece:
-    """The ``present`` stretches as a separate tree; a stretch with a single remaining child is
-    merged with it."""
+    """Return the nodes of ``tree`` whose indices are in ``present`` as a separate tree. A node with
+    only one child left is merged with that child. ``leaves`` holds the sequences of the piece, each
+    with the node in which it ends."""
     order = sorted(present)
     children = dict.fromkeys(order, 0)
     for index in order:

@@ -39,7 +39,8 @@ from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
-    """The part of ``models.renderer`` that is needed here."""
+    """The methods of a renderer (``models.renderer``) that tokenizing demonstrations needs. A
+    renderer converts between messages and token ids."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
@@ -104,8 +105,8 @@ def _call(conversation: DemonstrationConversation) -> Call:
 
 
 class TrajectoryTokenizer:
-    """Adds the token ids to trajectories that a policy would have been given and would have
-    sampled."""
+    """Adds token ids to trajectories that did not come from a policy: the ids that a policy would
+    have read and sampled."""
 
     def __init__(
         self,

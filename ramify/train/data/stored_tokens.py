@@ -132,7 +132,8 @@ def _with_ids(call: Call, entry: np.ndarray[Any, Any]) -> Any:
 
 
 def _read(path: Path) -> dict[bytes, np.ndarray[Any, Any]]:
-    """Return the entries at ``path``; none if the file is missing or damaged."""
+    """Return the stored token ids in the file at ``path``, by the digest of a call's messages.
+    Empty if the file is missing or damaged."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             digests, lengths, numbers = file["digests"], file["lengths"], file["numbers"]
