@@ -55,7 +55,7 @@ class BlockKernel(Protocol):
 
 
 class CpuFlashKernel:
-    """PyTorch's own CPU flash attention: fp32, fp64, bf16, fp16."""
+    """Attention by PyTorch's own CPU flash attention, in fp32, fp64, bf16 or fp16."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -83,7 +83,8 @@ class CpuFlashKernel:
 
 
 class PlainAttentionKernel:
-    """Matrix products and a softmax over some queries at a time: any device, any type."""
+    """Attention by matrix products and a softmax, over some queries at a time. Works on any device
+    and in any precision."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -178,7 +179,8 @@ class VarlenKernel(Protocol):
 
 
 class CudaFlashKernel:
-    """FlashAttention as included in PyTorch: fp16 and bf16 on a GPU. Key heads are not repeated."""
+    """Attention by the FlashAttention that PyTorch includes, in fp16 or bf16 on a GPU. Key heads
+    are not repeated."""
 
     @staticmethod
     def takes(dtype: torch.dtype, head_size: int) -> bool:
@@ -250,8 +252,8 @@ class CudaFlashKernel:
 
 
 class PlainVarlenKernel:
-    """``PlainAttentionKernel``, range by range: computes what ``CudaFlashKernel`` does, on any
-    device, and is the reference for it."""
+    """Reference for ``CudaFlashKernel`` that runs on any device: it calls ``PlainAttentionKernel``
+    for one range after another."""
 
     def forward(
         self,

@@ -27,8 +27,8 @@ WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def model_folder(path_or_name: str | Path) -> Path:
-    """The folder of a model: a path, or the place of a hub name in the cache. Raises
-    ConfigError."""
+    """Return the folder of a model, which is given as a path or as a hub name in the local cache.
+    Raises ConfigError."""
     folder = Path(path_or_name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -80,7 +80,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def window_in(config: Mapping[str, Any]) -> int | None:
-    """Maximum tokens of prompt and reply together; None if a configuration does not say."""
+    """Return the maximum number of tokens of prompt and reply together; None if the configuration
+    does not say."""
     inner = config.get("text_config")
     for part in (inner if isinstance(inner, Mapping) else {}, config):
         for name in WINDOWS:
@@ -119,7 +120,8 @@ def _model_types() -> frozenset[str]:
 
 
 def _keys_of(module: ast.Module) -> set[str]:
-    """The keys of ``CONFIG_MAPPING_NAMES``, which is a list of pairs or a mapping."""
+    """Return the keys of the literal ``CONFIG_MAPPING_NAMES``, which is a list of pairs or a
+    mapping."""
     names: set[str] = set()
     for statement in module.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []

@@ -81,7 +81,8 @@ def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None
 
 
 def check_model(folder: Path) -> None:
-    """``check`` for a model's folder, which may also be the ``policy`` folder of a checkpoint."""
+    """Compare the files of a model's folder with their recorded checksums. The folder may also be
+    the ``policy`` folder of a checkpoint. Raises StoreError if a file is missing or different."""
     if (folder / FILE).is_file():
         check(folder)
     elif (folder.parent / "state.json").is_file():
@@ -89,7 +90,8 @@ def check_model(folder: Path) -> None:
 
 
 def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
-    """(name, problem) of each file that has changed; sizes first, since checking them is free."""
+    """Yield the name of each file that has changed, and what is wrong with it. Sizes are compared
+    first, since that costs nothing."""
     for name, checksum in expected.items():
         path = folder / name
         if not path.is_file():
@@ -110,7 +112,8 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
-    """Name -> its current checksum. Raises StoreError for a file that cannot be read."""
+    """Compute the current checksums of files, by name. Raises StoreError for a file that cannot be
+    read."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     parts = [
         (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)
@@ -128,7 +131,7 @@ def _joined(digests: list[bytes]) -> str:
 
 
 def _chunk(path: Path, start: int) -> bytes:
-    """The sha256 of the chunk of ``path`` that begins at ``start``."""
+    """Return the SHA-256 of one chunk of a file, which begins at the offset ``start``."""
     digest, left = hashlib.sha256(), CHUNK
     buffer = memoryview(bytearray(_BLOCK))
     try:

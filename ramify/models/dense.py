@@ -45,7 +45,8 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``x`` [..., D], normalized over its last dimension; both tensors have the same type."""
+    """Normalize ``x`` [..., D] by the root mean square of its last dimension, and multiply it by
+    ``weight``. Both have the same precision."""
     if (
         _HAS_KERNEL
         and x.device.type == "cpu"
@@ -87,7 +88,8 @@ class CausalAttention(Protocol):
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """The attention output, [T, H, d]. Query head h reads key-value head ``h // (H / K)``."""
+        """Return the attention output, [T, H, d]. Query head h reads key-value head ``h // (H /
+        K)``."""
         ...
 
 
@@ -201,10 +203,11 @@ class DenseModel(nn.Module):
         attend: CausalAttention,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, D] after the last norm, from ids and positions (both [T], integers).
+        """Return the hidden states [T, D] after the last norm, from ids and positions (both [T],
+        integers).
 
-        With ``rows_N``, [N] distinct indices, only those rows: [N, D]. For the other tokens, the
-        last layer only computes keys and values.
+        ``rows_N`` selects tokens by N distinct indices; the result is then [N, D]. For the other
+        tokens, the last layer only computes keys and values.
         """
         h_TD = self.model.embed_tokens(ids_T)
         cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
@@ -214,12 +217,12 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.model.norm(h_TD))
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """fp32 logits [N, V] of hidden states."""
+        """Return the fp32 logits [N, V] of N hidden states."""
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As for any module. The output matrix of a tied model may be missing, as in Hugging Face's
-        files."""
+        """Load parameters like any module. If the output matrix is tied to the embeddings, it may
+        be missing, as in Hugging Face's files."""
         if self.shape.tied:
             state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
         outcome = super().load_state_dict(state_dict, strict, assign)
@@ -345,7 +348,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Norm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight"""
+    """RMS normalization: x / sqrt(mean(x²) + eps) · weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -399,8 +402,8 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Pairs (i, i + d/2) of each head, rotated by the position's angle; ``sin`` carries the
-    signs. Under autocast, the angles are more precise than the result."""
+    """Rotate the pairs (i, i + d/2) of each head by the angle of the token's position. ``sin``
+    carries the signs. Under autocast, the angles are more precise than the result."""
     rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
     return rotated.to(x_Thd.dtype)
 

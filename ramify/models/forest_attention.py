@@ -275,7 +275,7 @@ class _Blocks:
         return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
 
     def _filled(self, x: Tensor) -> Tensor:
-        """A tensor like ``x``, with zeros where no causal block writes."""
+        """Allocate a tensor like ``x``, with zeros where no causal block writes."""
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:

@@ -304,7 +304,8 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """transformers' own module, for architectures that ``DenseModel`` does not support."""
+    """Load a model as transformers' own module, for architectures that ``DenseModel`` does not
+    support."""
     try:
         with _without_progress_bars():
             module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -401,8 +402,8 @@ def _stop_ids(
 
 
 def _architecture(policy: Policy) -> str:
-    """Name of its class in transformers. The class itself is not imported, which would take
-    seconds."""
+    """Return the name of the policy's class in transformers. The class itself is not imported,
+    which would take seconds."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])

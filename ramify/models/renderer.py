@@ -182,8 +182,8 @@ class MarkedRenderer:
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``: the reply's end if it was not sampled,
-        ``messages``, and the beginning of the next reply."""
+        """Return the ids to append after a reply whose sampled ids are ``after``: its end if that
+        was not sampled, the new ``messages``, and the beginning of the next reply."""
         closing = list(self._parts(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
             del closing[0]
@@ -239,7 +239,7 @@ class MarkedRenderer:
         yield from self._parts(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
-        """Consecutive results share one user message."""
+        """Write a tool's result. Consecutive results share one user message."""
         if index == 0 or messages[index - 1].role != "tool":
             yield from self._parts(self._format.opens["user"].rstrip("\n"))
         yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
@@ -360,8 +360,8 @@ class Renderer(Protocol):
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Ids to append after the sampled ids ``after``; closes the reply if its end was not
-        sampled."""
+        """Return the ids to append after a reply whose sampled ids are ``after``: its end if that
+        was not sampled, the new messages, and the beginning of the next reply."""
         ...
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:

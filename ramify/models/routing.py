@@ -83,13 +83,16 @@ class ExpertLoad(NamedTuple):
         return ExpertLoad(self.counts.plus(other.counts), self.weight)
 
     def plain(self) -> ExpertLoad:
-        """A copy on the CPU."""
+        """Return a copy on the CPU."""
         return ExpertLoad(RoutedCounts(*(each.cpu() for each in self.counts)), self.weight)
 
     def metrics(self) -> dict[str, float]:
-        """``router_loss``: the weighted load-balancing loss, if it has a weight.
-        ``expert_load_max``: tokens of the busiest expert of a layer / the mean of the layer, in
-        the worst layer. ``experts_idle``: number of experts, over all layers, without a token."""
+        """Return the metrics of a step's routers.
+
+        ``router_loss`` is the weighted load-balancing loss, if it has a weight. ``expert_load_max``
+        is the load of a layer's busiest expert divided by the layer's mean load, in the worst
+        layer. ``experts_idle`` is the number of experts, over all layers, that got no token.
+        """
         chosen_LE = self.counts.chosen_LE
         mean_L = chosen_LE.mean(1).clamp(min=1e-9)
         found = {
@@ -116,7 +119,7 @@ class MixtureRouters:
     and may be directed; otherwise they work unchanged."""
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
-        """``layers``: the index of each router's layer in the model."""
+        """``layers`` holds the index of each router's layer in the model."""
         self.layers = layers
         self.top_k: int = getattr(routers[0], "top_k", 0)
         self.num_experts: int = getattr(routers[0], "num_experts", 0)
@@ -135,8 +138,8 @@ class MixtureRouters:
 
     @classmethod
     def of(cls, model: Any) -> MixtureRouters | None:
-        """The routers of a transformers model, the same object for all callers; None if it has none
-        that return logits, weights and experts."""
+        """Return the routers of a transformers model; all callers get the same object. None if the
+        model has no routers that return logits, weights and experts."""
         if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
             model = model.get_base_model()
         body = getattr(model, "base_model", model)
@@ -326,7 +329,7 @@ class StepBalance:
     """The load-balancing loss of one model with routers, over one optimizer step at a time."""
 
     def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:
-        """``total``: the sum over the ranks that compute different batches."""
+        """``total`` sums a tensor over the ranks that compute different batches."""
         self._routers = routers
         self._total = total
         self._weight = 0.0
@@ -364,8 +367,8 @@ class StepBalance:
             self._routers.end()
 
     def load(self) -> ExpertLoad:
-        """The load of the batch whose forward pass is over. Its backward pass will add the gradient
-        of the loss."""
+        """Return the expert load of the batch whose forward pass has just run. The backward pass of
+        this batch will add the gradient of the load-balancing loss."""
         counts = self._routers.counted()
         if self._weight:
             step = self._summed(counts) if self._step is None else self._step

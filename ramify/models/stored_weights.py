@@ -41,7 +41,7 @@ class OpenFiles:
         self._read = 0
 
     def slice(self, path: Path, name: str) -> Any:
-        """The tensor ``name``, of which nothing is read yet."""
+        """Return a handle on the tensor ``name``; nothing is read yet."""
         return self._file(path).get_slice(name)
 
     def names(self, path: Path) -> list[str]:
@@ -200,7 +200,8 @@ def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, T
 
 
 def _conversions(model: Any) -> list[Any]:
-    """How names and tensors of a checkpoint become those of a transformers model."""
+    """Return the rules by which transformers turns names and tensors of a checkpoint into those of
+    the model."""
     if not hasattr(model, "base_model_prefix"):  # our own model has the names of the checkpoint
         return []
     try:

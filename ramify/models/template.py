@@ -105,10 +105,11 @@ _CALL = re.compile(r"\n?<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
 
 
 def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
-    """``"<think>\\nhm\\n</think>\\n\\nyes"`` -> reasoning ``"hm"``, content ``"yes"``.
+    r"""Split a reply's text into thinking, content and tool calls. For example,
+    ``"<think>\nhm\n</think>\n\nyes"`` has the reasoning ``"hm"`` and the content ``"yes"``.
 
-    ``thinks``: a thinking block at the beginning is reasoning, even if it was cut off.
-    ``tool_calls``: calls at the end, in Qwen's format, are tool calls; one that is not JSON stays
+    With ``thinks``, a thinking block at the beginning is reasoning, even if it was cut off. With
+    ``tool_calls``, calls at the end, in Qwen's format, are tool calls; one that is not JSON stays
     text.
     """
     reasoning = None
@@ -151,7 +152,7 @@ def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool)
 
 
 def _without_beginning(text: str, marks: Sequence[str]) -> str:
-    """``text`` without an incomplete character, or the beginning of a mark, at its end."""
+    """Remove an incomplete character, or the beginning of a marker, from the end of a text."""
     text = text.rstrip("\ufffd")
     num_held = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
@@ -160,7 +161,8 @@ def _without_beginning(text: str, marks: Sequence[str]) -> str:
 
 
 def joined_reply(message: Message) -> str:
-    """The reverse of ``split_reply``, in the spacing that the templates use."""
+    """Write a reply's thinking, content and tool calls as one text, in the spacing that the
+    templates use. This reverses ``split_reply``."""
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         for call in message.tool_calls
@@ -195,7 +197,7 @@ recognized."""
 
 
 def _long_talk(thought: str) -> tuple[Message, ...]:
-    """A conversation of many replies, each of which begins with ``thought``."""
+    """Return a conversation of many replies, each of which begins with ``thought``."""
     turns = (
         (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
         for number in range(_NUM_REPLIES)
@@ -285,7 +287,8 @@ class TemplateRenderer:
     takes_tools = False
 
     def __init__(self, pieces: TextPieces, template: ChatTemplate, stop_ids: Sequence[int]) -> None:
-        """Raises ConfigError for a tokenizer without the tokens that its template writes."""
+        """Test the template on canned conversations. Raises ConfigError if the tokenizer lacks
+        tokens that its template writes."""
         self.stop_ids = tuple(stop_ids)
         self._pieces = pieces
         self._template = template
@@ -368,7 +371,7 @@ class TemplateRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The template, or the default one of several."""
+    """Return the source of the chat template, or of the default one if there are several."""
     template = tokenizer.chat_template
     return str(template.get("default", "")) if isinstance(template, dict) else template or ""
 

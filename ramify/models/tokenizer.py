@@ -99,7 +99,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """``tokenizer`` with the markers and the template of conversations."""
+    """Add the markers and the template of conversations to a tokenizer."""
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,

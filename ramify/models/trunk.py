@@ -188,7 +188,7 @@ class ModuleTrunk:
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 
     def _can_share(self, ids: Tensor) -> bool:
-        """Whether a small forest gives the same numbers as its separate paths."""
+        """Whether the model gives the same numbers for a small forest as for its separate paths."""
         config = self._model.config
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             return False
@@ -252,7 +252,8 @@ output (``output_…``); any other argument that is set is rejected."""
 
 
 def register() -> None:
-    """Register the function with transformers under ``NAME``; repeated calls do no harm."""
+    """Register Ramify's attention function with transformers under ``NAME``. Repeated calls do no
+    harm."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

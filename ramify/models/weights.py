@@ -142,8 +142,8 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _shared(module: nn.Module) -> dict[str, str]:
-    """Parameter name -> the other name of the same parameter, such as that of a tied output
-    matrix."""
+    """Return the second name of each parameter that has two, such as a tied output matrix, with its
+    first name as value."""
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -37,8 +37,8 @@ _GONE_S = 1.0
 
 
 class EngineProcess:
-    """An engine process on its slot. It restarts wherever its slot is by then, perhaps at another
-    address."""
+    """An engine process on its placement slot. After a restart it runs wherever the slot is by
+    then, perhaps at another address."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EngineProcess:
         window: int,
         log: Path,
     ) -> None:
-        """Start it. Raises ConfigError if it cannot be started."""
+        """Start the process. Raises ConfigError if it cannot be started."""
         self._launcher = launcher
         self._member = SlotMember("inference", index)
         self.log = log

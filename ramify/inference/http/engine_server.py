@@ -107,8 +107,8 @@ class EngineServer(Protocol):
     url: str
 
     async def facts(self) -> ServerInfo:
-        """Raises ConfigError for a server with another protocol version, or one that takes no
-        weights."""
+        """Ask the server for facts about itself. Raises ConfigError if it has another protocol
+        version, or takes no weights."""
         ...
 
     async def healthy(self) -> None:
@@ -124,11 +124,11 @@ class EngineServer(Protocol):
         ...
 
     async def pressure(self) -> CachePressure | None:
-        """Load on its cache; None if it does not say."""
+        """Load on the server's KV cache; None if the server does not report it."""
         ...
 
     async def takes_id(self, id: int) -> bool:
-        """Whether ``id`` is in its vocabulary."""
+        """Whether a token id is in the server's vocabulary."""
         ...
 
     async def fingerprint(self) -> str | None: ...

@@ -152,7 +152,7 @@ class HttpEngines:
     # --- replies
 
     async def complete(self, request: Request) -> Reply:
-        """One reply. Raises Refused if the prompt does not fit, ServerFailed if no engine is
+        """Return one reply. Raises Refused if the prompt does not fit, ServerFailed if no engine is
         left."""
         return await self.complete_at(request, None)
 
@@ -177,8 +177,8 @@ class HttpEngines:
     async def _sampled(
         self, so_far: PartialReply, sampling: Sampling, request: Request, only: EngineServer | None
     ) -> tuple[int, SampledIds, Routes]:
-        """(version that was current when asked, sampled ids, their experts), from the first server
-        that answers."""
+        """Sample from the first server that answers. Returns the version of the weights that was
+        current when it was asked, the sampled ids, and the experts that they used."""
         fleet, tree = self.fleet, tree_of(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
@@ -277,8 +277,8 @@ class HttpEngines:
         return combined_pressure(await asyncio.gather(*map(of, self.fleet.alive)))
 
     async def sleep(self) -> bool:
-        """Release the engines' memory until the next ``update``, for a trainer on the same devices,
-        if the spec enables it; returns whether it does. Requests wait until then. Raises
+        """Release the engines' memory until the next ``update``, for a trainer on the same devices.
+        Requests wait until then. Returns False if the spec does not let engines sleep. Raises
         ServerFailed if no engine is left."""
         return await self.sync.sleep()
 
@@ -336,7 +336,7 @@ class CheckedEngine:
         return await self._asked(self._server.score(ids))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """Raises EngineLost if the server is gone."""
+        """Wait for an engine's answer. Raises EngineLost if the server is gone."""
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:

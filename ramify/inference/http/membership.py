@@ -46,9 +46,9 @@ class EngineMembership:
         restarts: int,
         bring: Callable[[str], Awaitable[EngineServer]],
     ) -> None:
-        """``restarts``: how often one engine may be lost without having taken a new version in
-        between. ``bring`` returns the engine at an address once it answers and fits; it raises
-        RamifyError if that does not happen in time."""
+        """``restarts`` is how often one engine may be lost without having taken a new version in
+        between. ``bring`` returns the engine at an address once it answers and passes the checks.
+        It raises RamifyError if that does not happen in time."""
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to ready engines; it handles its own errors."""
@@ -77,8 +77,9 @@ class EngineMembership:
         return bool(self._coming)
 
     def record_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
-        """Record the loss of an engine, and expect it back unless it is given up. ``rest`` says
-        which engines remain, ``again`` how it comes back; ``fields`` are those of the record."""
+        """Log the loss of an engine, and expect it back unless it has been lost too often. ``rest``
+        says which engines remain, and ``again`` how the engine comes back. ``fields`` are added to
+        the log record."""
         self.num_lost += 1
         self.reasons.append(why)
         if self._restarts.failed(url, f"{why}; {rest}", again, "", **fields):

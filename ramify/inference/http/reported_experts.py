@@ -70,19 +70,21 @@ def read_experts(
 
 
 def npy_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
-    """``rows`` in vLLM's form. Each has the ids of all layers with experts."""
+    """Encode reported experts as vLLM does: a .npy file in base64. Each row holds one token's
+    experts in all layers that have experts."""
     buffer = io.BytesIO()
     np.save(buffer, _all_layers(rows, shape))
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def int32_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
-    """``rows`` in SGLang's form."""
+    """Encode reported experts as SGLang does: int32 numbers without a shape, in base64."""
     return base64.b64encode(_all_layers(rows, shape).tobytes()).decode()
 
 
 def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarray[Any, Any]:
-    """[tokens, layers of the model, top-k]; zeros in layers without experts."""
+    """Return the experts as a table [tokens, layers of the model, top-k]. Layers without experts
+    hold zeros."""
     table_TLk = np.zeros((len(rows), shape.num_layers, shape.top_k), "<i4")
     table_TLk[:, list(shape.layers)] = np.asarray(rows).reshape(len(rows), -1, shape.top_k)
     return table_TLk

@@ -128,7 +128,8 @@ class SglangServer(HttpEngineServer):
         await self._post("/release_memory_occupation", {"tags": list(TAGS)})
 
     async def wake(self, tag: str) -> None:
-        """Allocate the memory of ``tag`` again. The server exits if ``tag`` is not asleep."""
+        """Allocate one kind of memory (``tag``) again. The server exits if that memory was not
+        released."""
         await self._post("/resume_memory_occupation", {"tags": [tag]})
 
     async def is_asleep(self) -> bool:

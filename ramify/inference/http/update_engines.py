@@ -64,8 +64,8 @@ class EngineWeightSync:
         self._fleet.membership.record_update()
 
     async def update(self, sources: list[WeightSource], version: int) -> None:
-        """Switch every engine to ``sources``, all tensors, as ``version``. Raises TrainError with
-        the last good version if an engine does not accept them."""
+        """Send all weights (``sources``) to every engine, which then answers as ``version``. Raises
+        TrainError with the last good version if an engine does not accept them."""
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.record_update()
@@ -104,8 +104,8 @@ class EngineWeightSync:
         return True
 
     async def _slept(self) -> bool:
-        """One attempt; False if engines were lost or came back meanwhile. An engine that is
-        starting takes its device's memory, so it is waited for."""
+        """Try once to put all engines to sleep. Returns False if engines were lost or came back
+        meanwhile. An engine that is starting takes its device's memory, so it is waited for."""
         fleet = self._fleet
         if fleet.membership.is_any_coming:
             await fleet.membership.news(fleet.spec.start_s)
@@ -197,7 +197,8 @@ class EngineWeightSync:
             raise
 
     async def _open_weight_sync(self) -> None:
-        """Raises EnginesDropped if a server was lost meanwhile."""
+        """Send the setup information of the weight sync to all engines. Raises EnginesDropped if
+        one was lost meanwhile."""
         alive = self._fleet.alive
         infos = dict(
             zip([each.url for each in alive], self.weight_sync.open(len(alive)), strict=True)

@@ -137,7 +137,7 @@ class VllmServer(HttpEngineServer):
             return False
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """The fields from which the engine draws its random numbers."""
+        """Return the request fields that determine the engine's random numbers."""
         return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
@@ -165,7 +165,8 @@ class VllmServer(HttpEngineServer):
     async def _about_model(
         self, about: dict[str, Any]
     ) -> tuple[str, int | None, str, tuple[int, ...]]:
-        """(dtype, vocabulary, log-probability mode, sleep levels)"""
+        """Return the model's dtype, vocabulary size (None if unknown) and log-probability mode, and
+        the sleep levels that the server supports."""
         if "ramify_protocol" in about:
             return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
         server_info = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
@@ -249,6 +250,7 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
 
 
 def _routed(answer: dict[str, Any]) -> Any:
-    """The experts of a reply; vLLM 0.21 has those of the prompt in another field."""
+    """Return the experts that a reply reports for its tokens. vLLM 0.21 reports the prompt's tokens
+    in a separate field, which is joined with the others."""
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

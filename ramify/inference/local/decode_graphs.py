@@ -49,7 +49,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, step: EngineStep, cache: KeyValueCache) -> StepShape:
-        """The smallest of the recorded sizes that holds ``step``."""
+        """Return the smallest recorded shape that holds ``step``."""
         slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
         length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
@@ -72,8 +72,8 @@ class DecodeGraphs:
         self._weights: tuple[int, ...] = ()
 
     def logits(self, step: EngineStep) -> Tensor:
-        """fp32 [n, V] after each token of a ``step`` without spans. They are overwritten by the
-        next call."""
+        """Return fp32 logits [n, V] after each token of a step without prompt spans. The next call
+        overwrites them."""
         self._check_weights()
         shape = StepShape.of(step, self._cache)
         given = _packed(step, shape)
@@ -108,7 +108,7 @@ class DecodeGraphs:
         return self._replays[shape]()
 
     def _compute(self, shape: StepShape) -> Tensor:
-        """fp32 [T, V] of the shape's inputs."""
+        """Compute the fp32 logits [T, V] of a shape's current inputs."""
         packed = self._inputs[shape]
         ids_T, positions_T, slots_T, last_n = torch.split(
             packed, [shape.tokens] * 3 + [shape.slots]
@@ -178,8 +178,8 @@ class _PaddedStep:
 
 
 def _packed(step: EngineStep, shape: StepShape) -> Tensor:
-    """Ids [T], positions [T], slots [T] and the last position of each slot [n] in one tensor, which
-    is one copy to the device."""
+    """Join ids [T], positions [T], slots [T] and the last position of each slot [n] in one tensor,
+    so that a single copy brings them to the device."""
     num_more = shape.tokens - len(step.slots)
     ids, positions, slots = (
         [*each, *[each[0]] * num_more] for each in (step.ids, step.positions, step.slots)
@@ -192,6 +192,6 @@ def _packed(step: EngineStep, shape: StepShape) -> Tensor:
 
 
 def _rounded(number: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    """Round up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
     power = 1 << max(number - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power

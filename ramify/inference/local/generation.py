@@ -185,8 +185,8 @@ class Generation:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """``seed``: two generations with the same seed draw the same random numbers. ``stop``:
-        texts that end the reply; ``decode`` turns ids into text to find them."""
+        """Two generations with the same ``seed`` draw the same random numbers. ``stop`` are texts
+        that end the reply; ``decode`` turns ids into text to find them."""
         self.ids = list(prompt_ids)
         """Prompt ids, then sampled ids."""
         self.num_prompt = len(self.ids)

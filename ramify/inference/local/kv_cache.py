@@ -104,7 +104,8 @@ class KeyValueCache:
 
 
 class StepAttention:
-    """``CausalAttention`` for one step: first the decoding tokens, then the longer spans."""
+    """Causal attention for one step of the engine: first the decoding tokens, then the longer
+    spans. Implements ``dense.CausalAttention``."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache

@@ -55,14 +55,14 @@ from ramify.models.trunk import ModuleTrunk
 
 
 class FixedShapeRunner:
-    """Implements ``ModelRunner`` in fixed shapes."""
+    """Model runner in which every operation has a fixed shape. Implements ``ModelRunner``."""
 
     is_fixed = True
     routers: MixtureRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
-        """``products``: the precision of matrix products, which the trainer also uses."""
+        """``products`` is the precision of matrix products, which the trainer also uses."""
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
         self._model = model
@@ -353,8 +353,8 @@ class FlatRunner:
     def __init__(
         self, decoder: DecoderModel, layout: CacheLayout, record: Record | None = None
     ) -> None:
-        """``record``: how steps that only decode are recorded and repeated (``decode_graphs.py``);
-        None: they run like all others."""
+        """``record`` records and repeats steps that only decode (``decode_graphs.py``). If it is
+        None, they run like all others."""
         self._decoder = decoder
         self._layout = layout
         self._record = record
@@ -480,7 +480,8 @@ def _flat(module: Any) -> FlatRunner | None:
 
 
 def _agrees(runner: FlatRunner, module: Any) -> bool:
-    """Whether two sequences, in parts and side by side, get the same logits as separately."""
+    """Whether two sequences that are computed in parts and side by side get the same logits as when
+    each is computed alone."""
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)

@@ -98,8 +98,8 @@ class PreparedDecoder:
         return torch.mm(h_ND, self._output_DV) if self._layers else self._model.logits(h_ND)
 
     def _is_prepared(self) -> bool:
-        """Whether the copies are those of the present weights, after making them again if needed.
-        Never for weights that are computed (adapters) or of another type or device by now."""
+        """Renew the prepared copies if the weights have changed. Returns False if there can be no
+        copies, because weights are computed (adapters) or have another type or device by now."""
         weights: list[Any] = [each.weight for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
             self.forget()

@@ -98,8 +98,9 @@ class SlotTable:
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
-        """(the generation's slot, what to copy), or None if it has to wait. Afterwards ``length_S``
-        is the number of tokens that need not be computed."""
+        """Give a generation a slot, or return None if it has to wait. Returns the slot and what to
+        copy from other slots. The slot's entry in ``length_S`` is then the number of tokens that
+        need not be computed."""
         self._touch_parents(generation.affinity)
         ids = np.asarray(generation.ids, dtype=np.int32)
         ready_S, coming = self._shared(ids)
@@ -122,7 +123,7 @@ class SlotTable:
         return slot, changes
 
     def computed(self, step: EngineStep) -> None:
-        """Record that the keys and values of these tokens are in their slots."""
+        """Record that the keys and values of a step's tokens are in their slots."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end

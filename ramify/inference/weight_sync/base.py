@@ -85,7 +85,8 @@ class FrozenTensor(msgspec.Struct, frozen=True, eq=False):
 
 
 def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """base + scale * b @ a, rounded the same way wherever it is computed."""
+    """Add an adapter to its base matrix: base + scale * b @ a. Trainer and engine both call this,
+    so that they round alike."""
     return base + (scale * b @ a).to(base.dtype)
 
 
@@ -295,14 +296,14 @@ _WHOLE = (Tensor, nn.Parameter)
 
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[WeightSource]:
-    """Weight sources of named parameters, in precision ``dtype``. A sharded parameter (DTensor) is
-    gathered on demand: all ranks have to request the same tensors in the same order."""
+    """Return the weight sources of named parameters, in precision ``dtype``. A sharded parameter
+    (DTensor) is gathered on demand, so all ranks have to request tensors in the same order."""
     return [source(name, tensor, dtype) for name, tensor in named]
 
 
 def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> WeightSource:
-    """Weight source of one parameter; with ``make``, of a tensor of the same shape that is computed
-    from it (an adapter added)."""
+    """Return the weight source of one parameter. With ``make``, the source is a tensor of the same
+    shape that is computed from the parameter, such as the parameter with its adapter added."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = stamp_of(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None

@@ -182,12 +182,12 @@ class DeltaSync:
         layers: bool = False,
         **options: Any,
     ) -> None:
-        """``by``: the weight sync that transports the bytes, with its ``options``.
+        """``by`` names the weight sync that transports the bytes, and ``options`` are its options.
 
-        ``places``: send single values within tensors if that is less. ``adapters``: send low-rank
-        adapters as such; engines then keep the base matrices in main memory. ``layers``: if one
-        tensor of a part of a layer (such as its attention) changed, send the whole part, for
-        engines that fuse several tensors into one.
+        With ``places``, single values within tensors are sent if that takes fewer bytes. With
+        ``adapters``, low-rank adapters are sent as such, and engines keep the base matrices in main
+        memory. With ``layers``, a change to one tensor sends the whole part of the layer, such as
+        its attention, for engines that fuse several tensors into one.
         """
         if by == "delta" or by == "file":
             raise ConfigError(

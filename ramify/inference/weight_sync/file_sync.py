@@ -163,7 +163,7 @@ def _sum(data_N: Tensor, at: int) -> int:
 
 
 def _short(total: int) -> int:
-    """Reduce a sum of words: sums overflow in the same way, whatever the order of addition."""
+    """Reduce a checksum to 63 bits. It stays independent of the order in which words were added."""
     return total % (1 << 63)
 
 
