@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _SHOWN_TOOLS = 4
 """Tools that a reason names."""
+_TABLE_TOOLS = frozenset(("sql", "tables", "search", "chunks"))
+_TABLES_AS_TEXT = frozenset(("csv", "jsonl"))
+"""Kinds of tables whose rows are also texts of the context."""
+_OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xlsx"))
 
 
 class ModeFacts(msgspec.Struct, frozen=True):
@@ -52,6 +56,8 @@ class ModeFacts(msgspec.Struct, frozen=True):
     """What the question has that only a session can use: ``tools``, ``citations``."""
     of_prompts: Sequence[str]
     """What the question has that only a session or a plain call can use: ``instructions``."""
+    has_tables: bool
+    """Whether the context has tables that code can query, and a plan can read as text."""
 
 
 class ModeChoice(msgspec.Struct, frozen=True):
@@ -70,6 +76,13 @@ class ModeQuestion(msgspec.Struct, frozen=True):
     leaf: LeafRequest
     choice: Callable[[object, str], ModeChoice]
     """(answer of the call or None, why it has none) -> the choice. Raises nothing."""
+
+
+def _has_texts_of_tables(question: Question) -> bool:
+    """Whether the sources have tables, and the rows of all of them are texts of the context."""
+    kinds = {item["kind"] for item in question.read.get("items", ())}
+    is_whole = question.read.get("num_items", 0) == len(question.read.get("items", ()))
+    return is_whole and bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
 
 def choose_free(_facts: ModeFacts) -> ModeChoice:
@@ -131,8 +144,9 @@ def event_of(choice: ModeChoice, at_s: float, *, is_asked: bool = False) -> Mode
 def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
     root, limits = models.rlm(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
-    of_question = question.tools if question.has_session_tools else ()
-    tools = [*of_question, *setup.tools.functions, *setup.tools.values]
+    of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
+    of_question = question.tools.keys() - of_tables if question.has_session_tools else ()
+    tools = [*sorted(of_question), *setup.tools.functions, *setup.tools.values]
     return ModeFacts(
         question,
         root,
@@ -164,4 +178,5 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
             )
             if is_given
         ],
+        bool(of_tables),
     )

@@ -3,7 +3,7 @@ session or one plain call does.
 
     what only a session has ─> free     a small context ─> direct     words of the question ─> plan
     words of what code counts ─> free   a plan that cannot run ─> free
-    none of these ─> one call: the question, the size of the context and its ends ─> free or a plan
+    none of these, or a table ─> one call, with size and ends of the context ─> free or a plan
 
 A rule reads the question, the size of the context and the settings, and asks nothing. Not here: the
 plans and the words that ask for each (``ready_plans.py``), and how a choice is recorded
@@ -108,7 +108,8 @@ def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
     if found := _COUNTED_BY_CODE.search(question.text):
         return ModeChoice("free", f"the question says {found[0]!r:.60}, which code counts")
     chosen = asked_plan(question.text)
-    if chosen is None or chosen.name not in _BETTER_THAN_FREE:
+    # "How many" about a table may be asked of its columns, or of what its texts say.
+    if chosen is None or chosen.name not in _BETTER_THAN_FREE or facts.has_tables:
         return _call(facts, num_chars)
     return _with_plan(facts, chosen.name, chosen.reason)
 

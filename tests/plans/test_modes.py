@@ -52,6 +52,22 @@ def test_rules_choose_the_mode(context: Any, question: str, mode: str, reason: s
     assert result.trajectory.root.kind == kinds[mode]
 
 
+@pytest.mark.parametrize(("way", "mode"), [("aggregate", "plan"), ("session", "free")])
+def test_one_call_decides_about_a_table(way: str, mode: str, tmp_path: Path) -> None:
+    """Its rows are texts that a plan can read, and columns that code can count."""
+    rows = "".join(f"{number},parcel {number} is late\n" for number in range(3000))
+    (tmp_path / "tickets.csv").write_text(f"id,text\n{rows}")
+
+    def says(messages: Any) -> str:
+        if "Choose how the question is answered" in messages[-1].content:
+            return json.dumps({"way": way, "reason": "texts say it"})
+        return reply(messages) if mode == "plan" else SESSION[0]
+
+    with RLM(ScriptedClient(says), mode="auto") as rlm:
+        result = rlm.completion(tmp_path / "tickets.csv", "How many are complaints?")
+    assert chosen(result)[0] == mode
+
+
 @pytest.mark.parametrize(
     ("question", "options", "reason"),
     [
