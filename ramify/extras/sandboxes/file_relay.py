@@ -21,7 +21,8 @@ _READ_BYTES = 1 << 20
 
 
 class PrimeFiles:
-    """The files of a container of Prime, and the container itself."""
+    """Reads and writes files in a container of the service Prime. Closing it deletes the
+    container."""
 
     def __init__(self, client: Any, id: str) -> None:
         self._client = client

@@ -42,7 +42,8 @@ def deliver(folder: str, sink: IO[bytes]) -> None:
 
 
 def _read_complete(path: str) -> tuple[bytes, int] | None:
-    """A file's content and which output the host is at, if all of it is there."""
+    """Return the content of a file from the host, and the number of the output file that the host
+    is reading. Returns None while the file is missing or incomplete."""
     try:
         with open(path, "rb") as file:
             head, newline, data = file.read().partition(b"\n")

@@ -1,7 +1,7 @@
 """The provider ``ipython``: process sessions whose cells run in a real IPython.
 
-For users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``. Decides that
-IPython is loaded ahead of time and set up in every session. Not here: how it is set up (see
+For users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``. IPython is
+loaded ahead of time and set up in every session. Not here: how it is set up (see
 ``ipython_cells.py``, which runs in the session) and everything else about a session (see
 ``sandbox/providers/process.py``).
 """

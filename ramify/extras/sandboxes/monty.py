@@ -207,7 +207,8 @@ class MontySession:
     async def _within(
         self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
-        """Wait until the cell has ended, was interrupted, or has used up its working time."""
+        """Wait until the cell ends, is interrupted, or has used up its working time of ``limit_s``
+        seconds. Returns what the cell returned, or (None, None) if it was stopped."""
         stop = asyncio.ensure_future(cell.stop.wait())
         try:
             while not work.done() and cell.stopped is None:
@@ -356,8 +357,9 @@ class MontySession:
         return notes or None, error, sorted(restored)
 
     async def _refresh_namespace(self) -> None:
-        """Update what the modules see of the session: its names, and their own values as the cell
-        left them."""
+        """Bring the namespace that installed modules read up to date after a cell. It gets the
+        session's variables, and the dicts that modules share with cells get the contents that the
+        cell left."""
         self._namespace.clear()
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):

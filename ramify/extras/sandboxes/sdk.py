@@ -1,9 +1,9 @@
 """Shared by the cloud providers: loading an SDK and checking its interface, checking for a key, and
 deleting boxes reliably.
 
-Decides that an SDK with a different interface is refused before a box exists, and that a box is
-deleted whatever ends the work on it: an error, a cancelled task, or a second cancellation during
-the deletion. Not here: the calls of a provider (see ``SDK`` in each provider's file).
+An SDK with a different interface is refused before a box (a remote machine) exists. A box is
+deleted however the work in it ends: with an error, a cancelled task, or a second cancellation
+during the deletion. Not here: the calls of a provider (see ``SDK`` in each provider's file).
 """
 
 from __future__ import annotations

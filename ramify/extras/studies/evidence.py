@@ -125,7 +125,8 @@ _THINGS = ("devices", "observers", "cohorts", "plates", "wards", "models", "arch
 
 
 class EvidenceTask(msgspec.Struct, frozen=True):
-    """The task. Implements ``tasks.Task``."""
+    """The task of finding the passages of several papers that answer a question. Implements
+    ``tasks.Task``."""
 
     splits: Mapping[str, Sequence[Item]]
     judge: RubricScore | None = None
@@ -254,7 +255,8 @@ def _quoted(part: str, context: Mapping[str, str]) -> Place | None:
 
 
 def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> float:
-    """F1 of characters, with the papers one after the other."""
+    """Return the F1 score of the given passages, counted in characters. The papers are laid end to
+    end for this, so that passages are intervals of one text. Without an answer, the score is 0."""
     if given is None:
         return 0.0
     lengths = [len(text) + 1 for text in item.context.values()]
@@ -424,15 +426,20 @@ def _text_of(paper: Row) -> str:
 
 
 def _sections(full_text: Any) -> Any:
-    """(name, paragraphs) of each section: of a list of them, or of QASPER's two columns."""
+    """Return the name and the paragraphs of each section. ``full_text`` is a list of sections, or
+    two columns, as in QASPER."""
     if isinstance(full_text, Mapping):
         return zip(full_text["section_name"], full_text["paragraphs"], strict=True)
     return ((each["section_name"], each["paragraphs"]) for each in full_text)
 
 
 def _flat(rows: Sequence[Row], num_papers: int) -> Any:
-    """Rows as ``item_of`` reads them. A row of QASPER has one paper and several questions: each
-    gets the next papers of the file beside it."""
+    """Yield rows in the form that ``item_of`` reads.
+
+    A row of QASPER has one paper and several questions. It becomes one row for each question, with
+    the paper and the next ones in the file, ``num_papers`` in all. Questions are left out if their
+    paper does not contain the evidence.
+    """
     for index, row in enumerate(rows):
         if "qas" not in row:
             yield row
@@ -450,7 +457,8 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
 
 
 def _asked(qas: Any) -> Any:
-    """(question, paragraphs of its first answer that has some)"""
+    """Yield each question with the evidence of its first answer that has some: a list of
+    paragraphs, empty if no answer has evidence."""
     if isinstance(qas, Mapping):  # columns instead of rows
         rows = [dict(zip(qas, values, strict=True)) for values in zip(*qas.values(), strict=True)]
     else:

@@ -136,7 +136,8 @@ def _function(function: str, *lines: str) -> str:
 
 
 def _value(rng: random.Random, used: Sequence[str]) -> Asked:
-    """A function whose value depends on constants of three modules."""
+    """Make a question about what a function returns. The value depends on constants in three
+    modules."""
     top, middle, low, other = used[:4]
     asked, inner, deep = rng.sample(_FUNCTIONS, 3)
     first, second, third = rng.sample(_CONSTANTS, 3)
@@ -177,7 +178,8 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
-    """A function that one of four modules calls. The others import its module, or name it."""
+    """Make a question about which function calls a given one. One of four functions does; the
+    others only mention it, or call another function of its module."""
     target, callers = used[0], used[1:5]
     asked, sibling = rng.sample(_FUNCTIONS, 2)
     own = [rng.choice(_FUNCTIONS) for _ in callers]
@@ -209,7 +211,8 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Functions that call each other. A call comes before what follows it in the caller."""
+    """Make a question about the order in which four functions begin. They call each other, so a
+    function and all that it calls come before the next call of its caller."""
     start, *rest = used[:5]
     run, *called = rng.sample(_FUNCTIONS, 5)
     places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]

@@ -250,7 +250,8 @@ def _needles(
 
 
 def _variables(rng: random.Random, chars: int) -> Asked:
-    """A chain: the first variable has the value, each of the others that of the one before."""
+    """Make a question about a chain of variables. The first one is assigned a value, and each later
+    one is assigned the variable before it."""
     chain = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(_HOPS + 1)]
     while len(set(chain)) <= _HOPS:
         chain[-1] = "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5))
@@ -303,7 +304,9 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
-    """Coded words whose frequencies fall with the square of their rank. The first rank is dots."""
+    """Make a text of coded words, with a question about the three most frequent ones. A word's
+    frequency is proportional to 1 / rank². The most frequent entry is dots, which the question
+    excludes."""
     top = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(_FREQUENT)]
     while len(set(top)) < _FREQUENT:
         top[-1] = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))
@@ -390,7 +393,8 @@ def needle(
 
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
-    """An item of the task ``needle``: its kind is the tenth of the text that has the needle."""
+    """Make an item of the task ``needle``. Its kind is the tenth of the text in which the needle
+    is."""
     question, needles, codes = _access_codes(rng, distractors)
     text, at = _haystack(rng, chars, needles, depth)
     tenth = min(9, 10 * at // len(text))
@@ -408,7 +412,8 @@ def _access_code(rng: random.Random, chars: int) -> Asked:
 
 
 def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str], list[str]]:
-    """Return the question, the needle with its distractors, and their codes."""
+    """Return a question about a person's access code, the sentence that states it followed by
+    misleading sentences, and the code in each of these sentences."""
     person = name(rng, 4)
     codes = [str(code) for code in rng.sample(range(100_000, 1_000_000), distractors + 1)]
     needles = [f"The access code of {person} is {codes[0]}."]

@@ -56,7 +56,7 @@ def read(question: str, text: str) -> str | None:
 
 
 class _Package:
-    """The functions and constants of the modules in a text."""
+    """The functions and constants of all modules that a text contains, by their full names."""
 
     def __init__(self, text: str) -> None:
         self.functions: dict[str, ast.FunctionDef] = {}

@@ -27,7 +27,8 @@ def read(question: str, text: str) -> str | None:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return the reply to another one of the equal requests."""
+    """Return a plausible wrong answer: the reply to another request with the same wording, or else
+    the first half of the right reply."""
     nth = int(re.findall(r"to the (\d+)", question)[0])
     others = [number for number in range(1, 9) if number != nth]
     draw.shuffle(others)

@@ -1,8 +1,9 @@
-"""How the offline model answers ``niah`` and ``needle``: code finds the sentences that have the
-names of a question, and a leaf reads their values. Words are counted by code alone.
+"""How the offline model answers the suites ``niah`` and ``needle``. Code finds the sentences that
+contain the names in the question, and a call to the model (a leaf) reads their values. Words are
+counted by code alone.
 
-Decides the strategy of a root, what a leaf reads, and its plausible errors. Not here: the accuracy
-of a reply, and the steps of a root (``ramify/testing/offline.py``).
+Here are the strategy of a root call, what a leaf reads, and its plausible errors. Not here: how
+accurate replies are, and the steps of a root call (``ramify/testing/offline.py``).
 """
 
 from __future__ import annotations

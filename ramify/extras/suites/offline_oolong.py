@@ -122,7 +122,9 @@ def _label_of(instance: str) -> str:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a few other labels, a number nearby, or another label, comparison, user or month."""
+    """Return a plausible wrong answer in the form of the right one. If the answer is a list of
+    labels, a few of them change. A number changes by at most 3. Any other answer is replaced by
+    another label, comparison, user or month."""
     asked = _LABEL_TASK.fullmatch(question)
     if asked is not None:
         most = asked[1].count(" = ")
@@ -145,8 +147,9 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def plan_leaf(turn: PlanLeafTurn) -> Any:
-    """Return what a leaf of the plan ``aggregate`` says: of each record the value that the question
-    counts, or the answer by these counts."""
+    """Return the right reply to a request of the plan ``aggregate``. For numbered records, it is
+    the value of each record that the question counts. For counts of these values, it is the answer
+    to the question. None for any other request."""
     if turn.kind == "value":
         return [_counted(turn.question, *parts) for parts in map(line_fields, turn.records)]
     if turn.kind != "answer":
@@ -163,7 +166,8 @@ def line_fields(record: str) -> tuple[str, str, str]:
 
 
 def _counted(question: str, date: str, user: str, label: str) -> str:
-    """Return the value of a line that ``question`` counts; ``none`` if it leaves the line out."""
+    """Return the value that ``question`` counts for one line, such as its label, user or month. It
+    is ``none`` if the question leaves the line out."""
     if not date:
         return "none"
     day = datetime.datetime.strptime(date, "%b %d, %Y")
@@ -188,8 +192,9 @@ def _counted(question: str, date: str, user: str, label: str) -> str:
 
 
 def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) -> str:
-    """Return the answer by the counts of the values that ``_counted`` gives, and by the numbers of
-    values that have each count."""
+    """Answer ``question`` from counts. ``counts`` maps each value, as ``_counted`` returns it,
+    to the number of lines that have it. ``spread`` maps each such number to how many values have
+    it."""
     named = re.findall(r"'([^']+)'", question)
     if times := re.search(r"in exactly (\d+) lines", question):
         return str(spread.get(times[1], 0))

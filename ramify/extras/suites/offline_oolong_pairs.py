@@ -62,8 +62,9 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def plan_leaf(turn: PlanLeafTurn) -> Any:
-    """Return what a leaf of the plan ``pairwise`` says: the user and the label of each record that
-    the condition counts, or the side of each user by these counts."""
+    """Return the right reply to a request of the plan ``pairwise``. For numbered records, it is the
+    user and the label of each record that the condition counts. For counts of these, it is the side
+    of a pair that each user can be on. None for any other request."""
     labels = re.findall(r"'([^']+)'", turn.question)
     if turn.kind == "facts":
         after = re.search(r"on or after (\w+ \d+, \d+)", turn.question)
@@ -80,7 +81,8 @@ def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> di
 
 
 def _sides(question: str, labels: list[str], counts: dict[str, int]) -> list[dict[str, str]]:
-    """Return the side of each user by the counts of ``user | label``."""
+    """Return for each user on which side of a pair the user can be: ``first``, ``second``, ``both``
+    or ``neither``. ``counts`` maps each ``user | label`` to the number of records that have it."""
     found = {tuple(key.split(" | ")): count for key, count in counts.items()}
     users = sorted({user for user, _ in found})
     exact = re.search(r"exactly (\d+) instances? with", question)

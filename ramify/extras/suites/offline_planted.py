@@ -51,8 +51,10 @@ def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return the facts with one amount that is another one's in the text, or none of them. A text
-    without amounts has nothing that could be taken for a fact."""
+    """Return a plausible wrong answer. One of the facts gets another amount from the text, or if
+    there is no other amount, the answer is ``NONE``. If the right answer has no facts, a place
+    and an amount from the text are given as one; without amounts in the text, the answer stays
+    right."""
     lines = right.split("\n")
     amounts = re.findall(r"(\d+) crowns", text)
     place = draw.randrange(len(lines))
@@ -69,8 +71,9 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def plan_leaf(turn: PlanLeafTurn) -> str | None:
-    """Return what a leaf of the plan ``summarise`` says: the facts of a passage as sentences, or
-    the last amount of each place of several summaries."""
+    """Return the right reply to a request of the plan ``summarise``. For a passage, it states the
+    facts in the passage as sentences. For several summaries, it states the last amount of each
+    place. None for any other request."""
     if turn.kind == "summarise":
         wanted = re.findall(r"^Summarise (.+?) in at most \d+ words", turn.question)[0]
         facts = _facts(wanted, turn.text)

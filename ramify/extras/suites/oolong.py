@@ -76,7 +76,7 @@ def line(day: int, user: int, instance: str, label: str = "") -> str:
 
 @functools.lru_cache(maxsize=4_096)
 def written_date(day: int) -> str:
-    """Return ``Jan 03, 2023`` for day 2."""
+    """Return a day as text. Days are counted from 0, and day 2 is ``Jan 03, 2023``."""
     return (FIRST_DAY + datetime.timedelta(days=day)).strftime(_DATE_FORM)
 
 
@@ -209,7 +209,9 @@ def _wrong(gold: Any) -> Any:
 
 
 def _gold(text: str) -> Any:
-    """The answer in a row: ``['spam']``, ``[12]``, ``[datetime.date(2024, 5, 3)]``, or plain."""
+    """Parse the answer column of a row: a list in Python's notation, such as ``['spam']``, ``[12]``
+    or ``[datetime.date(2024, 5, 3)]``, or plain text. A list with one element becomes the element.
+    Raises ValueError for an empty list."""
     dates = re.findall(r"datetime\.date\((\d+), (\d+), (\d+)\)", text)
     if dates:
         found = [datetime.date(*map(int, date)).strftime(_DATE_FORM) for date in dates]
@@ -291,7 +293,8 @@ def _lines(
     users: int,
     days: int,
 ) -> tuple[OolongLines, str]:
-    """Make lines of about ``chars`` characters in all, and the text with them."""
+    """Generate lines with a date, a user and a labelled instance, about ``chars`` characters in
+    all. Returns the lines, and the text that consists of a header and these lines."""
     ids = rng.sample(range(10_000, 100_000), users)
     # Labels, users and months are unequally frequent, so that most questions have one answer.
     label_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in labels]))

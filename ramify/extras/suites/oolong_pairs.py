@@ -178,7 +178,8 @@ def _text(
 def _planted(
     rng: random.Random, ids: Sequence[int], condition: UserCondition, with_labels: bool
 ) -> dict[int, list[str]]:
-    """Return day -> its planted lines. Each user has at least one line."""
+    """Return the lines to plant, by day. They decide which pairs of users satisfy the condition.
+    Each user has at least one line."""
     planted: dict[int, list[str]] = {}
     neutral = [label for label in LABELS if label not in condition.labels]
     for user in ids:

@@ -73,7 +73,7 @@ def _plain(amount: str) -> str:
 
 
 def _stated(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (place, amount) of a sentence."""
+    """Yield each place in a sentence with the amount that the sentence states for it."""
     by_name = {place.casefold(): place for place in places}
     names_of = re.compile(rf"\b(?:{'|'.join(places)})\b", re.IGNORECASE)
     named = [(found.start(), by_name[found[0].casefold()]) for found in names_of.finditer(part)]
@@ -137,7 +137,8 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> Report:
-    """Grants of the council. It rejected others, and the guild made more."""
+    """Make a report whose facts are the grants that a council made. It also mentions grants that
+    the council rejected, and grants of a guild."""
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [
         f"The council granted {amount} crowns to the {rng.choice(NOUNS)} of {place}."
@@ -154,7 +155,8 @@ def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -
 
 
 def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> Report:
-    """Amounts that changed. The last sentence about a place counts."""
+    """Make a report in which the yearly grants of places change. The fact about a place is the
+    amount in the last sentence about it."""
     own = {place: amounts[3 * number : 3 * number + 3] for number, place in enumerate(places[:6])}
     order = _mixed(rng, [place for place in own for _ in range(rng.randint(1, 3))])
     written: list[str] = []
@@ -166,7 +168,8 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
 
 
 def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> Report:
-    """Purchases of one person. Another person with the same surname bought as much."""
+    """Make a report whose facts are the purchases of one person. It also mentions purchases of
+    another person with the same surname."""
     one, other, surname = names(rng, 3)
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [

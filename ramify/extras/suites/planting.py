@@ -65,8 +65,8 @@ def plant(
 
 
 def _cut(block: list[str], chars: int, gap: int) -> list[str]:
-    """Return the first passages of ``block``, of ``chars`` characters to within one, and at least
-    one."""
+    """Return as many of the first passages of ``block`` as fit into ``chars`` characters, but at
+    least one. ``gap`` is the number of characters between two passages."""
     if sum(map(len, block)) + gap * len(block) <= chars:
         return block
     size = 0

@@ -47,8 +47,8 @@ def sentence(rng: random.Random) -> str:
 
 
 def sentences(rng: random.Random, chars: int) -> list[str]:
-    """Return different sentences for a text of ``chars`` characters, in which they repeat. A short
-    text needs fewer, and an item of it is made in a few milliseconds."""
+    """Return the sentences from which the filler of a text is drawn. A text of ``chars`` characters
+    repeats them. A short text needs few, so that its item is made in a few milliseconds."""
     return [sentence(rng) for _ in range(pool_size(chars))]
 
 

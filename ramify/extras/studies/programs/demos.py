@@ -57,7 +57,8 @@ _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
 class HintRule(msgspec.Struct, frozen=True):
-    """One rule of a hint."""
+    """One rule that a hint states: which function a word stands for, or which function must be
+    imported."""
 
     word: int | None
     """The word; None if the rule says that ``function`` must be imported."""
@@ -74,7 +75,8 @@ class HintRule(msgspec.Struct, frozen=True):
 
 
 def hint_text(rules: Iterable[HintRule]) -> str:
-    """Format a hint for a policy, words before imports. Empty without rules.
+    """Format rules as a hint for a policy. Rules about words come first, then rules about imports.
+    The hint is empty if there are no rules.
 
     >>> hint_text([HintRule(None, 10), HintRule(3, 9)])
     'use @w3@f9from ops import f10;'
@@ -97,8 +99,8 @@ def from_errors(observed: Iterable[str]) -> list[HintRule]:
 def from_facts(
     problem: ProgramProblem, replies: Sequence[str], library: ProgramLibrary
 ) -> list[HintRule]:
-    """Return the rules that the first program among ``replies`` breaks, with or without an error,
-    at most ``MAX_RULES``."""
+    """Return at most ``MAX_RULES`` rules that the first program in ``replies`` breaks. The program
+    is compared with the library itself, so that mistakes are found even if they raise no error."""
     program = next(filter(None, map(Program.read, replies)), None)
     if program is None:
         return []

@@ -101,7 +101,8 @@ class ProgramProblem(msgspec.Struct, frozen=True):
         )
 
     def program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> Program:
-        """Return the program that uses ``functions`` (word -> function)."""
+        """Return a program for this problem. ``functions`` maps each word to the function that the
+        program uses for it."""
         return Program(
             self.start,
             tuple(ProgramStep(word, functions[word], operand) for word, operand in self.steps),
@@ -119,7 +120,8 @@ class RuleViolation(msgspec.Struct, frozen=True):
 
 
 class ProgramLibrary(msgspec.Struct, frozen=True):
-    """The secret mapping of words to functions, and the functions."""
+    """The functions that programs call, and the secret mapping of words to functions, which a
+    policy has to learn."""
 
     secret: int
     """Seed of the library."""
@@ -158,7 +160,8 @@ class ProgramLibrary(msgspec.Struct, frozen=True):
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def false_friends(self, word: int) -> tuple[int, ...]:
-        """Return the three functions for which ``word`` is easily mistaken."""
+        """Return the three wrong functions that a demonstrator may use for ``word``. A word always
+        has the same three."""
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
@@ -185,7 +188,8 @@ class ProgramLibrary(msgspec.Struct, frozen=True):
 
 @functools.cache
 def library(secret: int = 0) -> ProgramLibrary:
-    """Return the library with the seed ``secret``. It is cached."""
+    """Return the library of words and functions that is generated from the seed ``secret``. It is
+    cached."""
     rng = random.Random(f"programs/library/{secret}")
     right = rng.sample(range(NUM_WORDS), NUM_WORDS)
     maps = [
