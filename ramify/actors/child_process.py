@@ -77,7 +77,7 @@ class Process(Protocol):
         ...
 
     def exit_reason(self) -> str:
-        """How it ended, with the end of its log, as the rest of a sentence."""
+        """Return how the process ended, with the end of its log, as the rest of a sentence."""
         ...
 
 
@@ -149,12 +149,13 @@ class ChildProcess:
         self.where = f"process {self.pid} on {os.uname().nodename}"
 
     def poll(self) -> int | None:
-        """As ``Process.poll``. Once it returns a status, everything that the process started has
-        ended, too."""
+        """Return the exit status, negative for a signal, or None while the process runs. Once there
+        is a status, everything that the process started has ended, too."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait up to ``timeout_s`` until the process has ended; return what ``poll`` does."""
+        """Wait up to ``timeout_s`` for the process to end, or without limit if that is None.
+        Returns the exit status, negative for a signal, or None if the process still runs."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
             with self._lock:  # another thread may have read the line
@@ -180,17 +181,15 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        """As ``Process.exit_reason``. A process whose connections have just closed may need a
-        moment to end."""
+        """Return how the process ended, with the end of its log, as the rest of a sentence. A
+        process whose connections have just closed gets a moment to end first."""
         status = self.wait(_ENDS_S)
         return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
     def signal(self, number: int) -> None:
-        """As ``Process.signal``."""
         self._send(b"s %d\n" % number)
 
     def end(self, timeout_s: float) -> None:
-        """As ``Process.end``."""
         end_all([self], timeout_s)
 
     # --- the guard
@@ -270,7 +269,8 @@ _KEPT = ("LD_LIBRARY_PATH", "PATH")
 
 
 def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
-    """Do the same as ``ChildProcess.end`` for several children at the same time."""
+    """End several child processes at the same time. Each gets SIGTERM and up to ``timeout_s``
+    seconds; then it is killed with everything it started."""
     alive = [child for child in children if child.poll() is None]
     until = time.monotonic() + timeout_s + _KILLED_S
     for child in alive:
@@ -311,7 +311,7 @@ def import_path() -> dict[str, str]:
 
 
 def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
-    """A copy with a number above those of the standard streams."""
+    """Return a copy of ``descriptor`` with a number above those of the standard streams."""
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     stack.callback(os.close, copy)
     return copy
@@ -329,7 +329,8 @@ def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
-    """Close the socket, upon which the guard ends the process."""
+    """End a child process whose ``ChildProcess`` was garbage-collected. Closing the socket makes
+    the guard, a small process that watches the child, end it."""
     os.close(descriptor)
     with contextlib.suppress(RuntimeError):  # at the end of the interpreter
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
@@ -351,7 +352,7 @@ class IdleProcesses:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[subprocess.Popen[Any]]:
-        """A process that no one else uses during the block."""
+        """Yield a process that has no other user during the block."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:

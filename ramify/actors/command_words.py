@@ -37,9 +37,12 @@ PASSED_ON = (
 def split_command(
     command: str | Sequence[str], placeholders: Collection[str], where: str
 ) -> list[str]:
-    """The words of ``command``, whose ``placeholders`` are checked. ``where`` begins the errors.
+    """Split ``command`` into words, and check that their placeholders are among ``placeholders``.
+    Error messages begin with ``where``.
 
-    Raises ConfigError for an empty command and for an unknown placeholder."""
+    Raises ConfigError if the command is empty, or has an unclosed quote or an unknown
+    placeholder.
+    """
     try:
         words = shlex.split(command) if isinstance(command, str) else list(command)
     except ValueError as error:
@@ -52,21 +55,21 @@ def split_command(
 
 
 def filled_words(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """``words`` with the ``values`` of their placeholders."""
+    """Return ``words`` with each placeholder replaced by its entry in ``values``."""
     values = without_nulls(values)
     return [word.format_map(values) for word in words]
 
 
 def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
-    """``values`` in a form that the arguments of a process can hold: without null characters."""
+    """Return ``values`` without null characters, which arguments of a process cannot contain."""
     return {
         name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
     }
 
 
 def absolute_word(word: str) -> str:
-    """``word`` as an absolute path if it names a file here and is not a program, because the
-    command runs in another folder."""
+    """Return ``word`` as an absolute path if it names a file in the current folder and is not a
+    program, because the command runs in another folder."""
     if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
         return word
     if os.sep not in word and shutil.which(word) is not None:

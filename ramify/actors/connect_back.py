@@ -66,20 +66,21 @@ def beat(send: Callable[[], None], stop: threading.Event) -> None:
 
 
 class HeartbeatDeadline:
-    """Whether a process has sent no heartbeat for too long. Counts looks, not time, so that no
-    process is overdue after this one was stopped, or its machine suspended."""
+    """Detects that a process has not sent a heartbeat for too long. It counts its own checks, not
+    time, so that no process is overdue after this one was stopped, or its machine suspended."""
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        """``look_s``: seconds between calls of ``is_overdue``."""
+        """``look_s`` is the number of seconds between calls of ``is_overdue``."""
         self.limit_s = limit_s
         self._look_s = look_s
         self._quiet_s = 0.0
 
     def heard(self) -> None:
-        """Record a message of the process. May be called in any thread."""
+        """Record that the process sent a message. May be called in any thread."""
         self._quiet_s = 0.0
 
     def is_overdue(self) -> bool:
-        """Count a look; returns whether none was heard in the last ``limit_s``."""
+        """Return True if no message has arrived for more than ``limit_s`` seconds. Each call counts
+        as one interval between checks, so call this at regular intervals."""
         self._quiet_s += self._look_s
         return self._quiet_s > self.limit_s

@@ -43,9 +43,9 @@ class AuthenticatedGroups:
         self._is_local = is_local
 
     def formed(self, form: Callable[[], Any], *devices: str) -> Any:
-        """Call ``form``, which creates a torch.distributed group, and return the group once its
-        members have proved the key over its connections for each of ``devices`` (``cpu``,
-        ``cuda``)."""
+        """Create a torch.distributed group by calling ``form``, and authenticate its members before
+        returning it. On each of the ``devices`` (``cpu``, ``cuda``), every member proves over the
+        group's connections that it has the key."""
         with on_loopback(self._is_local):
             group = form()
         for device in devices:

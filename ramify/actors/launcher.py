@@ -76,7 +76,9 @@ class PlacementSlot(msgspec.Struct, frozen=True):
     """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
 
     def share(self, member: SlotMember, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
-        """Those of ``slot_gpus``, the GPUs of the slot, that a member with ``gpus`` GPUs uses."""
+        """Return the GPUs of this slot that ``member`` may use. ``slot_gpus`` lists all GPUs of the
+        slot, and ``gpus`` is how many of them the member needs. Without ``offsets``, or if ``gpus``
+        is 0, the member shares all of them."""
         if not self.offsets or not gpus:
             return list(slot_gpus)
         first = int(self.offsets[self.members.index(member)] + ALMOST)
@@ -95,7 +97,7 @@ class Launcher(Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which other processes reach this one."""
+        """Return the address at which other processes reach this one."""
         ...
 
     def start(
@@ -112,11 +114,12 @@ class Launcher(Protocol):
         ...
 
     def address_of(self, member: SlotMember) -> str:
-        """The address at which others reach the member's machine."""
+        """Return the address of the machine on which the process ``member`` is placed, as other
+        processes reach it."""
         ...
 
     def free_port(self, member: SlotMember) -> int:
-        """A free port on the member's machine."""
+        """Return a free TCP port on the machine on which the process ``member`` is placed."""
         ...
 
     def renew(self, member: SlotMember) -> None:
@@ -145,7 +148,8 @@ class LocalLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> ChildProcess:
-        """As ``Launcher.start``."""
+        """Start the process ``member`` on this machine. Raises ConfigError if it cannot be
+        started."""
         try:
             child = self._children[member] = ChildProcess(
                 command, environment=environment, log=log, stdin=stdin, stopped_s=STOPPED_S
@@ -161,7 +165,7 @@ class LocalLauncher:
         return free_port(self.address)
 
     def renew(self, member: SlotMember) -> None:
-        """Does nothing: this machine is available as long as the run is."""
+        """Do nothing: this machine is available as long as the run is."""
 
     def close(self) -> None:
         end_all(self._children.values(), _END_S)
@@ -175,7 +179,7 @@ class NodeAgent:
         self._children: dict[str, ChildProcess] = {}
 
     def about(self) -> dict[str, Any]:
-        """Where this agent runs: host name, address, and the GPUs of its slot."""
+        """Return where this agent runs: host name, address, and the GPUs of its slot."""
         from ray.util import get_node_ip_address
 
         address: Any = get_node_ip_address  # an untyped function
@@ -214,7 +218,8 @@ class NodeAgent:
         return child.pid
 
     def poll(self, name: str) -> tuple[int | None]:
-        """(exit status, or None while it runs,)"""
+        """Return the exit status of a process in a tuple, or (None,) while it runs. The tuple
+        distinguishes a running process from a lost agent, for which the caller gets None."""
         return (self._children[name].poll(),)
 
     def exit_reason(self, name: str) -> str:
@@ -248,13 +253,11 @@ class RemoteProcess:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """As ``Process.poll``."""
         if self._status is None:
             (self._status,) = self._ask("poll", self._name) or (_KILLED,)
         return self._status
 
     def exit_reason(self) -> str:
-        """As ``Process.exit_reason``."""
         return self._ask("exit_reason", self._name) or "ended with its node agent"
 
     def signal(self, number: int) -> None:

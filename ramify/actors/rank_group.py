@@ -52,7 +52,7 @@ _log = RoomLogger("train")
 
 
 class VerbCall(msgspec.Struct, tag=True, frozen=True):
-    """Run a verb."""
+    """Message from rank 0 that asks another rank to run a method, called a verb."""
 
     verb: str
     arguments: list[msgspec.Raw]
@@ -60,7 +60,7 @@ class VerbCall(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 ends the group: no verb follows."""
+    """Message from rank 0 that ends the group: no further method call follows."""
 
 
 RankRequest = VerbCall | Leave
@@ -82,8 +82,8 @@ class RankGroup:
         timeout_s: float,
         stacks: Path,
     ) -> None:
-        """``own``: the object whose methods are the verbs, on this rank. ``stacks``: a folder for
-        the stacks of stuck ranks."""
+        """``own`` is this rank's object, whose methods (verbs) run on all ranks together.
+        ``stacks`` is the folder in which the stack traces of stuck ranks are saved."""
         self.size = 1 + len(connections)
         self._own = own
         self._pulse = pulse
@@ -95,9 +95,12 @@ class RankGroup:
     def call(
         self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Run ``verb`` on every rank, with the ``shared`` arguments followed by the rank's own from
-        ``each``. Returns the values by rank. Raises the ranks' error; TrainError if a rank is lost,
-        in this call and all later ones."""
+        """Run the method ``verb`` on every rank, and return its results in the order of the ranks.
+        Each rank gets the ``shared`` arguments, followed by the arguments in its entry of ``each``.
+
+        Raises the error that all ranks raise. Raises TrainError if a rank is lost, in this call and
+        in all later ones.
+        """
         with self._lock:
             self._watch.check()
             with self._pulse.doing(verb):

@@ -157,8 +157,9 @@ class StoreHost:
 
 
 class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A rank's client of rank 0's store. torch may call its methods from any thread. The caller
-    must keep the object alive as long as torch uses it."""
+    """torch.distributed store of a rank other than 0. It is a client of the key-value store that
+    rank 0 hosts. torch may call its methods from any thread, and the caller must keep it alive as
+    long as torch uses it."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

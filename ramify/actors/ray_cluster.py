@@ -167,7 +167,8 @@ class RayCluster:
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:
-    """Whether a server begins as each gRPC server does."""
+    """Return True if the server answers the start of an HTTP/2 connection with a SETTINGS frame, as
+    every gRPC server does."""
     try:
         connection.sendall(_PREFACE)
         frame = connection.recv(4)
@@ -284,6 +285,7 @@ def check_nodes(version: str) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error of Ray, which says what happened."""
+    """Return the last line of Ray's error message, which says what happened, in at most 300
+    characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

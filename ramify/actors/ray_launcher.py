@@ -104,7 +104,8 @@ class RayLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> RemoteProcess:
-        """As ``Launcher.start``."""
+        """Start the process ``member`` on its slot, through the node agent there. Raises
+        ConfigError if it cannot be started."""
         index = self._slot_of(member)
         name = f"{member.role}-{member.number}"
         location = self._locations[index]
@@ -126,7 +127,8 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """The loopback address as long as all slots have been on this machine."""
+        """Return the address at which other processes reach this one. It is the loopback address
+        until a slot is on another machine, and this machine's network address from then on."""
         return self._own if self._is_distributed else _LOOPBACK
 
     def address_of(self, member: SlotMember) -> str:
@@ -137,7 +139,9 @@ class RayLauncher:
         return int(self._ask(self._slot_of(member), "free_port"))
 
     def renew(self, member: SlotMember) -> None:
-        """As ``Launcher.renew``."""
+        """Ensure that ``member`` has a slot. If the slot's node agent no longer answers, it is
+        killed and replaced, perhaps on another machine. Raises ConfigError if no node has room for
+        the slot."""
         index = self._slot_of(member)
         with self._renewing:
             if self._ask_or_none(self._agents[index], "about") is not None:
@@ -255,8 +259,8 @@ class RayLauncher:
         return make.remote()
 
     def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """A new node agent for a slot whose own is gone, and the agent's location. Raises
-        ConfigError."""
+        """Start a new node agent for a slot whose agent is gone, and return it with its location.
+        Raises ConfigError if no node has room within ``start_s`` seconds."""
         ray, until = self._ray, time.monotonic() + self.start_s
         lost = self._locations[index]
         where = f"slot {index}, which was on {lost['host']} ({lost['address']})"

@@ -32,8 +32,8 @@ class RestartCount:
     """How often each process was lost without any success in between."""
 
     def __init__(self, restarts: int, log: RoomLogger, kind: str) -> None:
-        """``restarts``: how many losses in a row are answered by a restart. ``kind``: what the
-        processes are, for records: ``worker``, ``service``, …"""
+        """``restarts`` is the number of losses in a row after which a process is still restarted.
+        ``kind`` says in log records what the processes are: ``worker``, ``service``, …"""
         self._restarts = restarts
         self._log = log
         self._kind = kind
@@ -51,9 +51,13 @@ class RestartCount:
         event: str = "restart",
         **fields: Any,
     ) -> bool:
-        """Count a loss, or a restart that failed, and record the decision with ``fields``; returns
-        whether to restart the process. ``again`` and ``given_up`` say what follows a loss;
-        ``event`` is another name for a process that is not restarted here."""
+        """Count the loss of a process, or a failed restart, and log it. Returns whether to restart
+        the process.
+
+        The log record says ``why`` the process was lost and what follows: ``again`` for a restart,
+        or ``given_up``. ``event`` is the name of the record of a restart, and ``fields`` are added
+        to the record.
+        """
         is_restarted = self.lost(name)
         if name in self._away:
             event, again = "restart_failed", "it is tried again"
@@ -70,13 +74,14 @@ class RestartCount:
         return is_restarted
 
     def lost(self, name: Name) -> bool:
-        """As ``failed``, without a record."""
+        """Count the loss of a process, or a failed restart, without logging it. Returns whether to
+        restart the process."""
         self._losses[name] += 1
         return self._losses[name] <= self._restarts
 
     def back(self, name: Name, text: str) -> None:
-        """As ``started``, and show ``text`` on a console. Its record has level DEBUG, because the
-        restart is already recorded."""
+        """Record that a restart has succeeded, and show ``text`` on a console. The log record has
+        level DEBUG, because the restart itself is already logged."""
         self.started(name)
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
@@ -92,7 +97,7 @@ class RestartCount:
         self._losses.clear()
 
     def num_losses(self, name: Name) -> int:
-        """Losses in a row."""
+        """Return how often in a row the process was lost."""
         return self._losses[name]
 
     def moved(self, name: Name, new_name: Name) -> None:
@@ -115,8 +120,9 @@ async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
 async def until_started(
     start: Callable[[], Awaitable[T]], on_failure: Callable[[Exception], bool], pause_s: float = 0.0
 ) -> T | None:
-    """The result of ``start``, which is called again as long as ``on_failure`` returns True for its
-    error; None if it is given up."""
+    """Call ``start`` until it succeeds, and return its result. After an error, ``on_failure``
+    decides: if it returns True, ``start`` is called again after ``pause_s`` seconds; otherwise None
+    is returned."""
     while True:
         try:
             return await start()

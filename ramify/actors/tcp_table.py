@@ -20,7 +20,7 @@ Address = tuple[str, int]
 
 
 class TcpSocket(NamedTuple):
-    """One socket of any user."""
+    """One TCP socket of this machine, from the kernel's table, which lists those of all users."""
 
     local: Address
     remote: Address
@@ -32,7 +32,7 @@ class TcpSocket(NamedTuple):
 
 
 def tcp_sockets() -> list[TcpSocket]:
-    """The TCP sockets of this machine."""
+    """Return the TCP sockets of this machine."""
     found = []
     for table in _TABLES:
         with contextlib.suppress(OSError), open(table) as file:
@@ -45,7 +45,8 @@ def tcp_sockets() -> list[TcpSocket]:
 
 
 def listener_user(host: str, port: int) -> int | None:
-    """Id of the user whose process listens at an address of this machine; None if unknown."""
+    """Return the id of the user whose process listens at an address of this machine, or None if it
+    is unknown."""
     places = {host, *_ANYWHERE}
     return next(
         (

@@ -252,7 +252,7 @@ def ask(
 def _check_mode(
     mode: str | None, resume: str | None, is_dry_run: bool, given: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError for a mode that there is not, or that another option contradicts."""
+    """Raise UsageError if the mode is unknown, or if another option contradicts it."""
     if mode is None:
         return
     if resume is not None:
@@ -298,7 +298,7 @@ def prompt(
     tokens: bool | None = None,
     **given: Any,
 ) -> int:
-    """``ramify prompt``."""
+    """Run ``ramify prompt``: print the prompt with which a question begins, without sending it."""
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
@@ -470,10 +470,8 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
 
 
 def read_mount(given: str) -> tuple[str, str]:
-    """``"data:/data"`` -> (absolute host path, path in the session).
-
-    Without a second path, both are the same.
-    """
+    """Split the value of ``--mount``, such as ``data:/data``, into the absolute path on this
+    machine and the path in the session. Without a second path, both are the same."""
     path, colon, place = given.rpartition(":")
     path = os.path.abspath(os.path.expanduser(path if colon else given))
     return path, place if colon else path
@@ -572,7 +570,8 @@ def open_store(settings: dict[str, Any]) -> RunStore | None:
 
 
 def open_folder(settings: dict[str, Any], command: str) -> Store | None:
-    """The store of a ``command`` that keeps further files in it."""
+    """Open the store, for a ``command`` that keeps further files in the store's folder. Returns
+    None if the settings turn the store off. Raises ConfigError if the store has no folder."""
     if settings.get("store") is False:
         return None
     from ramify.store.stores import folder_store

@@ -269,7 +269,8 @@ def _print_json(result: Result, run_id: str | None) -> None:
 
 
 def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
-    """Print the answer, unchanged to a pipe."""
+    """Print the answer unchanged, and then its citations. If the answer has a schema, the citations
+    go to stderr, so that stdout stays JSON."""
     print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "

@@ -75,7 +75,8 @@ def run(
     resume: str | None = None,
     **given: Any,
 ) -> int:
-    """``ramify calibrate``."""
+    """Run ``ramify calibrate``: measure how accurately a model answers at each text size, and store
+    the result for later plans."""
     from ramify.plans.calibration import TOLERANCE
 
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KEPT}
@@ -178,8 +179,11 @@ class _Curve:
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
 ) -> tuple[MatrixPlan, float | None]:
-    """Return the matrix of plain calls that measures ``model``, and its likely cost. Raises
-    ConfigError for a model that cannot be asked, and for a size that does not fit it."""
+    """Return the evaluation that measures ``model``, and its likely cost in dollars, or None
+    without a price. The evaluation is a matrix: plain calls, without a session, at each text size.
+
+    Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
+    """
     from ramify.evaluate.calibration_curve import (
         QUESTIONS,
         likely_dollars,
@@ -219,7 +223,8 @@ def _plan(
 
 
 def _sizes(text: str) -> list[int]:
-    """``2000,8000`` or ``2k,8k`` -> [2000, 8000]"""
+    """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000]. Returns
+    numbers of tokens in ascending order. Raises UsageError for anything else."""
     from ramify.evaluate.calibration_curve import text_tokens
 
     found = []

@@ -85,7 +85,7 @@ def _config() -> Iterator[str]:
 
 
 def found_keys() -> dict[str, str]:
-    """Provider -> the environment variable that holds its key, for each provider with a key."""
+    """Return the environment variable that holds the API key of each provider with a key."""
     variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
     first_set = {
         name: next((variable for variable in candidates if os.environ.get(variable)), "")

@@ -18,8 +18,9 @@ _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
 
 
 def asks_over_much(arguments: list[str]) -> bool:
-    """Return True for ``ramify ask`` over more than a small file, unless an option or a variable
-    says that no session of the jail is needed."""
+    """Return True if the arguments are those of ``ramify ask`` over a folder or a large file, which
+    will soon need a session in the sandbox (the jail). Returns False if an option or a variable
+    shows that no such session is needed."""
     if arguments[:1] != ["ask"] or sys.platform != "linux":
         return False
     if os.environ.get("RAMIFY_SANDBOX", "jail") != "jail":

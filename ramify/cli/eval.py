@@ -212,7 +212,8 @@ def evaluate(
 
 
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
-    """The matrix that ``--resume`` names; None if it names one evaluation."""
+    """Return the stored matrix (an evaluation of several settings) with this id. Returns None if
+    the id is that of a single evaluation."""
     from ramify.evaluate.matrix import MatrixRecords
 
     store = open_folder(settings, "ramify eval")
@@ -226,7 +227,8 @@ def _refuse_others(
     dry_run: bool | None,
     yes: bool | None,
 ) -> None:
-    """Refuse the options of one evaluation for a matrix, and the other way round."""
+    """Raise UsageError for an option that does not fit the kind of evaluation. Some options are
+    only for a single evaluation, others only for a matrix, which compares several."""
     of_matrix = {"--html": html, "--dry-run": dry_run, "--yes": yes}
     refused = [name for name, value in (of_one if is_matrix else of_matrix).items() if value]
     if refused and is_matrix:
@@ -249,7 +251,7 @@ def _matrix(
     options: MatrixOptions,
     plan_options: dict[str, Any],
 ) -> int:
-    """Evaluate each suite, length, model, mode and scaffold with each other."""
+    """Evaluate every combination of suite, length, model, mode and scaffold."""
     from ramify.evaluate.matrix import MatrixAxes, parse_length
 
     suites, *rest = words
@@ -274,7 +276,7 @@ def _matrix(
 
 
 def _names(given: str | None) -> list[str]:
-    """``"a, b"`` -> ["a", "b"]"""
+    """Split a comma-separated list: ``a, b`` becomes ["a", "b"]."""
     return [name for part in (given or "").split(",") if (name := part.strip())]
 
 
@@ -554,7 +556,8 @@ def check_task(task: Task, plan: EvaluationPlan, notes: StderrNotes) -> None:
 
 
 def task_option(word: str) -> tuple[str, Any]:
-    """``chars=1000`` -> ("chars", 1000). A value that is not valid JSON is kept as text."""
+    """Split a task's option: ``chars=1000`` becomes ("chars", 1000). A value that is not valid JSON
+    is kept as text."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"'{word}' is not a task option: write NAME=VALUE")

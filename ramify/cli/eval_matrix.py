@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class MatrixOptions(NamedTuple):
-    """Options of a matrix that do not affect its attempts."""
+    """Options of an evaluation matrix (all combinations of several models, lengths and modes) that
+    do not change its attempts, such as how many run at the same time."""
 
     k: int | None
     concurrency: int
@@ -70,7 +71,8 @@ class _NotConfirmed(Exception):
 
 
 class MatrixCommand:
-    """One matrix from the command line."""
+    """Evaluates a matrix for the command line: all combinations of several suites, lengths, models
+    and modes. It begins a new matrix or resumes a stored one."""
 
     def __init__(
         self, settings: dict[str, Any], screen: ProgressScreen, options: MatrixOptions
@@ -110,7 +112,7 @@ class MatrixCommand:
         return self._run(plan, tasks, is_new=True)
 
     def begin_plan(self, plan: MatrixPlan) -> ExitCode:
-        """Evaluate a new matrix whose cells are chosen."""
+        """Evaluate a new matrix whose combinations are already chosen."""
         from ramify.evaluate.matrix import MatrixTasks
 
         return self._run(plan, MatrixTasks(), is_new=True)
@@ -364,7 +366,8 @@ def _is_confirmed() -> bool:
 
 
 def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RunAttempts:
-    """What makes the attempts of a cell's plan."""
+    """Return the object that makes the attempts of one cell of a matrix, with ``rlm`` and with the
+    mode and temperature in the cell's ``plan``."""
     from ramify.clients.base import Sampling
     from ramify.evaluate.attempt import attempt
     from ramify.evaluate.modes import mode_of
@@ -377,13 +380,15 @@ def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RunAttempts:
 
 
 def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RunAttempts:
-    """``attempts_of`` in a worker, with the keys of its environment."""
+    """Return the object that makes the attempts of one cell of a matrix in a worker process. The
+    RLM is created there, with the API keys of the worker's environment."""
     settings = _settings_of(plan)
     return attempts_of(plan, make_rlm(settings, sandbox_spec(settings), store))
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
-    """The settings of a cell's RLM. Each mode says itself when a plain call answers."""
+    """Return the settings of the RLM for one cell of a matrix. The setting ``direct`` is cleared,
+    because each mode decides itself whether a plain call answers the question."""
     return {**plan.settings, "model": plan.model, "direct": None}
 
 

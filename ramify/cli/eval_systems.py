@@ -41,13 +41,16 @@ def check_comparable(settings: Mapping[str, Any]) -> None:
 
 
 class MatrixMeters:
-    """The meters of one matrix, by the model's name; none if only runs of ours answer."""
+    """The metering endpoints of one matrix, by the name of the model. There are none if only
+    Ramify's own runs answer."""
 
     def __init__(self, meters: Mapping[str, Meter]) -> None:
         self._meters = meters
 
     def maker(self, cell: MatrixCell, rlm: RLM, runs: RunAttempts) -> AttemptMaker:
-        """What makes the attempts of a cell: its system, or ``runs`` of ours."""
+        """Return the object that makes the attempts of one cell of a matrix: another system, or
+        Ramify's own ``runs``. If other systems take part, every attempt is metered with the same
+        budget."""
         from ramify.evaluate.systems.attempt import MeteredRuns, SystemAttempts, system_of
 
         if not self._meters:

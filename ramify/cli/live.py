@@ -62,7 +62,7 @@ class SubcallTally(msgspec.Struct):
 
 
 class TreeRow(msgspec.Struct):
-    """One call with a session."""
+    """One row of the live tree: a call that has a session, with counts of its sub-calls."""
 
     call: CallNode
     turn: int = 0

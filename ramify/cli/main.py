@@ -121,7 +121,7 @@ def subcommands(name: str) -> list[str]:
 
 
 def _listed(names: Collection[str]) -> list[str]:
-    """A line for each command: its name and what it does."""
+    """Return a line for each command: its name and what it does."""
     width = max(map(len, names), default=0)
     return [f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names]
 
@@ -213,8 +213,8 @@ def _unexpected(error: Exception) -> str:
 
 
 def _place_in_plugin(error: Exception) -> str:
-    """The line of code of the user's own, such as a loss of a recipe, in which ``error`` was
-    raised, directly or by a library; empty if it was raised by us."""
+    """Return the line of the user's own code, such as the loss of a recipe, in which ``error`` was
+    raised, directly or through a library. Returns an empty text if Ramify raised the error."""
     import sysconfig
     import traceback
 

@@ -132,7 +132,7 @@ def run(
     mode: str | None = None,
     **given: Any,
 ) -> int:
-    """``ramify map``."""
+    """Run ``ramify map``: answer the same question about each row of a table."""
     if mode is not None:
         check_mode(mode, given)
     if placement not in (None, "local", "ray"):

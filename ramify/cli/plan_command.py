@@ -81,7 +81,8 @@ def run(
     cut: bool | None = None,
     **given: Any,
 ) -> int:
-    """``ramify plan``."""
+    """Run ``ramify plan``: show the plan for a question and its cost, and run it once the user
+    agrees."""
     settings = fill(given, KINDS)
     collect_warnings()
     notes = open_notes(settings, KINDS)

@@ -47,7 +47,8 @@ def _cells(entry: PluginEntry) -> list[str]:
 
 
 def _row(entry: PluginEntry, widths: list[int]) -> str:
-    """One line of the terminal's width; the whole error if the entry is broken."""
+    """Return the line about one plugin, cut to the width of the terminal. The error of a broken
+    plugin is never cut."""
     *cells, about = _cells(entry)
     line = "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), ""])
     room = max(shutil.get_terminal_size().columns - len(line), 8)

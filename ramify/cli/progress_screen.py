@@ -119,7 +119,9 @@ Picture = Callable[[int, int], "Sequence[Text]"]
 
 
 def form_of(given: str | None, notes: StderrNotes) -> Form:
-    """Return the form in ``given``, or the default for stderr. Raises UsageError if unknown."""
+    """Return the form of the progress display: the value of ``--progress`` (``given``), or the
+    default for stderr. It is always ``none`` with ``--quiet``. Raises UsageError if the form is
+    unknown."""
     if given is not None and given not in FORMS:
         raise UsageError(f"--progress {given}: {nearest(given, FORMS)}")
     if notes.quiet:

@@ -55,8 +55,9 @@ RECORD_OPTIONS = (
 
 
 def recording_options(options: Mapping[str, Any]) -> tuple[Redaction, Retention] | None:
-    """What the options redact and keep; None without ``--record``. Raises UsageError and
-    ConfigError."""
+    """Return what is redacted from recorded conversations and how long they are kept, as the
+    options say. Returns None without ``--record``. Raises UsageError or ConfigError for a wrong
+    option."""
     if not options["record"]:
         unused = next((each for each in RECORD_OPTIONS if options[each.name] is not None), None)
         if unused is not None:

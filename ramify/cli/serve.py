@@ -72,7 +72,8 @@ def _map_large_blocks() -> None:
 
 
 def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrNotes]:
-    """Read the settings and create the notes. Settings are None if no model is set (reported)."""
+    """Read the settings of ``command`` and create its notes, which write messages to stderr. If no
+    model is set, print how to set one and return None for the settings."""
     _map_large_blocks()
     settings = fill(given, KINDS)
     notes = StderrNotes(bool(settings.get("quiet")))
@@ -194,8 +195,8 @@ def _server(
 def _recorder(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrNotes
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
-    """What opens the recorder once the policy is loaded; None without ``--record``. Raises
-    ConfigError at once for a model that is not local."""
+    """Return a function that opens the recorder of conversations once the policy is loaded; None
+    without ``--record``. Raises ConfigError at once if the model is not local."""
     recording = recording_options(options)
     if recording is None:
         return None

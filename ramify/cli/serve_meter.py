@@ -37,7 +37,8 @@ def serve_meter(
     port: int,
     notes: StderrNotes,
 ) -> int:
-    """Serve the meter of the model of ``settings`` until it is stopped."""
+    """Serve a metering endpoint for the model in ``settings`` until the user stops it. Raises
+    UsageError for an option that a meter does not have."""
     for name in (*_OF_RUNS, _NO_KEY):
         if options.get(name) is not None:
             why = "each caller of a meter needs a key" if name == _NO_KEY else "it is about runs"

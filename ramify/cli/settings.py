@@ -103,7 +103,7 @@ def fill(
 
 
 def open_store() -> RunStore:
-    """The store of the configuration file, for a command without other settings."""
+    """Open the store named in the configuration file, for a command without other settings."""
     _apply_tables()
     from ramify.store.stores import open_store
 
@@ -111,7 +111,8 @@ def open_store() -> RunStore:
 
 
 def folder_store(command: str) -> Store:
-    """The same store, for a ``command`` that needs its files. Raises ConfigError."""
+    """Open the store named in the configuration file, for a ``command`` that needs its files.
+    Raises ConfigError if the store has no files."""
     _apply_tables()
     from ramify.store.stores import folder_store
 

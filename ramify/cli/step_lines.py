@@ -66,8 +66,8 @@ class StepLines:
                 self._notes.say(f"waiting: {event.text}")
 
     def _say_step(self, event: AnyEvent) -> None:
-        """Print a step, but not a failure that the note about its retry repeats, nor a warning,
-        which is already printed."""
+        """Print an event of the run as a line. Warnings are skipped, because they are already
+        printed. A failed attempt is skipped if the note that follows it repeats its error."""
         failed, self._failed = self._failed, None
         note = event if isinstance(event, NoteAdded) else None
         if failed is not None and not (note and note.text.startswith(failed.error)):

@@ -53,9 +53,12 @@ def on_stop(do: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def ends_if_blocked(command: str, restore: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """End the process with one line if the loop of a run in the block is blocked past the run's
-    deadline. ``command`` continues the run; ``{run}`` in it is the run's id. ``restore`` restores
-    the terminal."""
+    """During the block, end the process with one line on stderr if a run passes its deadline while
+    its event loop is blocked.
+
+    ``command`` is the command that continues the run; ``{run}`` in it is replaced by the run's id.
+    ``restore`` is called before the end, to restore the terminal.
+    """
 
     def end(error: LoopBlocked) -> None:
         with contextlib.suppress(Exception):

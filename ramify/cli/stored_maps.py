@@ -106,8 +106,8 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
 
 
 def remove_map(store: RunStore, name: str) -> int:
-    """Delete a map and return its bytes. The runs of its rows stay, and so do the parts of a map on
-    a Ray cluster."""
+    """Delete a map, and return the number of bytes freed. The runs of its rows are kept, and so are
+    the parts of a map on a Ray cluster. Raises RunInUse while the map is being written."""
     table = find_map(store, name)
     if table.is_alive:
         raise RunInUse(f"map {table.id} is being written: stop that process first")
@@ -119,7 +119,8 @@ def remove_map(store: RunStore, name: str) -> int:
 
 
 def map_lines(table: MapTable, full: bool) -> Iterator[Line]:
-    """Yield what ``show`` prints of a map."""
+    """Yield the lines that ``ramify show`` prints about a map: its figures and its first rows, or
+    all rows if ``full``."""
     figures = table.figures()
     yield f"map {figures.id}  {moment(figures.started_at)}"
     yield " · ".join(

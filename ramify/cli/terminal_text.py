@@ -105,8 +105,8 @@ class StderrNotes:
             self.say(text)
 
     def take_warnings(self) -> None:
-        """Print log records, and Python warnings, including those about our old names, as one line
-        each."""
+        """From now on, print each log record and each Python warning as one line. This includes the
+        warnings about former names of Ramify's settings, which Python would hide."""
         if (console := current_console()) is not None:
             console.show = self.say
             console.hidden.add("warning")

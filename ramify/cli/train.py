@@ -132,7 +132,8 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def line(measured: StepMetrics) -> str:
-    """One line for a log from one step's metrics: the scores of an evaluation, or ``IN_LINES``."""
+    """Return the metrics of one step as a line for a log. The line of an evaluation has its scores;
+    that of a training step has the rewards and the metrics in ``IN_LINES``."""
     is_evaluation = "evaluate_s" in measured.values
     shown = {
         name: value

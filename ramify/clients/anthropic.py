@@ -173,8 +173,8 @@ def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict
 
 
 def _turns(request: Request, head: int, thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
-    """Return the messages from number ``head`` on as alternating user and assistant turns, lists of
-    blocks, without empty messages."""
+    """Convert the messages after the first ``head`` ones to alternating user and assistant turns.
+    The content of each turn is a list of blocks. Messages without content are left out."""
     turns: list[dict[str, Any]] = []
     for message in request.messages[head:]:
         role = "assistant" if message.role == "assistant" else "user"

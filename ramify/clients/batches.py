@@ -117,7 +117,7 @@ class BatchApi(abc.ABC):
         headers: Mapping[str, str],
         fields: Callable[[Request], dict[str, Any]],
     ) -> None:
-        """``base`` is the URL without a path, and ``fields`` makes the body of one request."""
+        """``base`` is the URL without a path. ``fields`` returns the fields of a request's body."""
         self._api = api
         self._wire = wire
         self._base = base
@@ -125,7 +125,7 @@ class BatchApi(abc.ABC):
         self._fields = fields
 
     def body(self, request: Request) -> bytes:
-        """Return the body of one request, as outside of a batch."""
+        """Return the body of one request, which is the same as without a batch."""
         return _encode(self._fields(request))
 
     @abc.abstractmethod
@@ -138,16 +138,17 @@ class BatchApi(abc.ABC):
 
     @abc.abstractmethod
     async def candidates(self, key: str, num: int, since: float) -> list[str]:
-        """Return the ids of batches that may be the upload ``key``, which has ``num`` requests and
-        was begun at Unix time ``since``."""
+        """Return the ids of the provider's batches that the upload with this ``key`` may have
+        created. The upload had ``num`` requests and began at the Unix time ``since``."""
 
     @abc.abstractmethod
     async def is_ours(self, id: str, key: str) -> bool | None:
-        """Whether a candidate is the upload ``key``; None as long as it cannot be known."""
+        """Return whether the upload with this ``key`` created the batch ``id``, or None while that
+        cannot be known."""
 
     @abc.abstractmethod
     async def state(self, id: str) -> BatchState:
-        """Return what the provider says of a batch."""
+        """Ask the provider for the state of a batch."""
 
     @abc.abstractmethod
     def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:

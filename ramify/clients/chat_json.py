@@ -479,8 +479,8 @@ def _refusal(wire: _Message) -> str:
 
 
 def _filter(choice: _Choice) -> str:
-    """What stopped the reply: ``refusal``, or the server's reason with the categories that Azure
-    adds."""
+    """Return what stopped the reply: ``refusal``, or the server's reason, followed by the filter
+    categories that Azure reports."""
     if _refusal(choice.message):
         return "refusal"
     results = _fields(choice.content_filter_results)

@@ -36,13 +36,13 @@ class Deadlines:
         self._timer, self._timer_s = None, math.inf
 
     def add(self, deadline: Deadline) -> None:
-        """Watch ``deadline``."""
+        """Track ``deadline``, and set the timer to it if it is the earliest one."""
         self._open.add(deadline)
         if deadline.when_s < self._timer_s:
             self._set_timer(deadline.when_s)
 
     def remove(self, deadline: Deadline) -> None:
-        """Watch ``deadline`` no longer."""
+        """Stop tracking ``deadline``."""
         self._open.discard(deadline)
 
     def _set_timer(self, when_s: float) -> None:
@@ -82,7 +82,7 @@ class Deadline:
             self._deadlines.add(self)
 
     def expire(self) -> None:
-        """Cancel the task."""
+        """Cancel the task that runs the block."""
         assert self._task is not None
         self._is_late = True
         self._task.cancel()

@@ -69,7 +69,8 @@ _STATUS_OF_ERROR = {
 
 
 def status_of_error(body: bytes) -> int:
-    """Return the status that an error of a batch has outside of it; 500 if its name is unknown."""
+    """Return the HTTP status that an error in a batch result would have as a normal response.
+    ``body`` contains only the error's name; the status is 500 if that is unknown."""
     try:
         name = msgspec.json.decode(body)["error"]["type"]
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
@@ -231,7 +232,8 @@ class JsonApi:
         return stream.body()
 
     def _added(self, stream: ReplyStream, events: list[bytes]) -> ReplyPiece:
-        """Add events to a stream, and return all the text that they add as one piece."""
+        """Add events to a stream, and return the text and the reasoning that they contain, joined
+        to one piece."""
         texts, thoughts = list[str](), list[str]()
         for event in events:
             if stream.is_done:

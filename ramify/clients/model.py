@@ -246,7 +246,8 @@ def check_aliases(models: Sequence[Any]) -> None:
 
 
 def bare_name(name: str) -> str:
-    """``"vllm:Qwen/Qwen3-8B@http://host/v1"`` -> ``"Qwen/Qwen3-8B"``"""
+    """Return the model's name without provider and URL: ``Qwen/Qwen3-8B`` for
+    ``vllm:Qwen/Qwen3-8B@http://host/v1``."""
     return name.partition("@http")[0].partition(":")[2] or name
 
 

@@ -133,8 +133,8 @@ class ClientPool:
 
     @property
     def paused_s(self) -> float:
-        """Seconds until the last pause ends for which a server asked by a rate limit; 0 if there
-        is none."""
+        """Return the seconds until all pauses are over that servers requested because of rate
+        limits; 0 if there is none."""
         return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
 
     def client(self, name: str) -> Client:
@@ -604,7 +604,7 @@ def _now_s() -> float:
 
 
 def _record_wait(client: Client, reason: str, wait_s: float) -> None:
-    """Leave one record of a wait that is over, if it was long."""
+    """Log that a request waited for ``wait_s`` seconds, if that was long."""
     if wait_s >= _LONG_WAIT_S:
         text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
         _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)

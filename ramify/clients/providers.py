@@ -259,9 +259,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"my_clients.py:connect:m"`` ->
-    ``("my_clients.py:connect", "m")``; the name of a packaged policy -> ``("local", name)``. Raises
-    ConfigError."""
+    """Split a model's full name into its provider and its name there: ``openai:gpt-5`` becomes
+    ``("openai", "gpt-5")``, and ``my_clients.py:connect:m`` becomes ``("my_clients.py:connect",
+    "m")``. The name of a packaged policy becomes ``("local", name)``. Raises ConfigError."""
     from difflib import get_close_matches
 
     if name in packaged_policies():
@@ -294,11 +294,9 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def split_url(model: str) -> tuple[str, str | None]:
-    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; without a URL, ``model`` is unchanged.
-
-    A model's name may contain an ``@`` itself (``claude-sonnet-4@20250514``). Raises ConfigError if
-    the text after the ``@`` resembles an address but is not a URL.
-    """
+    """Split ``m@http://host/v1`` into ``("m", "http://host/v1")``. Without a URL, the whole text is
+    the model, whose name may contain an ``@`` itself (``claude-sonnet-4@20250514``). Raises
+    ConfigError if the text after the ``@`` resembles an address but is not a URL."""
     at = _AT_URL.match(model)
     if at:
         return at["model"], at["url"]

@@ -37,11 +37,11 @@ object or a number that is slow to decode."""
 
 
 class Undecodable(Exception):
-    """A body does not have the expected format."""
+    """Raised if the body of a response does not have the expected format."""
 
 
 class NoReply(Exception):
-    """A response has no reply, or it has an error in addition to the reply."""
+    """Raised if a response has no reply, or has an error in addition to the reply."""
 
     def __init__(self, code: int | None, *, has_error: bool, is_beside_reply: bool) -> None:
         super().__init__("no reply")

@@ -39,7 +39,8 @@ class ResponseBody(msgspec.Struct):
 
     @property
     def choices(self) -> list[dict[str, Any]] | None:
-        """What the server sent as its reply: here the items of the output."""
+        """Return the items of the output. All formats call the server's reply ``choices``, as in
+        chat completions, so that one decoder can read them."""
         return self.output
 
     @property
@@ -120,7 +121,8 @@ def _value(raw: msgspec.Raw) -> Any:
 
 
 def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
-    """Return the request's body. ``limit_field`` is that of chat completions and not used."""
+    """Return the fields of the request's body. ``limit_field`` is ignored: it names the limit of
+    the reply in chat completions, and here that field is always ``max_output_tokens``."""
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,

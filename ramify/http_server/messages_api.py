@@ -370,7 +370,8 @@ def _unsupported(block: _Block) -> RequestRejected:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a tool call as the object that the API requires."""
+    """Return the arguments of a tool call as an object, which the API requires. Text that is not a
+    JSON object is stored as the only field of one."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -379,7 +380,8 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _arguments(input: dict[str, Any]) -> str:
-    """The reverse of ``_object``."""
+    """Return the arguments of a tool call as text, from the object in which the API has them. Text
+    that was not a JSON object when it was sent is returned unchanged."""
     unparsed = input.get(_UNPARSED)
     if len(input) == 1 and isinstance(unparsed, str):
         return unparsed

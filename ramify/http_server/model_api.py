@@ -150,7 +150,8 @@ def checked_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> Too
 
 
 def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
-    """Read ``tool_choice`` of either API of OpenAI. Raises RequestRejected."""
+    """Read ``tool_choice`` in the format of chat completions or of the responses API. Raises
+    RequestRejected if it is not supported."""
     is_parallel = parallel is not False
     if choice is None or choice == "auto":
         return ToolChoice(is_parallel=is_parallel)
@@ -197,7 +198,8 @@ def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[A
 
 
 def check_sampling(temperature: float | None, top_p: float | None) -> None:
-    """Raise Refused for values that no distribution has."""
+    """Raise Refused if ``temperature`` is negative, or if ``top_p`` is not above 0 and at most
+    1."""
     if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
         raise Refused(
             f"temperature={temperature} must be at least 0, top_p={top_p} above 0 and at most 1"

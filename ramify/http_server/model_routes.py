@@ -66,13 +66,14 @@ Admission = Callable[[web.Request], AbstractAsyncContextManager[AdmittedCaller]]
 
 
 class ModelRoutes:
-    """The routes of one server."""
+    """HTTP routes of the three APIs with which clients ask a model: chat completions, responses,
+    and Anthropic's messages. ``admit`` accepts each request and decides which model answers it."""
 
     def __init__(self, admit: Admission) -> None:
         self._admit = admit
 
     def add_to(self, app: web.Application, prefix: str = "") -> None:
-        """Add the routes below ``prefix``."""
+        """Add the routes to ``app``, with ``prefix`` before their paths."""
         base = f"{prefix}/v1"
         app.router.add_post(base + completions.PATH, self._chat)
         app.router.add_post(base + responses_api.PATH, self._response)
@@ -151,7 +152,7 @@ def errors_as_rejections() -> Iterator[None]:
 
 
 def rejection_of(error: RamifyError) -> RequestRejected:
-    """The error response for an error of the model or of a request."""
+    """Convert an error of the model, or of the request, to an error response."""
     match error:
         case Refused():
             return RequestRejected(str(error), code=TOO_LONG if error.too_long else None)

@@ -62,8 +62,8 @@ class RequestRejected(Exception):
         return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
     def anthropic_body(self) -> bytes:
-        """Body of the error in the format of Anthropic's API, in whose words a prompt is too
-        long."""
+        """Return the body of the error in the format of Anthropic's API. As in that API, the error
+        for a prompt that is too long begins with "prompt is too long"."""
         text = f"prompt is too long: {self}" if self.code == TOO_LONG else str(self)
         text = text.encode("utf-8", "replace").decode()
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else None)
@@ -91,7 +91,8 @@ class RequestRejected(Exception):
 
 
 def asks_anthropic(http: web.Request) -> bool:
-    """True if a request is one of Anthropic's API."""
+    """Return True if a request uses Anthropic's API, as its path or its header
+    ``anthropic-version`` shows."""
     is_below = http.path.endswith(("/messages", "/messages/count_tokens"))
     return is_below or "anthropic-version" in http.headers
 

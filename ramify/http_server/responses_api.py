@@ -253,7 +253,8 @@ class ResponsesExchange:
         return self._event("failed", response=response)
 
     def _finished(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
-        """The body of the finished response, which is remembered if the request says so."""
+        """Return the body of the finished response. The response is also stored, so that a later
+        request can continue from it, unless the request says ``store: false``."""
         reason = _UNFINISHED.get(reply.finish)
         fields = self._fields("incomplete" if reason else "completed", output, reply.usage)
         fields["incomplete_details"] = {"reason": reason} if reason else None
@@ -320,7 +321,7 @@ class ResponsesExchange:
         return events
 
     def _close(self, at: int, item: dict[str, Any]) -> bytes:
-        """Events that end a reasoning item or a message."""
+        """Return the stream events that end a reasoning item or a message."""
         place, part = self._items[at].place, item["content"][0]
         if item["type"] == "reasoning":
             events = self._event("reasoning_text.done", **place, text=part["text"])

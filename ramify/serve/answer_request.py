@@ -116,7 +116,8 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     is paid for again."""
 
     def tighter(self) -> RequestLimits:
-        """Return the limits with ``depth`` applied. Raises RequestRejected if it is given twice."""
+        """Return the limits of the request, with ``depth`` as their ``max_depth``. Raises
+        RequestRejected if both are given."""
         if self.depth is None:
             return self.limits
         if self.limits.max_depth is not None:
@@ -196,9 +197,12 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
-    """Return the schema of a response format, and the path of its field.
+    """Return the JSON schema of the response format in a request, and the path of its field, for
+    errors. The schema is None if the response is text.
 
-    Chat completions put the schema into ``json_schema`` (``nested``).
+    ``where`` is the path of the response format. ``nested`` is True for chat completions, which put
+    the schema into the field ``json_schema``. Raises RequestRejected if the format is unknown or
+    its schema is missing.
     """
     if format is None:
         return None, where

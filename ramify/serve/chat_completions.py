@@ -95,7 +95,8 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read a request body. Raises RequestRejected, which names the wrong field."""
+    """Read the body of a chat completions request. Raises RequestRejected, which contains the name
+    of the wrong field."""
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:

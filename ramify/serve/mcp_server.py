@@ -86,7 +86,9 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
 
 
 def resolve(path: str, roots: Sequence[str]) -> list[str]:
-    """Return the files or folders below the roots that ``path`` names. Raises ConfigError."""
+    """Return the real paths of the files or folders that ``path`` names; it may contain wildcards.
+    They lie below the ``roots``, the folders that may be read. Raises ConfigError if nothing is
+    found, or only something outside the roots."""
     for root in roots:
         place = os.path.join(root, path)  # ``path`` itself if it is absolute
         matches = [place] if os.path.lexists(place) else []

@@ -81,10 +81,11 @@ class Meter:
         reply_tokens: int = REPLY_TOKENS,
         max_in_flight: int = 64,
     ) -> None:
-        """``budget`` is that of seats for which none is given. ``name`` is the model's name in
-        requests and replies, by default the name that its provider knows. ``key`` is the meter's
-        own key; by default it makes one. ``record``: the file in which each request is recorded.
-        ``reply_tokens`` limits a reply whose caller gave no limit."""
+        """``budget`` is the budget of each seat, a caller's account, that is opened without one.
+        ``name`` is the model's name in requests and replies; the default is the provider's name for
+        it. ``key`` is the meter's own API key; by default, a new one is generated. Each request is
+        recorded in the file ``record``. ``reply_tokens`` limits a reply if the caller gives no
+        limit."""
         self._model = Model(model) if isinstance(model, str) else model
         self._budget = budget
         self.address = address or ListenAddress()
@@ -303,8 +304,9 @@ class MeteredModel:
         self._rendering: PromptRendering | None = getattr(meter.client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Each reply is a separate request, with its prompt. A response counts the tokens of a
-        prompt once, so those of all requests are given to the first reply."""
+        """Send one request for each of ``num_replies`` replies. Each request has the whole prompt,
+        but a response counts its prompt once, so the first reply's usage has the prompt tokens of
+        all requests."""
         if num_replies == 1:
             return (await self._meter.ask(self._seat, request),)
         asking = [
@@ -361,7 +363,7 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """``replies`` with the tokens of all prompts in the usage of the first."""
+    """Return ``replies`` with the prompt tokens of all of them in the usage of the first one."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],
@@ -372,7 +374,7 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
 
 
 def _state(seat: MeterSeat) -> dict[str, Any]:
-    """A seat as others see it."""
+    """Return the state of a seat as the meter shows it to callers."""
     return {
         "name": seat.name,
         "requests": seat.usage.calls,

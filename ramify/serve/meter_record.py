@@ -57,7 +57,8 @@ class MeterEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True,
 
 
 class MeterRecord:
-    """File of one meter, open for writing."""
+    """Writes the log file of a metering endpoint: one line for each request and each new
+    message."""
 
     def __init__(self, path: Path) -> None:
         """Append to the file ``path``. Raises StoreError if it cannot be opened."""
@@ -84,7 +85,8 @@ class MeterRecord:
         seconds: float,
         error: str,
     ) -> None:
-        """Record a request: ``asked`` for by the caller, and as it was ``sent`` to the model."""
+        """Write one request to the log. ``asked`` is the request as the caller made it, and
+        ``sent`` is the request that the model got, or None if nothing was sent."""
         lines = bytearray()
         ids = tuple(self._id_of(message, lines) for message in asked.messages)
         entry = MeterEntry(

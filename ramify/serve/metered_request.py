@@ -187,8 +187,9 @@ class MeteredRequest:
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:
-    """``request`` with another limit of its reply, as it is sent to the model. Many models refuse
-    to report log-probabilities, so only a caller that wants the likeliest tokens has them."""
+    """Return ``request`` as it is sent to the model: its reply is limited to ``max_tokens``.
+    Log-probabilities are requested only if the caller wants the likeliest tokens, because many
+    models refuse to report them."""
     sampling = msgspec.structs.replace(
         request.sampling,
         max_tokens=max_tokens,

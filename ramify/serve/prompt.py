@@ -134,7 +134,7 @@ def _piece(
 
 
 def _decoded(part: AttachedFile) -> bytes:
-    """``"data:text/csv;base64,YQ=="`` -> ``b"a"``"""
+    """Decode the bytes of an attached file: ``data:text/csv;base64,YQ==`` becomes ``b"a"``."""
     head, comma, encoded = (
         part.data.partition(",") if part.data.startswith("data:") else ("", "", part.data)
     )

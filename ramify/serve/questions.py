@@ -66,7 +66,8 @@ def length_note(max_tokens: int | None) -> str:
 
 
 def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
-    """Convert the result of a run. Raises RequestRejected if the run failed without an answer."""
+    """Convert the result of a run to the answer that the server sends. Raises RequestRejected if
+    the run was suspended, or ended without an answer."""
     if result.stop is Stop.SUSPENDED:
         raise suspended(f"suspended: {result.error}", result.run_id)
     if result.stop is Stop.CANCELLED and result.answer is None:

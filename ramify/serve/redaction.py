@@ -44,17 +44,17 @@ class RedactedSpan(NamedTuple):
 
 
 class Redaction:
-    """What is removed from conversations before they are stored."""
+    """Removes personal data and keys from conversations before they are stored."""
 
     def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
-        """``patterns`` are regular expressions in addition to the default set; ``defaults=False``
-        leaves that set out. Raises ConfigError for a pattern that does not compile or that matches
-        nothing of a text."""
+        """``patterns`` are regular expressions for what to redact, in addition to the default set.
+        ``defaults=False`` turns the default set off. Raises ConfigError for a pattern that does not
+        compile, or that matches an empty text."""
         self._patterns = [_compiled(pattern) for pattern in patterns]
         self._secrets = SecretRedactor() if defaults else None
 
     def spans(self, text: str) -> list[RedactedSpan]:
-        """What is redacted in ``text``, in order and without overlaps."""
+        """Return the spans of ``text`` that are redacted, in order and without overlaps."""
         merged: list[RedactedSpan] = []
         for span in sorted(self._found(text)):
             if merged and span.start < merged[-1].end:
@@ -65,11 +65,12 @@ class Redaction:
         return merged
 
     def text(self, text: str) -> str:
-        """``text`` with a mark in the place of each span."""
+        """Return ``text`` with a mark in place of each redacted span."""
         return self._marked(text, set())
 
     def message(self, message: Message, removed: set[str]) -> Message:
-        """``message`` without what is redacted, which is added to ``removed``."""
+        """Return ``message`` with a mark in place of each redacted text. The redacted texts are
+        added to ``removed``."""
         calls = tuple(
             ToolCall(call.id, call.name, self._marked(call.arguments, removed))
             for call in message.tool_calls
@@ -83,7 +84,7 @@ class Redaction:
         )
 
     def value(self, value: Any) -> Any:
-        """An answer in JSON, with every text in it redacted."""
+        """Return an answer, which is a JSON value, with every text in it redacted."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list | tuple):
@@ -93,7 +94,8 @@ class Redaction:
         return value
 
     def cell(self, cell: Cell) -> Cell:
-        """``cell`` without what is redacted. Its full output is not stored."""
+        """Return ``cell`` with its code, output and errors redacted. Its full output is not
+        stored."""
         return msgspec.structs.replace(
             cell,
             code=self.text(cell.code),
@@ -106,8 +108,8 @@ class Redaction:
     def tokens(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
-        """Which of ``ids`` spell something that is redacted. ``removed`` are texts that were
-        redacted in the messages: they are looked for in addition to the patterns."""
+        """Return, for each of ``ids``, whether the token is part of something that is redacted.
+        ``removed`` are texts that were redacted in the messages: they are redacted here as well."""
         text = decode(ids)
         spans = [(span.start, span.end) for span in self.spans(text)]
         for value in removed:
@@ -155,7 +157,8 @@ a caller could otherwise keep the server busy."""
 
 
 class _PrefixLengths:
-    """Number of characters that each beginning of some ids decodes to, computed as needed."""
+    """Finds how many token ids, from the first one on, decode to a given number of characters. Only
+    the prefixes that are needed are decoded."""
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids = ids

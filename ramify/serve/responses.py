@@ -256,7 +256,7 @@ class ResponseStream:
 
 
 class _Head:
-    """Fields that every body of one response shares."""
+    """Makes the bodies of one response, which have the same id, model and settings."""
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
         self._id = id

@@ -98,13 +98,15 @@ class RunServer:
         ping_s: float = 15.0,
         open_recorder: Callable[[Sequence[Client]], TrafficRecorder] | None = None,
     ) -> None:
-        """``name`` is the model's name. Without ``keys``, the server makes one for this start, if
-        its ``address`` needs one (``key``). ``max_runs`` is the maximum of concurrent runs, by
-        default as many as this machine can hold; further requests get status 429. ``sampling`` is
-        the default; a request may change its temperature, top_p and seed. ``ping_s`` is the maximum
-        silence of a stream in seconds. ``open_recorder`` opens what keeps the runs
-        and their feedback, except of requests with ``store: false``, given the clients of the
-        models; the server closes it.
+        """``name`` is the model's name. Without ``keys``, the server generates a key for this start
+        (``key``) if its ``address`` needs one. ``max_runs`` is the maximum number of concurrent
+        runs, by default as many as this machine can hold; further requests get status 429.
+        ``sampling`` sets the defaults; a request may change its temperature, top_p and seed.
+        ``ping_s`` is the maximum silence of a stream in seconds.
+
+        ``open_recorder`` is called with the clients of the models. It returns the recorder of runs
+        and of feedback about them, which the server closes. Requests with ``store: false`` are not
+        recorded.
         """
         self.address = address = address or ListenAddress()
         self.key = ""

@@ -193,7 +193,8 @@ class TrafficRecorder:
         await self._kept(partial(self._record, id, choice, request, reply))
 
     async def _kept(self, work: Callable[[], None]) -> None:
-        """Do ``work`` in the thread, and count what the store cannot take."""
+        """Run ``work``, which stores a reply, in the recorder's thread. If the store fails, the
+        reply counts as lost, and nothing is raised."""
         try:
             await self._run(work)
         except (RamifyError, OSError, sqlite3.Error) as error:
@@ -357,7 +358,8 @@ class TrafficRecorder:
         return place
 
     def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """The stored turn whose ids the prompt begins with; None if there is none any more."""
+        """Return the stored turn whose token ids the prompt begins with, or None if there is none
+        any more."""
         known = request.known
         if known is None or (reply.prompt_ids or ())[: len(known.ids)] != known.ids:
             return None
@@ -369,7 +371,8 @@ class TrafficRecorder:
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
     ) -> tuple[Reply, list[float]]:
-        """(``reply`` as it is stored, 1 for each sampled token that was redacted)"""
+        """Return ``reply`` as it is stored, with its redacted tokens replaced, and a list with 1
+        for each sampled token that was redacted and 0 for each other one."""
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
         flags = self._redaction.tokens([*given, *sampled], self._policy.decode, removed)
@@ -529,12 +532,12 @@ def _key(ids: Sequence[int]) -> bytes:
 
 
 def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
-    """``values`` with ``blank`` in the places that are flagged."""
+    """Return ``values`` with ``blank`` in the places that are flagged."""
     return tuple(blank if flag else value for value, flag in zip(values, flags, strict=True))
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """The first message of the user, for listings."""
+    """Return the first message of the user, shortened, which listings show as the question."""
     return cut(next((each.content for each in messages if each.role == "user"), ""))
 
 
@@ -547,8 +550,9 @@ def _opened(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: RecordedPolicy) -> None:
-    """Mark ``store`` as the traffic of this policy. Raises ConfigError if it has other runs, which
-    would be deleted like old conversations, or the traffic of another policy."""
+    """Mark ``store`` as the store of this policy's conversations. Raises ConfigError if the store
+    already holds conversations of another policy. Also raises it if the store holds any other runs,
+    since old conversations are deleted, and these runs would be, too."""
     identity = read_identity(store.root)
     if identity is None:
         if store.ids():

@@ -72,9 +72,10 @@ class PolicySleep:
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """``stop`` stops sampling in one of vLLM's modes. ``resume_sampling`` resumes it, unless
-        something else forbids it. ``wait_s`` is how long a request waits.
-        """
+        """``stop`` stops sampling in one of vLLM's modes (``abort``, ``wait`` or ``keep``).
+        ``resume_sampling`` resumes it, unless the server is paused or its weights are being
+        updated, which ``is_updating`` tells. A request waits at most ``wait_s`` seconds for a
+        sleeping engine."""
         self._client = client
         self._stop = stop
         self._resume_sampling = resume_sampling

@@ -79,26 +79,28 @@ class RunStore(Protocol):
     blobs: RunBlobs
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
-        """A journal for a new run. ``secrets`` (name -> value) are redacted in it, as are those of
-        the environment. Raises StoreError if there is such a run."""
+        """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
+        it, in addition to the secrets of the environment. Raises StoreError if the run already
+        exists."""
 
     def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
-        """The journal of an earlier run, to continue it. Raises RunInUse while it is being
+        """Open the journal of an earlier run to continue it. Raises RunInUse while the run is being
         written."""
 
     def check_free(self, run: str) -> None:
         """Raise RunInUse while ``run`` is being written."""
 
     def ids(self) -> list[str]:
-        """Ids of all runs, newest first."""
+        """Return the ids of all runs, newest first."""
 
     def lines(self, id: str, offset: int = 0) -> Iterable[bytes]:
-        """The events of run ``id`` from byte ``offset``, oldest first, as ``encode_line`` made
-        them, with their newlines; also readable while it is being written. ``offset`` is where a
-        line begins, or the end. Raises UnknownRun."""
+        """Return the events of run ``id`` from byte ``offset`` on, oldest first. Each is one line,
+        as ``encode_line`` made it, with its newline. ``offset`` is the start of a line, or the end.
+        The run may still be being written. Raises UnknownRun."""
 
     def size(self, id: str) -> int:
-        """Bytes of all lines of run ``id``, which a page asks for often. Raises UnknownRun."""
+        """Return the size of run ``id`` in bytes, newlines included. The viewer's page calls this
+        often, so it should be fast. Raises UnknownRun."""
 
     def remove(self, run: str) -> int:
         """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
@@ -115,8 +117,8 @@ class RunStore(Protocol):
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
     def append(self, run: str, events: Iterable[AnyEvent]) -> None:
-        """Append to a run that is not being written what became known after its end, such as a
-        ``ScoreAdded``."""
+        """Append events to a run that has ended, such as a ``ScoreAdded`` for a score that became
+        known later. Raises RunInUse while the run is being written."""
         journal = self.reopen(run)
         try:
             for event in events:
@@ -125,26 +127,27 @@ class RunStore(Protocol):
             journal.close()
 
     def find(self, run: str) -> str:
-        """The id of ``run``."""
+        """Return the id of ``run``. Raises UnknownRun."""
         return id_of(run, self.ids(), self)
 
     def stored(self, run: str) -> StoredRun:
-        """``run``, to be read line by line."""
+        """Return a reader for ``run``, which reads one line at a time."""
         return StoredLines(self, self.find(run))
 
     def events(self, run: str) -> Iterator[AnyEvent]:
-        """The events of ``run``, oldest first; also readable while it is being written."""
+        """Yield the events of ``run``, oldest first. The run may still be being written."""
         return read_events(self.stored(run))
 
     def load(self, run: str) -> Trajectory:
-        """The trajectory of ``run``."""
+        """Return the trajectory of ``run``."""
         fold = TrajectoryFold()
         for event in self.events(run):
             fold.apply(event)
         return fold.trajectory
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
-        """Summaries, newest first. Those of runs that have not grown are kept in memory."""
+        """Return the summaries of the newest ``limit`` runs (default: all), newest first. The
+        summaries of runs that have not grown are kept in memory."""
         known = _summaries.setdefault(self, {})
         found = []
         for id in self.ids()[:limit]:
@@ -160,17 +163,19 @@ class RunStore(Protocol):
         return found
 
     def listing_state(self) -> object | None:
-        """A value that stays equal while ``runs`` would return equal summaries; None if that cannot
-        be known without making them."""
+        """Return a value that stays equal while ``runs`` would return equal summaries. Returns None
+        if the summaries would have to be made to know that."""
         return None
 
     def review(self, run: str) -> RunReview:
-        """Labels, note and corrected scores of ``run``; an empty one if there are none."""
+        """Return what people noted about ``run`` after its end: labels, verdicts, a note and
+        corrected scores. The review is empty if there is none."""
         return RunReview()
 
     def write_review(self, run: str, review: RunReview) -> RunReview:
-        """Replace the review of ``run``, and return it with its time. Raises StoreError; always
-        for a store without its own ``review`` and ``write_review``."""
+        """Replace the review of ``run``, and return it with the time of the change. Raises
+        StoreError if it cannot be written; a store that does not override this method keeps no
+        reviews, so it always raises."""
         raise StoreError(f"{self} keeps no reviews: run {run} cannot have one")
 
     def finish(self, journal: RunJournal) -> None:
@@ -250,8 +255,9 @@ def check_run_id(run_id: str) -> None:
 
 
 def id_of(name: str, ids: Sequence[str], place: object) -> str:
-    """The one of ``ids``, newest first, that ``name`` refers to: an id, the unique beginning of
-    one, or ``"last"``. Raises UnknownRun, which names ``place``."""
+    """Return the run id that ``name`` stands for. ``name`` is an id, the unique beginning of one,
+    or ``"last"``. ``ids`` are the ids of all runs, newest first. Raises UnknownRun, with ``place``
+    in its text, if no run or several match."""
     if name in ids:
         return name
     if name == "last" and ids:

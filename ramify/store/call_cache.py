@@ -73,17 +73,20 @@ class CallCache:
             raise self._failed(error) from error
 
     def place(self, prompt_hash: str) -> ReplyPlace | None:
-        """Where the reply to this request is recorded, if ``add_run`` found one."""
+        """Return where the reply to this request is recorded, if ``add_run`` was given such a
+        reply."""
         row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
         return None if row is None else ReplyPlace(*row)
 
     def read_bytes(self, run: str) -> int:
-        """Size of the journal of ``run`` when ``add_run`` was given it; 0 if it never was."""
+        """Return the size that the journal of ``run`` had when its replies were last added by
+        ``add_run``, in bytes; 0 if they never were."""
         row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
 
     def add_run(self, run: str, num_bytes: int, places: Iterable[tuple[str, ReplyPlace]]) -> None:
-        """Add the replies in the journal of ``run``: (hash of the request, place)."""
+        """Add the replies in the journal of ``run``, which has ``num_bytes`` bytes. ``places`` are
+        pairs of a request's hash and the place of its reply."""
         rows = [(prompt_hash, *place) for prompt_hash, place in places]
         try:
             with self._lock, self._database:

@@ -62,7 +62,7 @@ class JournalWriter(msgspec.Struct, frozen=True):
 
 
 def this_process() -> JournalWriter:
-    """This process as a writer."""
+    """Return the entry that names this process as the writer of a journal."""
     return JournalWriter(os.getpid(), socket.gethostname())
 
 
@@ -71,7 +71,7 @@ class LineWriter:
 
     def __init__(self, path: Path, fd: int, flusher: FsyncFlusher, chain: ChecksumChain) -> None:
         """``fd`` comes from ``open_locked``, and ``path`` is in a folder of the store. ``chain``
-        has the checksum of the last line."""
+        holds the checksum of the file's last line."""
         self.path = path
         self.size = os.fstat(fd).st_size
         """Bytes written so far, with those of earlier writers."""
@@ -88,12 +88,12 @@ class LineWriter:
 
     def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
         """Write a line, which is a JSON object and a newline, and return the offset at which it
-        begins. It then survives the death of this process; with ``flushes``, soon also that of the
-        machine.
+        begins. The line then survives the death of this process. With ``flushes``, it soon also
+        survives a crash of the machine.
 
-        If the disk is full, it takes space that the store kept free, and ``trouble`` is set. Raises
-        StoreError if it cannot be written, and for every later line unless ``allow_gap``: the file
-        then ends like that of a killed process.
+        If the disk is full, the line takes space that the store kept free, and ``trouble`` is set.
+        Raises StoreError if it cannot be written, and for every later line unless ``allow_gap``:
+        the file then ends like that of a killed process.
         """
         with self._lock:
             self._check(allow_gap=allow_gap)
@@ -123,7 +123,7 @@ class LineWriter:
             self._write(line)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return a part of the file."""
+        """Return at most ``num_bytes`` bytes of the file, from byte ``offset`` on."""
         return os.pread(self._fd, num_bytes, offset)
 
     def close(self) -> None:
@@ -169,7 +169,8 @@ class Journal:
         secrets: SecretRedactor,
         chain: ChecksumChain,
     ) -> None:
-        """``chain`` has the checksum of the last line."""
+        """``fd`` is the locked file at ``path``. ``chain`` holds the checksum of the journal's last
+        line."""
         self.id = path.stem
         self.path = path
         self.file = LineWriter(path, fd, flusher, chain)
@@ -188,8 +189,8 @@ class Journal:
         return self.file.trouble
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``. It then survives the death of this process, and a reply soon also that
-        of the machine.
+        """Write ``event``. It then survives the death of this process. A reply soon also survives a
+        crash of the machine.
 
         If the disk is full, the event takes space that the store kept free, and ``trouble`` is set.
         Raises StoreError if it cannot be written, and for every later event: the journal then ends
@@ -227,7 +228,8 @@ def writer_file(journal: Path) -> Path:
 
 
 def open_locked(path: Path, flags: int) -> int:
-    """A descriptor that appends to ``path`` and holds its writer's lock."""
+    """Open the journal at ``path`` for appending, lock it against other writers, and return its
+    descriptor. Raises RunInUse if another process is writing it."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | flags, FILE_MODE)
     try:
         _lock(fd, path)
@@ -244,7 +246,7 @@ def open_locked(path: Path, flags: int) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """True if the open file ``fd`` is the file that is at ``path`` now."""
+    """Return True if the open file ``fd`` is the file that is at ``path`` now."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -264,13 +266,13 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def in_use(path: Path, holder: str) -> RunInUse:
-    """The error for a journal that another process writes."""
+    """Return the error for a journal that ``holder``, another process, is writing."""
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
 def writer(path: Path) -> JournalWriter | None:
-    """The process that is writing the journal at ``path`` now; None if there is none, or it was
-    killed."""
+    """Return the process that is writing the journal at ``path`` now. Returns None if there is
+    none, or if that process was killed."""
     named = _named(path)
     if named is None:
         return None
@@ -334,7 +336,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_line(event: msgspec.Struct, secrets: SecretRedactor) -> bytes:
-    """``event`` as JSON with a newline."""
+    """Encode ``event`` as a line of JSON with a newline. Secrets are redacted."""
     if (
         type(event) is ReplyReceived
         and event.reply.logprobs
@@ -397,7 +399,8 @@ _RETRIES = 3
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEvent]:
-    """Made when first used, which takes two milliseconds."""
+    """Return the decoder of events, which is made at the first call. That takes two
+    milliseconds."""
     return msgspec.json.Decoder(AnyEvent)
 
 
@@ -409,7 +412,8 @@ class _Version(msgspec.Struct):
 
 
 def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The complete lines from ``offset``, without their newlines."""
+    """Yield the complete lines of a journal from byte ``offset`` on, without their newlines. Raises
+    StoreError if the file cannot be read."""
     try:
         with open(path, "rb", buffering=_BLOCK_BYTES) as file:
             file.seek(offset)
@@ -422,7 +426,9 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The same lines with their newlines, many at a time, for faster decoding."""
+    """Yield the complete lines of a journal from byte ``offset`` on, with their newlines. Each
+    block has many lines, which can be decoded faster together. Raises StoreError if the file cannot
+    be read."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -532,7 +538,7 @@ MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
 def damaged(run: StoredRun, number: int, why: object) -> StoreError:
-    """Return the error for a line that was changed, or before which lines are missing."""
+    """Return the error for a damaged line: it was changed, or lines before it are missing."""
     return StoreError(f"{run}, line {number} is damaged: {why}; {run.remedy(number)}")
 
 

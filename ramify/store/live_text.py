@@ -39,7 +39,7 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ArrivingReply(msgspec.Struct, frozen=True):
-    """A reply that is arriving, as far as it is there."""
+    """The text of a reply so far, while the reply is still arriving."""
 
     call: str
     turn: int
@@ -108,7 +108,8 @@ class LiveTextWriter(LiveTextFile):
         return self._fd is not None
 
     def write(self, replies: Sequence[ArrivingReply]) -> None:
-        """Replace the content of the file, if it differs. ``is_followed`` was true before."""
+        """Write the replies to the file in place of the earlier ones, unless they are equal. Call
+        this only after ``is_followed`` has returned True."""
         assert self._fd is not None
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
         line = msgspec.json.encode(_Snapshot([self._shown(reply, most) for reply in replies]))
@@ -131,12 +132,13 @@ class LiveTextWriter(LiveTextFile):
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
     def _public(self, text: str) -> str:
-        """``text`` without secrets, and without an end that may become one."""
+        """Return ``text`` without secrets, and without an end that may be the beginning of one."""
         return self._secrets.without_beginning(self._secrets.redact(encodable(text)))
 
 
 class LiveTextReader(LiveTextFile):
-    """Reads the replies that are arriving, for a page. The run writes as long as this is open."""
+    """Reads the replies that are still arriving, for a page that follows a run. The run writes them
+    only while such a reader is open."""
 
     def __init__(self, journal: Path) -> None:
         super().__init__(journal)

@@ -98,7 +98,8 @@ _RESERVE = "ramify.reserve"
 
 
 def keep_reserve(root: Path) -> None:
-    """Reserve space on the disk of the store at ``root``, if there is enough."""
+    """Reserve space on the disk of the store at ``root``, if there is enough. Replies that arrive
+    when the disk is full are written there."""
     path = root / _RESERVE
     if reserve_bytes(root) >= RESERVE_BYTES:
         return
@@ -114,7 +115,8 @@ def keep_reserve(root: Path) -> None:
 
 
 def reserve_bytes(root: Path) -> int:
-    """Size of the reserve of the store at ``root``."""
+    """Return the size in bytes of the file that keeps space free for the store at ``root``; 0 if
+    there is none."""
     try:
         return (root / _RESERVE).stat().st_size
     except OSError:
@@ -244,7 +246,7 @@ class FlushTarget(Protocol):
     """Owner of flushed files, which is notified of errors."""
 
     def flush_failed(self, error: OSError) -> None:
-        """The bytes may not be on disk."""
+        """Handle a failed flush, after which the written bytes may not be on disk."""
         ...
 
 
@@ -401,8 +403,8 @@ class BlobStore:
             os.close(fd)
 
     def flush_failed(self, error: OSError) -> None:
-        """Nothing to do: a blob that did not reach the disk is found damaged when it is read, and
-        its run can still be shown."""
+        """Ignore the error. A blob that did not reach the disk is found damaged when it is read,
+        and its run can still be shown."""
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()

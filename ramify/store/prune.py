@@ -175,8 +175,9 @@ class StorePruner:
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal that no process writes: (its file's attributes, the digests it referred to
-    -> when it ended)."""
+    """Delete a journal, with the files that belong to it, unless a process is writing it. Returns
+    the attributes of its file, and the time of its last write for each digest that it referred
+    to."""
     try:
         fd = open_locked(path, 0)
     except OSError as error:

@@ -127,7 +127,8 @@ class RecordedReplies:
         }
 
     def edited(self, call: str, turn: int, new: tuple[Message, ...]) -> tuple[Message, ...]:
-        """``new``, the messages that this turn adds, with the texts that a fork has edited."""
+        """Return ``new``, the messages that this turn adds. In a fork whose texts were edited, the
+        edited texts replace those of the last messages."""
         texts = self.prompts.get((call, turn), [])[-len(new) :] if new else []
         first = len(new) - len(texts)
         changed = zip(new[first:], texts, strict=True)
@@ -148,7 +149,7 @@ class RecordedReplies:
         return None if reply is None else reply.reply
 
     def request(self, call: str, turn: int) -> RequestStarted | None:
-        """The request recorded at this place."""
+        """Return the request that was recorded for this turn of the call, or None."""
         return self._requests.get((call, turn))
 
     def model_of(self, call: str) -> str | None:
@@ -170,7 +171,8 @@ class RecordedReplies:
             )
 
     def reused_ids(self, call: str, turn: int) -> int:
-        """Number of ids of the call's path with which the prompt of a recorded reply began."""
+        """Return how many token ids of the recorded prompt of this turn were taken over from
+        earlier turns of the call."""
         return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:
@@ -178,8 +180,8 @@ class RecordedReplies:
         return self._attempts.get((call, turn), [])
 
     def in_flight(self, call: str, turn: int) -> bool:
-        """Whether this request had been sent, perhaps paid, but not answered when the run was cut
-        off."""
+        """Return True if this request was in flight when the run was cut off. It may have been paid
+        for, but has no reply."""
         place = (call, turn)
         is_open = (
             place in self._requests and place not in self._replies and place not in self._booked
@@ -187,16 +189,18 @@ class RecordedReplies:
         return is_open and call not in self._ends
 
     def is_unanswered(self, call: str, turn: int) -> bool:
-        """Whether this request was recorded, and neither a reply nor the end of its call."""
+        """Return True if this request was recorded, but neither a reply to it nor the end of its
+        call."""
         place = (call, turn)
         return place in self._requests and place not in self._replies and call not in self._ends
 
     def replace_request(self, call: str, turn: int) -> None:
-        """Let another request take the place of one that was not answered."""
+        """Drop the recorded request of this turn, which has no reply, so that a different one can
+        be sent in its place."""
         self._requests.pop((call, turn), None)
 
     def unanswered(self) -> list[RequestStarted]:
-        """All requests that were in flight."""
+        """Return all requests that were in flight when the run was cut off."""
         return [
             request
             for (call, turn), request in self._requests.items()
@@ -204,12 +208,13 @@ class RecordedReplies:
         ]
 
     def last_word(self, call: str, turn: int) -> Stop | None:
-        """The limit because of which this request was the call's last, if it was."""
+        """Return the limit that made this request the last one of its call, or None if it was not
+        the last."""
         request = self._requests.get((call, turn))
         return None if request is None else request.last_word
 
     def cell(self, call: str, turn: int, cell: int) -> Cell | None:
-        """The recorded result of this cell."""
+        """Return the recorded result of this cell, or None."""
         return self._cells.get((call, turn, cell))
 
     def has_call(self, id: str, where: Parent) -> bool:
@@ -293,7 +298,8 @@ class RecordedReplies:
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def forgotten(self, call: str, turn: int) -> list[ForgottenTurns]:
-        """What was paid for from this turn on and no longer counts, oldest first; given once."""
+        """Return the turns, from this one on, that were paid for but no longer count, oldest first.
+        They are returned only once."""
         return self._forgotten.pop((call, turn), [])
 
     def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
@@ -316,8 +322,8 @@ class RecordedReplies:
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused for a prompt that was refused and that another prompt replaced at the same
-        place."""
+        """Raise Refused if the model refused this prompt in the recorded run, where another prompt
+        then replaced it."""
         if (call, turn, prompt_hash) not in self._replaced:
             return
         before, after = self._replaced[call, turn, prompt_hash]

@@ -80,14 +80,15 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     @property
     def verdict(self) -> str:
-        """What all who are sure say, ``disputed`` if they differ, ``not sure`` if no person is
-        sure, and empty without verdicts."""
+        """Return the verdict on which all people who are sure agree. It is ``disputed`` if they
+        differ, ``not sure`` if no person is sure, and empty without verdicts."""
         sure = set(self.verdicts.values()) - {"not sure"}
         return DISPUTED if len(sure) > 1 else next(iter(sure or self.verdicts.values()), "")
 
     @property
     def listed_labels(self) -> tuple[str, ...]:
-        """The labels, and the verdict of all people: what lists show and filter by."""
+        """Return the labels and, if there is one, the combined verdict of all people. Lists show
+        these and filter by them."""
         return (*self.labels, self.verdict) if self.verdict else self.labels
 
     def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> RunReview:
@@ -123,8 +124,8 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[Agreement]:
-    """The agreement of each two people who are both sure about at least one run, by the verdicts of
-    each run."""
+    """Return how well each pair of people agrees, for all pairs who are both sure about at least
+    one run. ``verdicts`` has, for each run, the verdict of each person."""
     pairs: dict[tuple[str, str], Counter[tuple[Verdict, Verdict]]] = defaultdict(Counter)
     for each in verdicts:
         sure = sorted(person for person, verdict in each.items() if verdict in _WORTH)
@@ -150,10 +151,8 @@ def review_file(path: Path) -> Path:
 
 
 def read_reviews(path: Path) -> dict[str, RunReview]:
-    """Id of a run -> its review, for all runs of the journal or file of trajectories at ``path``.
-
-    Raises StoreError if the reviews cannot be read.
-    """
+    """Return the review of each run in the journal, or in the file of trajectories, at ``path``, by
+    the run's id. Raises StoreError if the reviews cannot be read."""
     file = review_file(path)
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, RunReview])
@@ -166,7 +165,8 @@ def read_reviews(path: Path) -> dict[str, RunReview]:
 
 
 def listed_reviews(path: Path) -> Mapping[str, RunReview]:
-    """Like ``read_reviews``, with a review of each run; its note names a damaged file."""
+    """Return the review of any run by its id, for listings. If the file of reviews is damaged,
+    every review has the label ``unreadable review``, and the error as its note."""
     try:
         return defaultdict(RunReview, read_reviews(path))
     except StoreError as error:

@@ -41,7 +41,7 @@ class RunFilter(NamedTuple):
 
     @property
     def narrows(self) -> bool:
-        """Whether it has a condition."""
+        """Return True if the filter has conditions, so that it may exclude runs."""
         return bool(self.conditions)
 
     def apply(self, runs: Iterable[RunSummary]) -> list[RunSummary]:

@@ -56,7 +56,8 @@ from ramify.types.trajectory import (
 
 @short_form_of(CallStarted)
 class ShortCallStart(Event, frozen=True, gc=False, tag="CallStarted"):
-    """The beginning of a call."""
+    """The event that a call has started, with only those fields that listings and a run's page
+    need."""
 
     id: str
     kind: CallKind
@@ -129,7 +130,8 @@ AnyShortEvent = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyShortEvent]:
-    """Made when first used, which takes a millisecond."""
+    """Return the decoder of shortened events, which is made at the first call. That takes a
+    millisecond."""
     return msgspec.json.Decoder(AnyShortEvent)
 
 
@@ -192,7 +194,7 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyShortEvent | 
 
 @short_form_of(Turn)
 class ShortTurn(msgspec.Struct):
-    """A turn, which is only counted."""
+    """A turn of a call, without any fields: listings only count the turns."""
 
 
 @short_form_of(Call)

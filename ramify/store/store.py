@@ -197,8 +197,8 @@ class Store(RunStore):
         """Time of a change of the folder of runs, and the runs that had a writer then."""
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
-        """A journal for a new run. ``secrets`` (name -> value) are redacted in it, as are those of
-        the environment."""
+        """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
+        it, in addition to the secrets of the environment."""
         check_run_id(run_id)
         self._size.warn_if_full()
         keep_reserve(self.root)

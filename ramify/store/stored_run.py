@@ -46,7 +46,8 @@ class StoredRun(Protocol):
         """Yield the complete lines from ``offset``, without their newlines. Raises StoreError."""
 
     def blocks(self, offset: int = 0) -> Iterator[bytes]:
-        """Yield the same lines with their newlines, one or more at a time."""
+        """Yield the complete lines from byte ``offset`` on, with their newlines, in blocks of one
+        or more lines."""
 
     def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
         """Yield the line that begins at each of ``offsets``, without its newline."""
