@@ -204,7 +204,7 @@ class LogFile(_RoomHandler):
         self._held: list[LogRecord] | None = [] if waits else None
 
     def begin(self) -> None:
-        """Write what was held back, and every record from now on."""
+        """Write the records that were held back, and from now on every record."""
         held, self._held = self._held, None
         for record in held or ():
             self.handle(record)
@@ -275,7 +275,7 @@ class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sender(_RoomHandler):
-    """Passes records from INFO to another process."""
+    """Passes log records of level INFO and above to another process."""
 
     def __init__(self, send: Callable[[SentRecord], None]) -> None:
         super().__init__(levels_from(INFO))

@@ -122,7 +122,8 @@ _outputs.addHandler(logging.NullHandler(OFF))  # without a handler, Python print
 
 
 class RoomLogger:
-    """Logger of one room. ``shown=True`` marks a record that a command prints without ``-v``."""
+    """The logger of one room, a part of the package such as ``train``. ``shown=True`` marks a
+    record that a command prints without ``-v``."""
 
     def __init__(self, room: str) -> None:
         self.room = room
@@ -281,7 +282,7 @@ def _tell_run(text: str) -> None:
 
 @contextlib.contextmanager
 def attached(handler: Handler) -> Iterator[None]:
-    """Send all records of the ``ramify`` tree to ``handler`` too while the block runs."""
+    """While the block runs, send all log records of Ramify to ``handler`` too."""
     attach(handler)
     try:
         yield

@@ -207,10 +207,12 @@ class Registry(Mapping[str, Any]):
         return put
 
     def of(self, name: str) -> Any:
-        """The entry called ``name``, or the object at ``module:name`` or ``file.py:name``.
+        """Return the entry called ``name``, or the object at ``module:name`` or ``file.py:name``.
 
-        Raises ConfigError: with the nearest name for an unknown one, with its own error and its
-        package for one that cannot be imported, and with both packages if two have the name."""
+        Raises ConfigError. The error of an unknown name suggests the nearest name; an entry that
+        cannot be imported is reported with its package and its own error; and if two packages have
+        an entry of this name, both are named.
+        """
         name = self.canonical(name)
         if name in self._table:
             entry = self._table[name]
@@ -243,8 +245,9 @@ class Registry(Mapping[str, Any]):
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
-        """``value`` itself, or an instance of what it describes: a name, or a mapping with ``name``
-        and options. Raises ConfigError."""
+        """Return an instance of the entry that ``value`` describes: a name, or a mapping with
+        ``name`` and options. Any other value is returned unchanged. Raises ConfigError if there is
+        no such entry or the options are not valid."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -294,7 +297,8 @@ class Registry(Mapping[str, Any]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def _clash(self, points: list[EntryPoint]) -> str:
-        """Why none of ``points``, which have one name, can be chosen by it; empty if one can."""
+        """Return why no entry point in ``points`` can be chosen by its name, which all of them
+        have. Empty if there is no such reason."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
@@ -321,7 +325,8 @@ class Registry(Mapping[str, Any]):
 
 
 def registries() -> Iterator[Registry | PluginEntry]:
-    """All registries. One whose own packages are missing is an entry with that error instead."""
+    """Yield all registries. If a registry needs a package that is missing, an entry with this error
+    is yielded in its place."""
     for location in REGISTRIES:
         try:
             yield load_object(location, location)
@@ -455,8 +460,8 @@ def _lacks(owner: ModuleType | type, name: str) -> str:
 
 
 def _line_in(place: str, error: BaseException) -> str:
-    """`` in line 3``: the last line of the file ``place`` that ran before ``error``; empty if it is
-    unknown, or if the error names it."""
+    """Return the last line of the file ``place`` that ran before ``error``, as in `` in line 3``.
+    Empty if the line is unknown, or if the error names it."""
     if not place.endswith(".py") or isinstance(error, SyntaxError):
         return ""
     path = str(Path(place).expanduser().absolute())

@@ -65,7 +65,7 @@ def packaged_policy(name: str) -> Path | None:
 
 
 def folder_of(model: str) -> Path | None:
-    """Folder of a model that runs in this process; None for any other model name."""
+    """Return the folder of a model that runs in this process; None for any other model name."""
     if model.startswith("local:"):
         return Path(model.removeprefix("local:")).expanduser()
     return packaged_policy(model)

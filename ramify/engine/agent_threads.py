@@ -297,8 +297,8 @@ class _ReplyChain:
         return tuple(self._rendering.ids(request))
 
     def start_after(self, turn: AgentTurn) -> int | None:
-        """Number of messages that the path of ``turn`` covers; None if it ends within a
-        message."""
+        """Return the number of the request's messages up to and including the reply of ``turn``;
+        None if no message is this reply."""
         for index, message in enumerate(self._messages):
             if message.role != "assistant" or not index:
                 continue
@@ -311,7 +311,8 @@ class _ReplyChain:
 def _replies_like(
     message: Message, calls: Sequence[AgentCall]
 ) -> Iterator[tuple[AgentCall, AgentTurn]]:
-    """The turns whose reply is ``message``, if their ids are known."""
+    """Yield each earlier turn, with its call, whose reply equals ``message`` and whose token ids
+    are known."""
     for each in calls:
         for turn in each.turns:
             if turn.num_ids and _is_as_sent(turn.reply, message) and _is_on_path(each, turn):
@@ -325,7 +326,7 @@ def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:
 
 
 def _num_common_ids(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
-    """Length of the common prefix of both."""
+    """Return the length of the common prefix of two sequences of token ids."""
     num, most = 0, min(len(ours), len(theirs))
     for size in (4096, 256, 16, 1):  # comparing slices is faster than comparing ids
         while num < most and ours[num : num + size] == theirs[num : num + size]:
@@ -377,7 +378,8 @@ def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bo
 
 
 def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> CallCause:
-    """How ``theirs`` first differs from the conversation ``ours``."""
+    """Return how a request first differs from an earlier conversation. ``ours`` holds the messages
+    of the conversation, and ``theirs`` those of the request."""
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
         return CallCause.TEMPLATE

@@ -77,7 +77,7 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 
 class Branches(msgspec.Struct, frozen=True):
-    """``num`` continuations of one turn.
+    """Samples several continuations of one turn, and chooses one of their answers.
 
     >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
     4

@@ -225,7 +225,8 @@ class _DirectCall:
         self._messages: tuple[Message, ...] = ()
 
     async def ask(self, new: list[Message], reused: int | None) -> Reply:
-        """Take the next turn; the ``AskModel`` of this question."""
+        """Send the next request of this question, or take its reply from the record of an
+        interrupted attempt. Returns the reply."""
         self.turn += 1
         messages = (*self._messages, *new) if reused is None else tuple(new)
         if self.turn < len(self._recorded):

@@ -220,7 +220,8 @@ def _is_minor(event: AnyEvent) -> bool:
 
 
 def _place(event: AnyEvent) -> str:
-    """``call 0, turn 2, cell 1``, as far as the event has them; no text of the run."""
+    """Return the place of an event in the run, such as ``call 0, turn 2, cell 1``. Numbers that the
+    event does not have are left out, and so is all text of the run."""
     id = getattr(event, "call", getattr(event, "id", ""))
     parts = [f"call {id}" if id else ""]
     parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]

@@ -125,7 +125,8 @@ def syntax_hint(code: str, error: str) -> str | None:
 
 
 def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
-    """Add tool calls that were written as text: each a name and its arguments."""
+    """Return the action for tool calls that the model wrote as text. ``calls`` holds the name and
+    the arguments of each."""
     codes, notes, final = [], [], None
     for name, given in calls:
         arguments = given if isinstance(given, dict) else {"code": given}

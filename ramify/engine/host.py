@@ -80,7 +80,7 @@ class CellHost:
         self._num_tool_calls = 0
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The ``sandbox.base.Answer`` of this cell."""
+        """Answer one function call that the cell's code makes to the host."""
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,
@@ -454,8 +454,8 @@ class CellHost:
         return client
 
     def _check_room(self, num: int) -> None:
-        """Refuse calls before the first one is made if the run's limit does not allow all of them.
-        A cell that is repeated makes those that it made before."""
+        """Raise HostCallError, before any call is made, if the run's limit does not allow all
+        ``num`` calls. A repeated cell may make the calls that it made before, and no others."""
         recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
         left = self._run.requests.ledger.calls_left()
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
@@ -546,7 +546,7 @@ def _named(title: str, text: str) -> str:
 
 
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
-    """Data of a SubcallError of ``num`` calls of which none was made."""
+    """Return the data of a SubcallError for ``num`` calls, none of which was made."""
     numbers = range(num)
     failures, kinds = dict.fromkeys(numbers, why), dict.fromkeys(numbers, kind)
     return {"results": [None] * num, "failures": failures, "kinds": kinds}

@@ -33,7 +33,7 @@ _BEGUN_PER_SLOT = 2
 
 
 class LeafRequest(msgspec.Struct, frozen=True):
-    """One leaf call."""
+    """A request for one leaf call, that is, a small question which a strategy asks a model."""
 
     label: str
     """What it is about, for readers of the record: ``label lines 1-120``."""
@@ -47,7 +47,7 @@ class LeafRequest(msgspec.Struct, frozen=True):
 
 
 class LeafCalls:
-    """The leaf calls of one run."""
+    """Asks the small questions of a strategy, its "leaf calls", each as one recorded plain call."""
 
     def __init__(
         self, run: LiveRun, root: LiveCall, question: Question, rest: ResourceAmount | None = None
@@ -64,7 +64,7 @@ class LeafCalls:
 
     @property
     def client(self) -> Client:
-        """The model that answers leaves."""
+        """The client of the model that answers leaf calls."""
         return self._run.models.plain
 
     @property

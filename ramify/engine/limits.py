@@ -136,7 +136,7 @@ class ResourceAmount(NamedTuple):
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
     def least(self, other: ResourceAmount) -> ResourceAmount:
-        """Return the smaller one of each part."""
+        """Return the smaller number of calls, of tokens and of dollars from the two amounts."""
         return ResourceAmount(
             min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
         )

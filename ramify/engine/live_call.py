@@ -44,7 +44,7 @@ class CallHistory(msgspec.Struct):
     """(number of messages, number of ids) up to and including each reply of the path."""
 
     def copy(self) -> CallHistory:
-        """Return the history of a second continuation from here."""
+        """Return a copy of the history, so that the conversation can be continued in two ways."""
         return msgspec.structs.replace(
             self,
             messages=list(self.messages),
@@ -197,7 +197,7 @@ class LiveCall:
         return f"{self.id}.{self.num_children - 1}"
 
     def peek_child(self) -> str:
-        """Return what ``next_child`` would."""
+        """Return the id that the next child will get, without using it."""
         return f"{self.id}.{self.num_children}"
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
@@ -228,7 +228,7 @@ class LiveCall:
 
 
 def _num_common(path: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-    """Length of the common prefix of both."""
+    """Return the length of the common prefix of two sequences of token ids."""
     if prompt[: len(path)] == path:
         return len(path)
     differ = (index for index, (a, b) in enumerate(zip(path, prompt, strict=False)) if a != b)

@@ -128,7 +128,7 @@ def recorded_choice(question: Question) -> ModeChoice | None:
 
 
 def applied(question: Question, choice: ModeChoice) -> Question:
-    """Return ``question`` as it is answered with ``choice``."""
+    """Return a copy of the question that will be answered in the chosen mode."""
     direct = ALWAYS if choice.mode == "direct" else False
     return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
 

@@ -117,7 +117,8 @@ def shortened(message: Message, share: int, terse_chars: int) -> Message:
 
 
 def cell_report(cell: Cell) -> str:
-    """Return what the model is shown of one execution; ``stdout`` is already truncated."""
+    """Return the text that the model sees after a cell has run. The cell's ``stdout`` must be
+    truncated already."""
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [f"=> {cell.value}"] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []
@@ -132,7 +133,8 @@ NO_LAST_CELL = (Stop.DEADLINE, Stop.CANCELLED, Stop.ERROR)
 
 
 def last_word(stop: Stop, num_deaths: int) -> str:
-    """Return the request for the last word of a call that ends because of ``stop``."""
+    """Return the message that asks the model for its final answer, because the call ends for the
+    reason ``stop``."""
     reasons = {
         Stop.CANCELLED: "You are asked to finish.",
         Stop.ERROR: LAST_SESSION.format(deaths=num_deaths),

@@ -132,7 +132,7 @@ def check_models(started: RunStarted, setup: RlmSetup) -> None:
 
 
 def is_raised(recording: RecordedReplies, limits: Limits) -> bool:
-    """Whether ``limits`` allow more of what ended the recorded run."""
+    """Return whether ``limits`` are higher than before where the recorded run reached its limit."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return False
@@ -145,7 +145,8 @@ def is_raised(recording: RecordedReplies, limits: Limits) -> bool:
 
 
 def remedy(recording: RecordedReplies) -> str:
-    """What to do to continue a run that a limit has ended; empty if none has."""
+    """Return what the user can do to continue a run that reached a limit; empty if it reached
+    none."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return ""
@@ -155,18 +156,18 @@ def remedy(recording: RecordedReplies) -> str:
 
 
 def is_conversation(recording: RecordedReplies) -> bool:
-    """Whether the recorded run was begun by ``RLM.conversation``."""
+    """Return whether the recorded run was begun by ``RLM.conversation``."""
     return len(recording.questions) > 1 or bool(recording.started.config.get("conversation"))
 
 
 def recorded_limits(recording: RecordedReplies) -> Limits:
-    """The limits under which the run worked last."""
+    """Return the limits that applied when the run was last started or resumed."""
     fields = recording.limits or recording.started.config.get("limits", {})
     return msgspec.convert(fields, Limits)
 
 
 def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
-    """The context of a recorded run; None if it has none."""
+    """Return the context of a recorded run; None if it has none."""
     if started.context is None:
         return None
     blob = stored_in(store, "resume").blobs.get(started.context.digest)
@@ -236,7 +237,8 @@ def question_of(
 def _recorded_tools(
     resolved: Question, config: Mapping[str, Any], of_sources: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The tools of the context and of the sources that the recorded run had, in their order."""
+    """Return the tools that the recorded run had from its context and its data sources, in the same
+    order."""
     # Whether a context is searched may depend on what is installed here.
     optional = optional_tools(resolved.tools)
     tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}
@@ -249,7 +251,8 @@ def _recorded_tools(
 
 
 def from_record(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
-    """The result of a run that has ended. ``kind`` is the type of its answer, if that is given."""
+    """Return the result of a run that has ended. ``kind`` is the type of its answer, if one is
+    given."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer
     if ended.typed_answer is not None:

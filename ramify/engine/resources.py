@@ -415,7 +415,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return plain
 
     def plain(self) -> dict[str, Any]:
-        """Return ``config`` without what concerns one run."""
+        """Return the settings as plain data, as the journal will contain them."""
         servers, tools = self.tools.servers, self.tools.recorded()
         config = {
             "model": [model.name for model in self.model],

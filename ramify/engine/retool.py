@@ -68,7 +68,7 @@ def read(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
-    """Return (codes, problems) of native calls."""
+    """Return the code of each native tool call, and one line for each call that is wrong."""
     codes: list[str] = []
     problems: list[str] = []
     for call in calls:
@@ -83,7 +83,8 @@ def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
 
 
 def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
-    """Return (codes, problems, end of the last code) of a reply without native calls."""
+    """Parse the text of a reply without native tool calls. Returns the pieces of code, one line for
+    each problem, and the index at which the last piece of code ends."""
     calls = list(_CALL.finditer(text))
     if calls:
         read = [_of_call(call[1]) for call in calls]

@@ -113,8 +113,8 @@ class RunEnding:
 
     @contextlib.asynccontextmanager
     async def until_closing(self) -> AsyncIterator[None]:
-        """Let ``close_in`` cancel what this task awaits in the block; raises LimitReached then. It
-        sets no timer, because there may be thousands of these waits."""
+        """While this block runs, closing the run cancels what the task awaits; LimitReached is then
+        raised. No timer is set, because there may be thousands of these waits."""
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()

@@ -53,7 +53,8 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """``nodes`` of a part of the schema or of the value. Both outlive this object."""
+        """Return the number of values in a part of the schema or of the checked value. The number
+        is stored under the object's id, so the object must outlive the budget."""
         if id(value) not in self._sizes:
             self._sizes[id(value)] = nodes(value)
         return self._sizes[id(value)]

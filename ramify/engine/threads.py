@@ -156,7 +156,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 def waiting_at(task: asyncio.Task[Any]) -> str:
-    """The innermost coroutine that ``task`` awaits, as file, line and function."""
+    """Return the innermost coroutine that ``task`` awaits, as file, line and function."""
     place: str = "its end"
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:

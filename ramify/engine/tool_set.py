@@ -133,7 +133,7 @@ class ToolSet:
         }
 
     def only(self, names: Sequence[str]) -> ToolSet:
-        """The tools of these names. Raises ConfigError for an unknown one."""
+        """Return the tools with these names. Raises ConfigError for an unknown name."""
         every = self._given()
         for name in names:
             if name not in every:
@@ -141,7 +141,7 @@ class ToolSet:
         return ToolSet({name: every[name] for name in names})
 
     def without_optional(self) -> ToolSet:
-        """The tools that every scaffold has."""
+        """Return the tools that every scaffold has."""
         every = self._given()
         optional = optional_tools(self.functions)
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self

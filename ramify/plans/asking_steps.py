@@ -39,7 +39,8 @@ _MIN_TOKENS = 16
 
 
 class AskingStep(PlanStep, frozen=True):
-    """A step that may ask leaves, or that cuts the context for them."""
+    """A step of a plan that may ask a model bounded questions, called leaves, or that cuts the
+    context for them."""
 
     def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
         """Add the model calls of this step to ``sheet``, before any is made, and return what is

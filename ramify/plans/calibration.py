@@ -35,7 +35,7 @@ _log = RoomLogger("plans")
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured at one size."""
+    """How accurate a model's answers are, and what they cost, for text parts of one size."""
 
     tokens: int
     """Size of the text that a leaf reads, in tokens of three bytes, as in ``split``."""
@@ -52,7 +52,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How accurate a model's leaves are at several sizes.
+    """How accurate a model's answers about text parts are, measured for parts of several sizes.
 
     Example:
         found = plans.calibration_of("openai:gpt-5-mini")

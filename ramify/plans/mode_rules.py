@@ -139,7 +139,7 @@ def _call(facts: ModeFacts, num_chars: int) -> ModeQuestion:
 
 
 def _with_plan(facts: ModeFacts, name: str, why: str, **options: Any) -> ModeChoice:
-    """The plan called ``name`` if it can run, else a session."""
+    """Choose the plan called ``name`` if it can run, or else a session."""
     try:
         strategy = strategy_for(
             facts.question.text, name=name, why=why, model=facts.client, **options

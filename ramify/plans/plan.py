@@ -144,7 +144,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Read a plan. Raises ConfigError."""
+        """Read a plan from JSON. Raises ConfigError if it is not a valid plan."""
         try:
             return _DECODER.decode(text)
         except msgspec.MsgspecError as error:

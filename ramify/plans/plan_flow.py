@@ -30,7 +30,8 @@ class PlanStopped(Exception):
 
 
 class PlanFlow:
-    """The leaves of one run of a plan."""
+    """Asks the leaves (bounded questions to a model) of one run of a plan, and collects their
+    failures."""
 
     def __init__(self, calls: LeafCalls) -> None:
         self.question = calls.question.text

@@ -55,7 +55,8 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return compiled(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
 
     def typed(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate. Raises ConfigError."""
+        """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
+        Raises ConfigError if items of the type ``given`` cannot be searched."""
         kind = given.field(self.field, step)
         if kind.kind not in ("text", "part", "date", "any"):
             raise ConfigError(f"{step}: a pattern is searched in text, and gets {kind}")
@@ -93,7 +94,8 @@ class Relevance(
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
     def typed(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate. Raises ConfigError."""
+        """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
+        Raises ConfigError if items of the type ``given`` cannot be ranked."""
         if given.kind not in ("part", "text", "any"):
             raise ConfigError(f"{step}: BM25 ranks parts or texts, and gets {given}")
         return BOOLEAN
@@ -148,7 +150,8 @@ class Comparison(
             raise ConfigError("the comparison 'in' needs a list of values")
 
     def typed(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate. Raises ConfigError."""
+        """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
+        Raises ConfigError if items of the type ``given`` cannot be compared."""
         kind = given.field(self.field, step)
         if not self.op:
             return kind

@@ -340,7 +340,8 @@ def _merged_tokens(part_tokens: int) -> int:
 
 
 def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
-    """The leaf that labels each record: with one of ``labels``, or in its own words."""
+    """Return the leaf that labels each record, either with one of ``labels`` or in its own
+    words."""
     if labels is None:
         return Leaf(
             "Question: {question}\n\nFor each numbered record, give in one to three words the "

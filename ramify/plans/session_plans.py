@@ -139,7 +139,7 @@ class SessionPlan:
 
     @property
     def may_ask(self) -> bool:
-        """Whether a model may be asked."""
+        """Whether this call may ask a model."""
         by = self._options.get("predicate")
         is_leaf = isinstance(by, dict) and by.get("by") == "leaf"
         return self.title in ("map", "reduce", "ask", *_READY) or is_leaf
@@ -243,7 +243,8 @@ _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Co
 
 
 def _built(name: str, value: Any) -> Any:
-    """Return an option as the value that the functions of plans get. Raises ConfigError."""
+    """Convert an option that the session sent to the value that a plan takes. Raises ConfigError if
+    it is not valid."""
     if name not in _KINDS:
         return value
     try:

@@ -115,7 +115,7 @@ class StepCalls(msgspec.Struct, frozen=True):
 
 
 class CostSheet:
-    """Collects the calls of a plan's steps."""
+    """Collects the model calls that the steps of a plan will make, to compute their cost."""
 
     def __init__(self, question: str) -> None:
         self.question = question
@@ -129,7 +129,8 @@ class CostSheet:
         inputs: Iterable[int],
         outputs: Iterable[int],
     ) -> None:
-        """Add the calls of a step. ``inputs`` and ``outputs`` are the most tokens of each call."""
+        """Add the calls of a step. ``inputs`` and ``outputs`` are upper bounds on the tokens of
+        each call's prompt and reply."""
         given, replied = list(inputs), list(outputs)
         self.steps.append(
             StepCalls(
@@ -170,7 +171,7 @@ class CostSheet:
         return self.tokens_of(leaf, "")
 
     def tokens_of(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
-        """Upper bound on the tokens of the request about ``given``."""
+        """Return an upper bound on the tokens of the request about ``given``."""
         text = leaf.sent(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforced if kind else None

@@ -38,7 +38,7 @@ _UNITS = {
 
 
 class TextSpan(msgspec.Struct, frozen=True):
-    """Characters of one text of the context."""
+    """A range of characters in one text of the context."""
 
     name: str
     """Name of the text; empty if the context is a single text."""
