@@ -72,10 +72,9 @@ class CommandTemplate:
     def __init__(
         self, command: str | Sequence[str], *, shell: bool = False, container: str = ""
     ) -> None:
-        """``container`` is the image in which the command runs; empty: it runs here.
-
-        Raises ConfigError for an empty command, an unknown placeholder, and a program that does not
-        exist."""
+        """``container`` is the image of the container in which the command runs. If it is empty,
+        the command runs on this machine. Raises ConfigError for an empty command, an unknown
+        placeholder, and a program that does not exist."""
         self.container: AgentContainer | None = None
         """Where the command runs; None: here."""
         self._shell = command if shell and isinstance(command, str) else ""
@@ -89,7 +88,8 @@ class CommandTemplate:
             check_program(self._words[0], "AgentTask")
 
     def words(self, job: AgentJob) -> list[str]:
-        """The command of one rollout, within its container if it has one."""
+        """Return the words of the command for one rollout, with its placeholders filled in. In a
+        container, ``{python}`` is the container's ``python3``."""
         values = {
             "item_file": str(job.item_file),
             "question": job.item.question,
@@ -114,8 +114,9 @@ class CommandTemplate:
 
 
 def named_variables(names: Sequence[str]) -> dict[str, str]:
-    """Variables that a task gives its agent: names of variables of this process, or
-    ``NAME=value``. Raises ConfigError if this process does not have one of them."""
+    """Return the environment variables that a task gives its agent. Each of ``names`` is
+    ``NAME=value``, or the name of a variable of this process. Raises ConfigError if this process
+    has no such variable."""
     environment = {}
     for each in names:
         name, sign, value = each.partition("=")
@@ -130,8 +131,8 @@ def named_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """The variables of an agent, in addition to those of ``PASSED_ON``. ``names`` are as in
-    ``named_variables``."""
+    """Return the environment variables of an agent, apart from those in ``PASSED_ON``: the address
+    and key of its models, and the variables that ``names`` lists (see ``named_variables``)."""
     return named_variables(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,

@@ -57,10 +57,11 @@ class AgentContainer:
         ]
 
     def removal(self, job: AgentJob) -> list[str]:
-        """A command that removes the container of ``job``."""
+        """Return the command that removes the container of a rollout."""
         return [_PROGRAM, "rm", "--force", _name(job)]
 
 
 def _name(job: AgentJob) -> str:
-    """Name of the container of a rollout: that of its folder, which no other rollout has."""
+    """Return the name of a rollout's container. It is the name of the rollout's folder, which is
+    unique."""
     return job.folder.parent.name

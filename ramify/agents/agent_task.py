@@ -203,7 +203,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @property
     def needs_rollout(self) -> bool:
-        """True if the reward sees more than an answer, so that no answer alone can prove it."""
+        """True if the reward needs a whole rollout, so that it cannot be checked with an answer
+        alone."""
         return not self._compares
 
     def as_answer(self, right: Any) -> Any:
@@ -285,8 +286,9 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """Return the place of a function, by which a checkpoint or another process finds it. Any other
-    value is returned as it is, and so is a function without a place."""
+    """Return a function as the place where a checkpoint or another process finds it
+    (``file.py:name``). A function without such a place, and any other value, is returned as it
+    is."""
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
     if value.__module__ == "__main__":
@@ -309,8 +311,9 @@ def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:
 
 
 def _score(worth: Any, trajectory: Trajectory) -> Score:
-    """Convert the result of a reward. Names that are ids of calls are rewards of these calls. If it
-    has no other names, the reward of the rollout is the mean of its calls."""
+    """Convert the value that a reward function returned to a ``Score``. A name that is the id of a
+    call gives that call a reward. If there are no other names, the reward of the rollout is the
+    mean over these calls."""
     if inspect.iscoroutine(worth):
         worth = run_coroutine(worth)
     if not isinstance(worth, Mapping):
@@ -328,8 +331,8 @@ def _score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each named value, over the calls that have it. Raises RamifyError for a value
-    that is not a number."""
+    """Return the mean of each named value over the calls that have it. Raises RamifyError for a
+    value that is not a number."""
     known: dict[str, list[float]] = {}
     for call, values in by_call.items():
         for name, value in values.items():

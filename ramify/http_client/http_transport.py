@@ -158,7 +158,7 @@ def _proxy_headers(proxy: str) -> dict[str, str]:
 
 
 def _shown_proxy(proxy: str) -> str:
-    """``proxy`` without the password that it may contain."""
+    """Return the URL of a proxy without its user name and password."""
     parts = urlsplit(proxy)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
@@ -580,7 +580,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Leave the transport to another protocol."""
+        """Hand the transport over to another protocol, and forget it here."""
         self._all.discard(self)
         self._transport = None
 

@@ -28,8 +28,8 @@ UNLIMITED = 10**15
 
 
 def budget_of(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
-    """Return the limits of all rows together. ``max_cost`` None means 5 dollars if the model has a
-    price."""
+    """Return the limits of all rows together. If ``max_cost`` is None, the limit is 5 dollars for a
+    model that has a price."""
     return Limits(
         max_calls=UNLIMITED if max_calls is None else max_calls,
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
@@ -156,7 +156,7 @@ async def _map_on_ray(
     store: RunStore | None,
     options: dict[str, Any],
 ) -> MapResult:
-    """``amap`` on a Ray cluster."""
+    """Ask the question of each row on a Ray cluster."""
     from ramify.maps.ray_map import RayMapRun
 
     paths = [rows] if isinstance(rows, str | Path) else rows
@@ -173,7 +173,8 @@ async def _map_on_ray(
 
 
 def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
-    """``amap``, blocking.
+    """Ask ``question`` of each row of ``rows`` and wait for all answers. The options are those of
+    ``amap``, which does the same on the caller's event loop.
 
     >>> model = testing.ScriptedClient(lambda messages: "yes")
     >>> ramify.map("Is this a question?", ["Why?"], model).table

@@ -80,7 +80,7 @@ OnStop = Callable[[str, Any], None]
 
 
 class BatchRow(msgspec.Struct, frozen=True):
-    """A question that a batch will have."""
+    """A question that will be uploaded in a batch."""
 
     row: int
     """The first row that asks it."""
@@ -154,9 +154,9 @@ class RowBatches:
     async def run(
         self, on_stop: OnStop, meanwhile: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Upload what is missing, and collect all batches, while ``meanwhile`` runs. What ends it
-        early is given to ``on_stop``. Raises ConfigError before anything is uploaded if the budget
-        does not cover all rows."""
+        """Upload the rows that are not in a batch yet, and collect all batches, while ``meanwhile``
+        runs. ``on_stop`` is called with the reason if the map must stop early. Raises ConfigError
+        before anything is uploaded if the budget does not cover all rows."""
         self._on_stop = on_stop
         for batch in self._batches.values():
             for _, amount in batch.waiting.values():
@@ -276,7 +276,7 @@ class RowBatches:
             await self._create(batch, lines)
 
     def _prepared(self, rows: list[BatchRow]) -> OpenBatch:
-        """Record a batch that is about to be uploaded."""
+        """Record a batch that is about to be uploaded, and return it."""
         waiting, part = dict[int, tuple[int, ResourceAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
@@ -302,7 +302,8 @@ class RowBatches:
         )
 
     async def _create(self, batch: OpenBatch, lines: list[bytes]) -> None:
-        """Upload a batch, and record its id. If the answer is lost, the provider may have it."""
+        """Upload a batch, and record its id. If the provider's reply is lost, the batch may exist
+        there all the same."""
         sent, failed = batch.sent, 0
         while not batch.id and not self._halted.is_set():
             try:
@@ -321,7 +322,7 @@ class RowBatches:
         self._accepted(batch)
 
     async def _find(self, batch: OpenBatch) -> None:
-        """Look for a batch whose upload has no answer on record in the provider's list."""
+        """Search the provider's list for a batch whose upload was interrupted, and note its id."""
         sent = batch.sent
         found = await self._steadily(
             lambda: self._api.candidates(sent.key, sent.num, sent.at), "the list of batches"
@@ -377,7 +378,8 @@ class RowBatches:
             waited += 1
 
     async def _find_or_create(self, batch: OpenBatch) -> None:
-        """Find a batch again that an earlier process was uploading, or upload it."""
+        """Find the batch at the provider if an earlier process uploaded it; otherwise upload it
+        now."""
         await self._find(batch)
         if batch.id:
             self._accepted(batch)
@@ -423,7 +425,8 @@ class RowBatches:
         return True
 
     async def _take(self, batch: OpenBatch, result: BatchResult, found: _Collected) -> None:
-        """Record one result. A download that is repeated brings it again."""
+        """Record the result of one row. A result that is already recorded is ignored, since a
+        repeated download has it again."""
         key, _, digits = result.custom_id.rpartition("-")
         number = int(digits) if digits.isascii() and digits.isdigit() else -1
         if key != batch.sent.key or number not in batch.waiting:
@@ -464,7 +467,8 @@ class RowBatches:
         error: ModelError,
         found: _Collected,
     ) -> None:
-        """Record a row without a reply: it is asked again in a further batch, or has failed."""
+        """Record a row without a reply. It is asked again in a later batch, or has failed for
+        good."""
         if isinstance(error, Refused):
             self._client.adapt(error)
             if error.needs_key:
@@ -511,8 +515,8 @@ class RowBatches:
     async def _steadily(
         self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
     ) -> _Value | None:
-        """Return what ``ask`` returns, after transient failures too; None if the map stops instead.
-        ``is_patient`` waits for as long as a network is away."""
+        """Await ``ask()``, and repeat it after transient failures. Returns None if the map stops
+        first. If ``is_patient``, a network failure never ends the attempts."""
         failed = 0
         while not self._halted.is_set():
             try:
@@ -572,7 +576,7 @@ def batch_client(calls: DirectCalls) -> BatchClient:
 
 
 async def _together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all; if one fails, cancel the others."""
+    """Run coroutines concurrently. If one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -54,7 +54,7 @@ class MeasuredRow(msgspec.Struct, frozen=True):
 
 
 class MapEstimate(msgspec.Struct, frozen=True):
-    """The whole of a map, extrapolated from a sample."""
+    """The cost and duration of a whole map, extrapolated from a sample of its rows."""
 
     num_rows: int
     """Rows of the table."""
@@ -103,8 +103,9 @@ def estimate(
 def total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
-    """Return the sum over ``num_all`` questions of a value that is known for a sample, given the
-    sizes of the sample and their sum over all: by a line through the sample."""
+    """Estimate the sum of a value over all questions from its values in a sample. A line through
+    the sample predicts the value from a question's size. ``size_of_all`` is the sum of the sizes of
+    all ``num_all`` questions."""
     num = len(values)
     mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
     spread = math.fsum((size - mean_size) ** 2 for size in sizes)
@@ -166,7 +167,8 @@ def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> 
 
 
 def _quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, by its expansion around the normal one."""
+    """Return the 97.5 % quantile of Student's t distribution, by a series around the normal
+    quantile."""
     z, n = _Z, max(1, degrees)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
     return z + (z**3 + z) / (4 * n) + second

@@ -61,7 +61,8 @@ RAY_MAPS = "ray_maps"
 
 
 class MapParts(msgspec.Struct, frozen=True):
-    """Where the rows of a map on a Ray cluster are: in the files of its output."""
+    """Says which columns and which spending record belong to a map on a Ray cluster, whose rows are
+    in its output files."""
 
     record: str
     """Name of the file in ``ROOT/ray_maps`` that says what is spent (see shared_budget.py)."""
@@ -74,7 +75,7 @@ class MapParts(msgspec.Struct, frozen=True):
 
 
 class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is asked of every row; the first line."""
+    """The first line of a map's journal: what is asked of every row."""
 
     id: str
     key: str
@@ -116,7 +117,7 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The first request of a direct call; or of a new attempt at a row that had failed."""
+    """The first request for a question, or the first of a new attempt after the row had failed."""
 
     number: int
     """Number of the question, from 0."""
@@ -164,7 +165,7 @@ class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
-    """A direct request failed."""
+    """Records that a direct request failed."""
 
     number: int
     turn: int
@@ -175,7 +176,7 @@ class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionStarted(msgspec.Struct, frozen=True, array_like=True):
-    """A run begins to answer a row."""
+    """Records that a run has begun to answer a row."""
 
     number: int
     row: int
@@ -202,14 +203,14 @@ class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EqualRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row that asks a question that is known."""
+    """A row that asks a question which an earlier row has asked."""
 
     number: int
     row: int
 
 
 class BatchSent(msgspec.Struct, frozen=True, array_like=True):
-    """A batch is about to be uploaded."""
+    """Records that a batch is about to be uploaded."""
 
     part: int
     """Number of the batch in this map, from 0."""
@@ -223,7 +224,7 @@ class BatchSent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
-    """A provider has a batch."""
+    """Records that the provider has received a batch, and under which id."""
 
     part: int
     id: str
@@ -231,7 +232,7 @@ class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
-    """Every request of a batch has its reply, its error or its end on record."""
+    """Records that every request of a batch has a reply, an error or an end in the journal."""
 
     part: int
     status: str
@@ -239,7 +240,7 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line: one of these, and its checksum."""
+    """One line of the journal. One field has its content, and ``crc`` its checksum."""
 
     map: MapHeader | None = None
     c: MapContinued | None = None
@@ -279,7 +280,7 @@ def counts_of(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Return the usage that ``counts_of`` was given."""
+    """Return the usage for the counts in a line, as ``counts_of`` wrote them."""
     if not counts:
         return Usage()
     given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))
@@ -309,7 +310,8 @@ class MapJournal:
         temporary: Any = None,
         fsync: Fsync = os.fsync,
     ) -> None:
-        """``temporary`` is the folder of a journal that is not kept."""
+        """``temporary`` is the folder of a temporary journal, which is deleted when the journal is
+        closed."""
         self.path = path
         self._file = LineWriter(path, fd, FsyncFlusher(fsync), chain)
         self._secrets = SecretRedactor()
@@ -318,7 +320,8 @@ class MapJournal:
         """Numbers that questions have."""
 
     def number_of(self, number: int) -> int:
-        """Return ``number``, or the next one if it is -1."""
+        """Return the number of a question: ``number`` itself, or the next free number if it is
+        -1."""
         if number >= 0:
             return number
         self.num_questions += 1
@@ -410,8 +413,8 @@ class MapStore:
                 yield path, header
 
     def path(self, name: str) -> Path | None:
-        """Return the journal of the map with this id, or the unique beginning of one; None if
-        there is none."""
+        """Return the path of the journal of one map. ``name`` is the map's id or the beginning of
+        it. Returns None if no map matches, and raises UnknownRun if several do."""
         found = [path for path in self.paths() if path.stem.startswith(name)]
         exact = [path for path in found if path.stem == name]
         if len(found) > 1 and not exact:
@@ -468,5 +471,5 @@ def read_line(path: Path, offset: int) -> MapLine:
 
 
 def new_map_id(key: str) -> str:
-    """``20261126-211500-map-1a2b3c4d5e``"""
+    """Return a new id, such as ``20261126-211500-map-1a2b3c4d5e``."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-map-{key[:10]}"

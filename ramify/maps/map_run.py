@@ -161,8 +161,8 @@ class MapRun:
     def __init__(
         self, rlm: RLM, source: RowTable, request: MapRequest, budget: Ledger | None = None
     ) -> None:
-        """``rlm`` answers the rows; its limits hold for each row. ``budget`` is that of a larger
-        map, instead of the request's. Raises ConfigError."""
+        """``rlm`` answers the rows, and its limits apply to each row. ``budget`` replaces the
+        budget of the request if this map is part of a larger one. Raises ConfigError."""
         self.rlm = rlm
         self.source = source
         self.request = request
@@ -327,7 +327,7 @@ class MapRun:
         return journal, recorded
 
     def _check_output(self, out: Path, is_ours: bool, headers: list[MapHeader]) -> None:
-        """Raise ConfigError if ``out`` is not this map's."""
+        """Raise ConfigError if the file ``out`` belongs to something other than this map."""
         if out.is_dir():
             raise ConfigError(f"the output {out} is a folder: give a file")
         if is_ours:
@@ -345,7 +345,8 @@ class MapRun:
         )
 
     def _continue(self, calls: DirectCalls) -> None:
-        """Charge what the map has spent so far, and record this start."""
+        """Charge the budget with what earlier starts of the map have spent, and record this
+        start."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
         cost = recorded.cost if recorded.is_priced else None
         if recorded.usage.calls:
@@ -734,7 +735,7 @@ class _Sample:
     def estimate(
         self, rows: list[MeasuredRow], concurrency: int, calls: DirectCalls
     ) -> MapEstimate:
-        """Return the estimate of the whole table from the measured questions."""
+        """Estimate the cost and duration of the whole table from the measured questions."""
         return estimate(
             rows,
             self.num_rows,

@@ -236,7 +236,7 @@ def _after(path: Path, offset: int) -> int:
 
 
 class MapRowRun:
-    """A direct row of a map as a ``StoredRun``."""
+    """Presents one row of a map as a ``StoredRun``, if a direct call answered the row."""
 
     path = None
 
@@ -302,7 +302,7 @@ class MapRowRun:
 
 
 def row_events(table: MapTable, number: int) -> list[AnyEvent]:
-    """Return the events that a run would have recorded for a direct row."""
+    """Return the events of one row that a direct call answered, as if a run had recorded them."""
     header, row = table.header, table.question(number)
     if header is None:
         raise StoreError(f"map {table.id} has no header")

@@ -100,7 +100,8 @@ class RowMeans(abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, asked: AskedRow) -> RowOutcome:
-        """Answer the question, and record all of it. Never raises for what a model did."""
+        """Answer the question, and record every step. A fault of the model becomes part of the
+        outcome and is never raised."""
 
 
 class PlainCallMeans(RowMeans):
@@ -109,7 +110,8 @@ class PlainCallMeans(RowMeans):
     name = "plain call"
 
     def __init__(self, calls: DirectCalls, journal: MapJournal, question: str) -> None:
-        """``question`` is that of every row, if they have the same."""
+        """``question`` is the question that is asked of every row; it is not recorded again for
+        each row."""
         self._calls = calls
         self._journal = journal
         self._question = question
@@ -347,7 +349,7 @@ def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
 def means_of(
     rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
 ) -> tuple[RowMeans, ...]:
-    """Return the means, the smallest first; the last one fits every row."""
+    """Return the ways of answering a row, the cheapest first. The last one can answer every row."""
     return (
         PlainCallMeans(calls, journal, question),
         SessionMeans(rlm, calls, journal, map_id),
@@ -355,5 +357,6 @@ def means_of(
 
 
 def _rounded(cost: float | None) -> float | None:
-    """Dollars with twelve digits after the point: sums of floats have twenty."""
+    """Round a cost in dollars to twelve decimal places, because a sum of floats has up to
+    twenty."""
     return None if cost is None else round(cost, 12)

@@ -36,8 +36,8 @@ def is_part(name: str) -> bool:
 
 
 def part_output(out: str) -> PartOutput:
-    """Return the output that ``out``, a folder or its URL, names. Its ending is the format of the
-    parts. Raises ConfigError and SourceError."""
+    """Return the output folder with this path or URL. The ending of its name is the format of the
+    files in it. Raises ConfigError and SourceError."""
     ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
     if ending not in ENDINGS:
         raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
@@ -74,7 +74,7 @@ class PartOutput(msgspec.Struct, frozen=True):
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
     def encode(self, rows: list[dict[str, Any]], source: RowTable, added: AnswerColumns) -> bytes:
-        """Return the file of a part."""
+        """Return the content of a part's file with these rows."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             output = open_output(path, source, added)

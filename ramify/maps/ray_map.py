@@ -109,7 +109,7 @@ class RayMapRun:
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
-        """Ask no further row. What is in progress ends first."""
+        """Stop asking rows. Requests in progress finish first."""
         self._stops.append((stop, reason))
 
     async def run(self) -> MapResult:
@@ -223,8 +223,8 @@ class RayMapRun:
         return done, frozenset(unfinished)
 
     def _claim(self, manifest: PartManifest) -> None:
-        """Write the manifest, and delete what workers wrote when they were lost. Raises
-        ConfigError."""
+        """Mark the output folder as this map's by writing the manifest, and delete the unfinished
+        files of lost workers. Raises ConfigError."""
         import pyarrow.fs as arrow_fs
 
         files, folder = self._output.filesystem, self._output.folder
@@ -260,8 +260,8 @@ class RayMapRun:
 
     @contextlib.asynccontextmanager
     async def _joined(self) -> AsyncIterator[Any]:
-        """Join the cluster unless this process has, and yield Ray. Raises ConfigError if a node has
-        another version."""
+        """Connect to the cluster, unless this process is connected already, and yield the ``ray``
+        module. Raises ConfigError if a node has another version of Ramify."""
         ray = imported()
         if not (was_joined := ray.is_initialized()):
             await asyncio.to_thread(self._cluster.join)
@@ -413,7 +413,7 @@ def _quiet_context() -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return the error of a pipeline as one of ours."""
+    """Convert an error of the Ray pipeline to a RamifyError."""
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None) or cause.__cause__

@@ -64,7 +64,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
     @property
     def table(self) -> RowTable:
-        """A table with these columns and without rows."""
+        """An empty table with the columns of these files."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
             return RowTable(self.name, self.columns, None, lambda: iter(()), shown, kept)
@@ -192,7 +192,7 @@ def _text(file: Any) -> io.TextIOWrapper:
 
 
 class RowPart(msgspec.Struct, frozen=True):
-    """Some rows, as they travel to a worker."""
+    """A part of the rows in the form in which it is sent to a worker."""
 
     name: str
     """``part-00000-000003``: number of the file, and number of the part in it."""
@@ -236,7 +236,7 @@ def part_name(file: int, number: int) -> str:
 
 
 def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPart]:
-    """Yield the parts of an opened file with this number."""
+    """Yield the parts of an opened file. ``number`` is the number of the file in its map."""
     if row_file.kind == "parquet":
         yield from _arrow_parts(file, number)
         return

@@ -35,8 +35,8 @@ _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UN
 
 
 class MapTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of a map have in common. Travels to them, and has no keys: each worker reads
-    those of its environment."""
+    """The settings that all workers of a map share. They are sent to the workers and contain no
+    keys: each worker reads the keys from its own environment."""
 
     make_rlm: Callable[[], RLM]
     """Makes the RLM of a worker."""
@@ -127,7 +127,7 @@ class PartWorker:
     def __init__(
         self, task: MapTask, budget: Any, files: RowFiles, output: PartOutput, *, retries: bool
     ) -> None:
-        """``retries``: rows with an error are asked again, too."""
+        """If ``retries`` is set, rows with an error are asked again."""
         self._engine = RowEngine(task, budget)
         self._files = files
         self._output = output

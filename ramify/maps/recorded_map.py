@@ -50,7 +50,7 @@ class OpenBatch(msgspec.Struct):
 
 
 def amount_of(first: FirstRequest) -> ResourceAmount:
-    """Return what is reserved for a request."""
+    """Return the calls, tokens and dollars that are reserved for a request."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return ResourceAmount(1, tokens, first.cost or 0.0)
 
@@ -177,7 +177,8 @@ class RecordedMap:
         return question
 
     def _saw(self, row: int) -> None:
-        """Note that all rows up to ``row`` were read, unless they were in a sample."""
+        """Note that all rows up to ``row`` were read. A start that only asked a sample does not
+        count."""
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 

@@ -43,10 +43,10 @@ class RowQuestion:
         question: Question,
         settings: bytes,
     ) -> None:
-        """``columns`` are those of the table; ``shown`` those that the model reads if ``text`` is
-        no template. ``question`` has the rest of what is asked of every row, and ``settings`` is
-        what distinguishes its answers from those to other questions. Raises ConfigError for an
-        unknown column."""
+        """``text`` is a question or a template. ``columns`` are all columns of the table, and
+        ``shown`` those that the model reads if ``text`` is not a template. ``question`` has
+        everything else that is asked of every row. ``settings`` tells this map's answers from those
+        of maps with other settings. Raises ConfigError for an unknown column."""
         self.text = text
         self.fields = tuple(
             dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)
@@ -122,7 +122,7 @@ def _text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a cell as a value of JSON; what has no such form becomes its text."""
+    """Convert a cell to a JSON value. A value without a JSON form becomes its text."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy

@@ -124,7 +124,7 @@ def _jsonl(path: Path) -> RowTable:
 
 
 def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a JSONL file. ``name`` is that of the file, for errors."""
+    """Yield the rows of a JSONL file. ``name`` is the file's name in errors."""
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
         if number == 1:

@@ -154,7 +154,8 @@ class SharedBudget:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self, attempt: str, part: str) -> str:
-        """Begin an attempt at a part. Returns why the map stops; empty to continue."""
+        """Begin an attempt at a part. Returns the reason if the map is stopping, and otherwise an
+        empty text."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_attempts())
         earlier = self._parts.get(part)
@@ -201,7 +202,8 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def wait(self, attempt: str) -> tuple[list[Granted], str]:
-        """Return what is granted or refused, as soon as there is anything."""
+        """Wait up to a second until reservations of this attempt are granted or refused, and return
+        them with the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
@@ -234,7 +236,7 @@ class SharedBudget:
         self._keep()
 
     async def stop(self, stop: str, reason: str) -> None:
-        """Ask no further row."""
+        """Stop the map: no worker asks another row."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
 
@@ -280,7 +282,8 @@ class SharedBudget:
         return taken
 
     def _pause(self, attempt: _Attempt, paused_s: float) -> None:
-        """Pause all workers, if a rate limit pauses one of them for longer than they know."""
+        """Pause all workers if a rate limit pauses one of them for longer than the current
+        pause."""
         until_s = time.monotonic() + paused_s
         if paused_s > 0.05 and until_s > self._paused_until_s + 0.05:
             self._paused_until_s = until_s
@@ -379,8 +382,8 @@ class RemoteBudget(Ledger):
         paused_s: Callable[[], float],
         on_stop: Callable[[str], None],
     ) -> None:
-        """``call(method, …)`` calls a method of the ``SharedBudget``. ``on_stop`` gets the reason
-        if the map stops."""
+        """``call(method, …)`` calls a method of the ``SharedBudget``. ``on_stop`` is called with
+        the reason if the map stops."""
         limits = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
         super().__init__(limits, priced=False, owner="map")
         self._call = call
@@ -397,14 +400,15 @@ class RemoteBudget(Ledger):
         self._beat: asyncio.Task[None] | None = None
 
     async def begin(self, part: str) -> str:
-        """Begin the attempt. Returns why the map stops; empty to continue."""
+        """Begin the attempt. Returns the reason if the map is stopping, and otherwise an empty
+        text."""
         reason: str = await self._call("begin", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())
         return reason
 
     async def end(self, counts: PartCounts) -> None:
-        """End the attempt, with everything settled."""
+        """Settle what is outstanding, and end the attempt."""
         await self.close()
         if self._operations:
             operations, self._operations = self._operations, []
@@ -412,7 +416,7 @@ class RemoteBudget(Ledger):
         await self._call("end", self._attempt, counts)
 
     async def close(self) -> None:
-        """End the tasks of the attempt."""
+        """Wait for messages in transit, and stop the background tasks of the attempt."""
         if self._sender is not None:
             await asyncio.gather(self._sender, return_exceptions=True)
         for task in (self._beat, self._waiter):

@@ -98,7 +98,7 @@ class SourceProblem(msgspec.Struct, frozen=True):
 
 
 class RecordedSources(msgspec.Struct, frozen=True):
-    """What a load read and what it left out, as the record of a run holds it."""
+    """What a load read and what it left out, in the form in which a run records it."""
 
     items: list[SourceItem] = []
     """The first ``MAX_RECORDED``, without their places."""
@@ -296,7 +296,8 @@ class SourceLoader:
 
     @contextlib.contextmanager
     def one_file(self) -> Iterator[None]:
-        """Read one file. If it turns out to be too large, what was added of it is removed."""
+        """Enclose the reading of one file. If the file turns out to be too large, everything that
+        was added from it is removed."""
         self._began = self._spent
         num_items, num_tables = len(self.items), len(self.tables)
         try:
@@ -379,8 +380,8 @@ class SourceLoader:
     def add_picture(
         self, name: str, picture: Picture, source: bytes | Path, detail: str, num_bytes: int
     ) -> None:
-        """Add one picture to the context. ``source``: its bytes, or the file that has them;
-        ``num_bytes``: size of the file that was named."""
+        """Add one picture to the context. ``source`` is its bytes or its file. ``num_bytes`` is the
+        size of the file that the user named."""
         unique = self._unique(name)
         self.picture_values[unique] = picture.value()
         self.pictures.setdefault(picture.digest, source)
@@ -393,7 +394,8 @@ class SourceLoader:
         return unique
 
     def problem(self, name: str, reason: str) -> None:
-        """Report a file that cannot be read. The others are read, unless the load is strict."""
+        """Report a file that cannot be read, and continue with the other files. Raises SourceError
+        if the load is strict."""
         if self.strict:
             raise SourceError(
                 one_line(f"{name} {reason}; to load the other files, remove --strict")

@@ -75,7 +75,8 @@ def is_server(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """The URL as it may be recorded: without password, and with the options that are obeyed."""
+    """Return the name of a source in the form in which it may be recorded. The URL of a database
+    server loses its password and all unsupported options."""
     if not is_server(name):
         return name
     scheme, _, rest = name.partition("://")
@@ -346,7 +347,8 @@ _REFUSED = (1044, 1045, 1142, 1227, 1290, 1792)
 
 
 def _limit_time(cursor: Any, limit_s: float) -> None:
-    """MySQL has its limit in milliseconds, MariaDB in seconds, under another name."""
+    """Set a time limit for the queries of a connection. MariaDB takes it in seconds and MySQL in
+    milliseconds, under different names."""
     import pymysql
 
     try:
@@ -372,6 +374,6 @@ def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _without(address: ServerAddress, error: Exception) -> str:
-    """The error on one line, without the password."""
+    """Return the message of an error on one line, without the password."""
     text = " ".join(str(error).split())[:400]
     return text.replace(address.password, "«redacted»") if address.password else text

@@ -51,7 +51,7 @@ NUM_SAMPLES = 3
 
 
 class TableQuestion(msgspec.Struct, frozen=True):
-    """A query, or without one, a request to describe the tables."""
+    """A query over tables. Without a query, it asks for a description of the tables."""
 
     tables: list[TableSource]
     query: str = ""
@@ -108,7 +108,8 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
-    """Answer, with the names of files instead of the host's paths in errors: models read these."""
+    """Answer a question. Errors have file names in place of the host's paths, because models read
+    them."""
     try:
         return _answer(asked, kept)
     except (ValueError, PermissionError, TimeoutError) as error:
@@ -406,7 +407,8 @@ class _Tables:
             self._database.execute(f"DROP TABLE IF EXISTS {_quoted(each.name)}")
 
     def _copy(self, each: TableSource) -> None:
-        """Copy a table of SQLite or a sheet, unless that has been done and its file is the same."""
+        """Copy a SQLite table or a sheet into DuckDB, unless an earlier copy is still up to
+        date."""
         version = tuple(
             number
             for path in (each.path, f"{each.path}-wal")
@@ -472,7 +474,8 @@ _DUCKDB_TYPES = {"integer": "BIGINT", "real": "DOUBLE", "text": "VARCHAR", "blob
 
 
 def _sqlite_info(each: TableSource) -> TableInfo:
-    """Describe a table of SQLite without copying it; -1 rows if they take long to count."""
+    """Describe a SQLite table without copying it. The number of rows is -1 if counting them takes
+    too long."""
     table = _quoted(each.member)
     with contextlib.closing(_sqlite(each.path)) as database:
         until = time.monotonic() + _COUNT_S
@@ -499,8 +502,8 @@ _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None):
 
 
 def _sqlite_rows(each: TableSource) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """The kind and name of each column, and the rows in batches. SQLite stores any kind of value
-    in any column, so the kinds are those of the values."""
+    """Return the kind and the name of each column of a SQLite table, and the rows in batches.
+    SQLite stores any kind of value in any column, so the kinds are found from the values."""
     database = _sqlite(each.path)
     table = _quoted(each.member)
     names = [column[0] for column in database.execute(f"SELECT * FROM {table} LIMIT 0").description]
@@ -538,7 +541,7 @@ def _workbook(path: str, *, with_formulas: bool = False) -> Any:
 
 
 def _sheet(each: TableSource, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Rows of a sheet, without empty ones."""
+    """Yield the rows of a sheet that are not empty."""
     book = _workbook(each.path, with_formulas=with_formulas)
     try:
         sheet = book[each.member]
@@ -593,8 +596,8 @@ _COUNTED_CELLS = 1_000_000
 
 
 def _sheet_text(each: TableSource, max_bytes: int) -> tuple[str, str]:
-    """A sheet as tab-separated lines, and a note on formulas that have no stored value. Raises
-    ValueError if the text is longer than ``max_bytes``."""
+    """Return a sheet as tab-separated lines, and a note on formulas that have no stored value.
+    Raises ValueError if the text is longer than ``max_bytes``."""
     lines, num_bytes, num_cells, missing = [], 0, 0, 0
     for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
         line = "\t".join("" if value is None else _cell(value) for value in row).rstrip("\t")
@@ -629,7 +632,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _common(kinds: set[str]) -> str:
-    """The kind that all values of a column have, or can be written as."""
+    """Return the narrowest kind to which all values of a column can be converted."""
     if len(kinds) <= 1:
         return next(iter(kinds), "text")
     if kinds == {"integer", "real"}:
@@ -666,7 +669,8 @@ def _fitting(value: Any, kind: str) -> Any:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Names of columns, which DuckDB compares without case."""
+    """Number repeated column names, so that they differ even without regard to case, as DuckDB
+    requires."""
     seen: set[str] = set()
     unique = []
     for name in names:
@@ -683,7 +687,7 @@ def _text(value: str | Path) -> str:
 
 
 def _columns(columns: Iterable[tuple[str, str]]) -> str:
-    """A list of columns, as the readers of DuckDB take it."""
+    """Write columns and their types as the SQL argument that DuckDB's readers take."""
     return "{" + ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind in columns) + "}"
 
 

@@ -116,13 +116,15 @@ def load(
 
 
 def recorded_name(name: str) -> str:
-    """A source as a run may record it: a URL without its password, login or keys."""
+    """Return the name of a source in the form in which a run may record it: a URL loses its
+    password, login and keys."""
     return recorded_url(name) if is_remote(name) else without_password(name)
 
 
 def load_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tools of ``sources`` again, which ``LoadedContext.recorded_sources`` described for
-    the run with this id. Raises SourceError if a source is gone."""
+    """Load the tools of a recorded run's sources again. ``sources`` is what
+    ``LoadedContext.recorded_sources`` returned for that run. Raises SourceError if a source no
+    longer exists."""
     names, paths = sources.get("tools"), sources.get("paths", [])
     if not names:
         return {}

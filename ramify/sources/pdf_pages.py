@@ -41,7 +41,7 @@ class PdfSource(msgspec.Struct, frozen=True):
 
 
 class PdfPages:
-    """The PDFs of a context, whose pages a session can look at."""
+    """The PDFs of a context. A session can look at pictures of their pages."""
 
     def __init__(self, files: Mapping[str, PdfSource], limit_s: float) -> None:
         """``limit_s`` is the time limit for one page."""

@@ -210,7 +210,8 @@ class _Index:
         )
 
     def _within(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
-        """Return the ``matches`` that have at least one of ``terms``, with unchanged scores."""
+        """Narrow a query to units that have at least one of ``terms``, without a change to their
+        scores."""
         query, must = self._tantivy.Query, self._tantivy.Occur.Must
         inside = query.const_score_query(self._any_of(terms), 0.0)
         return query.boolean_query([(must, matches), (must, inside)])

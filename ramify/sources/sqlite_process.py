@@ -36,8 +36,8 @@ def query_in_time(
     limit_s: float = QUERY_S,
     grace_s: float = GRACE_S,
 ) -> list[tuple[Any, ...]]:
-    """Like ``run_query``, but guarantee the first bytes of the reply within ``limit_s + grace_s``
-    seconds or raise TimeoutError."""
+    """Run a query on a SQLite file in another process, and return its rows. Raises TimeoutError if
+    the first bytes of the reply take longer than ``limit_s + grace_s`` seconds."""
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(SqlQuery(str(path), query, given, limit_s), limit_s, grace_s)
     return [tuple(row) for row in rows]

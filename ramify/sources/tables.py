@@ -92,8 +92,8 @@ def describe_file(
 
 
 def describe_text(name: str, kind: str, path: Path | None, text: str, loading: SourceLoader) -> str:
-    """As ``describe_file`` for a text that is also in the context; returns a note if it cannot be
-    queried."""
+    """Describe a text of the context as a table and add it to the load, so that ``sql`` can query
+    it. Returns a note for the user if that is not possible."""
     if (
         not text
         or not has_duckdb()
@@ -111,7 +111,7 @@ def describe_text(name: str, kind: str, path: Path | None, text: str, loading: S
 
 
 def described(info: TableInfo) -> str:
-    """Lines that describe a table to a reader: name, columns, rows and samples."""
+    """Return the lines that describe a table to a reader: name, columns, rows and samples."""
     columns = ", ".join(f"{name} {kind}" for name, kind in info.columns)
     count = f"{info.num_rows:,} rows" if info.num_rows >= 0 else "many rows"
     lines = [f"{info.source.name} ({columns})", f"-- {count}"]
@@ -136,7 +136,8 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
 
 
 def version_of(path: Path | str) -> tuple[int, ...]:
-    """Numbers that differ once a file has changed; empty if it is gone."""
+    """Return numbers that change whenever the file changes: its size, time and inode. Empty if the
+    file does not exist."""
     try:
         found = os.stat(path)
     except OSError:
@@ -153,7 +154,8 @@ class KeptTables:
 
 
 class SessionTables:
-    """The tables of a load. ``sql`` is the session's tool, and ``listing`` the value ``tables``."""
+    """The tables of one load of sources. A session gets ``sql`` as a function, and ``listing`` as
+    the variable ``tables``."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class TextSearch:
         return self._starts[-1]
 
     def prepare(self) -> None:
-        """Build the index in the background, soon."""
+        """Begin to build the index in the background after a short delay."""
         self._future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
@@ -221,7 +221,8 @@ class TextSearch:
         ]
 
     def fingerprint(self, number: int, at: int) -> bytes:
-        """What a block adds to the digest by which equal contexts share an index."""
+        """Return the bytes that stand for one block in the digest of the context. Contexts with
+        equal digests share an index."""
         text, name = self._texts[self._names[number]], self._names[number]
         head = b"" if at else f"{len(text)},{self._layout(name).shape};".encode()
         if isinstance(text, MappedText) and text.file.digest:
@@ -229,7 +230,7 @@ class TextSearch:
         return head + text[at : at + _BLOCK_CHARS].encode("utf-8", "replace")
 
     def block(self, number: int, at: int) -> TextBlock:
-        """The block of a text that begins at ``at``."""
+        """Return the block of a text that begins at ``at``."""
         name = self._names[number]
         text, shape = self._texts[name], self._layout(name).shape
         block = _sendable(text[at : at + _BLOCK_CHARS])
@@ -237,8 +238,8 @@ class TextSearch:
 
 
 class _UsedSearch:
-    """The texts of a ``TextSearch`` as long as something else uses it: an index takes a minute for
-    a gigabyte, and must not keep the context of a run that has ended."""
+    """Reads the texts of a ``TextSearch`` without keeping it alive. Building an index takes a
+    minute for a gigabyte, and must not hold the context of a run that has ended."""
 
     def __init__(self, search: TextSearch) -> None:
         self._search = weakref.ref(search)
@@ -247,8 +248,8 @@ class _UsedSearch:
         self._num_chars = search.num_chars
 
     def index(self) -> SearchIndex:
-        """Return the index, built if there is none. Raises ValueError, also if nothing uses the
-        context any more."""
+        """Return the index of the context, and build it if it does not exist. Raises ValueError if
+        it cannot be built or the context is no longer used."""
         self._is_asked.wait(DELAY_S)
         digest = hashlib.sha256()
         for number, at in self._places:
@@ -340,8 +341,8 @@ _kept: deque[SearchIndex] = deque(maxlen=_KEPT)
 def index_of(
     digest: str, num_chars: int, requests: Callable[[], Iterator[IndexRequest]]
 ) -> SearchIndex:
-    """Return the index of the context with this digest, built now if there is none. One is built
-    at a time, as it uses two cores. Raises ValueError."""
+    """Return the index of the context with this digest, and build it if it does not exist. Only one
+    index is built at a time, because that uses two cores. Raises ValueError."""
     with _sharing:
         found = _indexes.get(digest)
         if found is None or found.has_ended:
@@ -409,7 +410,7 @@ class TextChunks:
 
     @property
     def session_source(self) -> str:
-        """Source of the module that is installed in the session."""
+        """The source code of the module that is installed in the session."""
         return _chunks_source()
 
 

@@ -73,7 +73,7 @@ class ValueTables:
         return {"sql": self.sql, "tables": self._listing}
 
     def manifest(self) -> str:
-        """Say in a line what ``sql`` is for."""
+        """Return a line for the prompt that says which tables ``sql`` can query."""
         names = [
             name if self._keys[name] is None else f"{name} (context[{self._keys[name]!r}])"
             for name in self._keys

@@ -36,11 +36,11 @@ def compared(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
 
 
 def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
-    """Rows of the calls of all runs, each parent before its children.
+    """Return the rows that compare the calls of all runs, each parent before its children.
 
-    ``calls`` has [id, answer, cost, seconds, whether it failed, outlier, turn, cell] of each run,
-    or None; ``turn`` and ``cell`` are the place in the parent that made the call, -1 without one.
-    ``same`` says whether all runs have the call, with the same answer.
+    ``calls`` has [id, answer, cost, seconds, whether it failed, outlier, turn, cell] for each run,
+    or None if that run has no such call. ``turn`` and ``cell`` are the place in the parent that
+    made the call, or -1. ``same`` is true if all runs have the call, with the same answer.
     """
     below = [_children(calls) for calls in runs]
     rows: list[dict[str, Any]] = []

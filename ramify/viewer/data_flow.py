@@ -27,7 +27,7 @@ _MAX_ITEMS = 1000
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """Where a value came from."""
+    """Where a value came from: sub-calls, the context, and variables."""
 
     calls: frozenset[str] = frozenset()
     """Sub-calls whose results it was made from."""
@@ -65,7 +65,8 @@ def union(flows: Iterable[Flow]) -> Flow:
 
 
 class CodeUse(msgspec.Struct, frozen=True):
-    """A place in the code of a cell that has a flow: a variable, or a call of ``llm_query``."""
+    """A place in a cell's code whose value came from sub-calls: a variable, or a call of
+    ``llm_query``."""
 
     line: int
     """From 1."""
@@ -91,7 +92,7 @@ class CellFlow(msgspec.Struct):
 
 
 class DataFlow:
-    """Follows the cells of one session in their order."""
+    """Follows the values through the cells of one session, in order."""
 
     def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
         """``guess`` takes a literal in the code and returns the earlier sub-calls that returned the
@@ -413,7 +414,8 @@ class DataFlow:
     def _one_by_one(
         self, node: Any, parts: Sequence[ast.expr], items: dict[Any, Flow] | None, whole: Flow
     ) -> dict[Any, Flow] | None:
-        """Items of ``[f(x) for x in xs]`` where those of ``xs``, or the calls made, are known."""
+        """Return where each item of ``[f(x) for x in xs]`` came from. This needs the items of
+        ``xs``, or the calls that ``f`` made; otherwise None is returned."""
         if len(parts) != 1 or isinstance(node, ast.SetComp):
             return None
         made = [site for site in ast.walk(parts[0]) if site in self._sites]
@@ -429,7 +431,7 @@ class DataFlow:
         return found
 
     def _element(self, flow: Flow) -> Flow:
-        """Flow of one element of an iterable."""
+        """Return the flow of one element of an iterable."""
         parts = list(flow.items.values()) if flow.items else []
         inner = [part.items for part in parts]
         if parts and all(inner):

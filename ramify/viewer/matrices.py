@@ -31,8 +31,8 @@ _MAX_ANSWER = 300
 
 
 def shown_matrix(library: RunLibrary, key: str) -> dict[str, Any]:
-    """Data of the page of the matrix with address ``key``. Raises StoreError for one that does not
-    exist or cannot be read."""
+    """Return the data for the page of the matrix with address ``key``. Raises StoreError if the
+    matrix does not exist or cannot be read."""
     path = library.evaluation(key)
     plan = _matrix_in(path)
     problems: list[str] = []
@@ -47,7 +47,8 @@ def shown_matrix(library: RunLibrary, key: str) -> dict[str, Any]:
 
 
 def stored_matrix_file(library: RunLibrary, key: str) -> tuple[str, bytes]:
-    """(id, content of the HTML file) of the matrix with address ``key``. Raises StoreError."""
+    """Return the id of the matrix with address ``key``, and the content of its HTML file. Raises
+    StoreError."""
     path = library.evaluation(key)
     plan = _matrix_in(path)
     outcomes = _outcomes_of(plan, path, [])
@@ -55,7 +56,7 @@ def stored_matrix_file(library: RunLibrary, key: str) -> tuple[str, bytes]:
 
 
 def matrix_file(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
-    """Content of an HTML file with the matrix and its attempts."""
+    """Return the content of an HTML file that shows the matrix and its attempts."""
     left = MAX_ATTEMPTS
     attempts: dict[str, list[dict[str, Any]]] = {}
     for cell in report.plan.cells:
@@ -74,7 +75,7 @@ def _matrix_in(path: Path) -> MatrixPlan:
 
 
 def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedOutcomes:
-    """The outcomes of the cells of the matrix in ``path``."""
+    """Return the outcomes of all cells of the matrix in ``path``, by the record of the cell."""
     return {
         cell.record: _outcomes(path.with_name(f"{cell.record}.jsonl"), problems)
         for cell in plan.cells

@@ -54,7 +54,8 @@ _VENDOR_EXPORT = re.compile(
 
 
 def app() -> str:
-    """Source of ``app.js``: the modules that ``main.js`` imports, then ``main.js`` itself."""
+    """Return the source of ``app.js``: the modules that ``main.js`` imports, then ``main.js``
+    itself."""
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
@@ -65,7 +66,8 @@ def early() -> str:
 
 
 def module(name: str) -> str:
-    """Source of a module that is imported on demand, with its imports redirected to ``app.js``."""
+    """Return the source of a module that is imported on demand, with its imports redirected to
+    ``app.js``."""
     source = (STATIC / name).read_text(encoding="utf-8")
     return _IMPORT.sub(
         lambda match: match[0].replace(match[2], APP) if match[2] in _modules() else match[0],
@@ -74,7 +76,7 @@ def module(name: str) -> str:
 
 
 def hashed(text: str) -> str:
-    """Hash of a script or style sheet in the form of a Content-Security-Policy."""
+    """Return the hash of a script or style sheet in the form of a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -99,7 +101,7 @@ def _add(name: str, done: dict[str, str]) -> None:
 
 
 def whole(on_demand: Sequence[str]) -> str:
-    """Source of ``app.js`` and of the modules that its page imports on demand."""
+    """Return the source of ``app.js`` and of the modules that its page imports on demand."""
     done = dict(_modules())
     main = done.pop("main.js")
     for name in on_demand:
@@ -132,7 +134,8 @@ MAX_TEXT = 100_000
 
 
 def page(located: LocatedRun) -> bytes:
-    """Content of the HTML file. Raises StoreError if nothing of the run can be read."""
+    """Return the content of the HTML file of a run. Raises StoreError if nothing of the run can be
+    read."""
     run = WatchedRun(located)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
@@ -141,7 +144,7 @@ def page(located: LocatedRun) -> bytes:
 
 
 def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
-    """Content of an HTML file with ``data`` and the modules that show it."""
+    """Return the content of an HTML file with ``data`` and the modules that show it."""
     script, style = whole(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src "
@@ -161,7 +164,7 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
 
 
 def data(run: WatchedRun) -> dict[str, Any]:
-    """All data that the page would otherwise request from the server."""
+    """Return all data that the page would otherwise request from the server."""
     calls, token_views, links, siblings = {}, {}, {}, {}
     for node in run.tree.order:
         try:
@@ -190,7 +193,8 @@ def data(run: WatchedRun) -> dict[str, Any]:
 
 
 def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
-    """The lines around each citation, by name of the text and number of its first line."""
+    """Return the lines around each citation. A key is the name of the cited text and its first
+    cited line (``report.txt/12``)."""
     found = {}
     for each in citations:
         name, line = each["source"], each["first_line"]
@@ -202,7 +206,7 @@ def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _harmless(value: Any) -> str:
-    """JSON that an HTML parser cannot mistake for an end tag or a comment."""
+    """Return JSON that an HTML parser cannot mistake for an end tag or a comment."""
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

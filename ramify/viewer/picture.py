@@ -70,7 +70,8 @@ MAX_CITATIONS = 100
 
 
 def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
-    """Overview of a run. With ``num_texts``, only so many calls have their question and answer."""
+    """Return the overview of a run: its head, and its calls as columns. Only the first
+    ``num_texts`` calls have their question and answer; None means all."""
     nodes = run.tree.order
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
     columns = _columns(run, nodes, num_texts)
@@ -83,12 +84,14 @@ def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
 
 
 def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
-    """``TEXTS`` of all calls from index ``first``, which ``picture`` did not send."""
+    """Return the columns ``TEXTS`` of all calls from index ``first``, which the overview was sent
+    without."""
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
 def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
-    """Update for a page that has a ``picture``: the columns of the changed calls, and the head."""
+    """Return an update for a page that has an overview: the columns of the changed calls, and the
+    head."""
     order = sorted(changed)
     return {
         "indices": order,
@@ -100,8 +103,8 @@ def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 def _columns(
     run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
 ) -> dict[str, list[Any]]:
-    """All columns of ``nodes``, with the ``TEXTS`` of the first ``num_texts``. ``parent`` is the
-    index of an earlier call, or -1."""
+    """Return all columns of ``nodes``. Only the first ``num_texts`` have their question and answer.
+    ``parent`` is the index of an earlier call, or -1."""
     told = nodes[:num_texts]
     untold = [""] * (len(nodes) - len(told))
     known, scored = run.tree.nodes, run.tree.run.call_rewards
@@ -158,7 +161,7 @@ def _scores(node: CallNode) -> list[tuple[Any, ...]]:
 
 
 def head(run: WatchedRun) -> dict[str, Any]:
-    """Head of the page: facts about the run as a whole."""
+    """Return the head of the page: facts about the run as a whole."""
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
@@ -217,7 +220,8 @@ def _review(run: WatchedRun, problems: list[str]) -> RunReview:
 
 
 def _forked(run: WatchedRun) -> dict[str, Any] | None:
-    """Which turn of which run this one continues, with the address of that run if it is here."""
+    """Return which turn of which other run this run continues, and the address of that run if it is
+    in the same store. None if this run continues no other."""
     forked = run.tree.run.metadata.get("forked")
     if not isinstance(forked, dict):
         return None
@@ -234,7 +238,7 @@ def _forked(run: WatchedRun) -> dict[str, Any] | None:
 
 
 def _ending(run: WatchedRun) -> str:
-    """Why the run ended, in one sentence."""
+    """Return why the run ended, in one sentence."""
     trajectory, order = run.tree.run, run.tree.order
     root = next((node for node in reversed(order) if node.parent is None), None)
     reason = trajectory.reason or (root.reason or root.error if root else "")
@@ -253,14 +257,15 @@ def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
 
 
 def state(node: CallNode) -> str:
-    """State of a call: ``asking``, ``running``, ``open`` or ``done``."""
+    """Return the state of a call: ``asking``, ``running``, ``open`` or ``done``."""
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
 
 
 def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
-    """A context without the list of its files, of which there may be thousands."""
+    """Return the fields of a context without the list of its files, of which there may be
+    thousands."""
     if context is None:
         return None
     short = {name: value for name, value in fields(context).items() if name != "files"}
@@ -268,5 +273,5 @@ def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
 
 
 def fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """All fields of a struct, including those that have their default value."""
+    """Return all fields of a struct, including those that have their default value."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

@@ -62,7 +62,7 @@ class ValueLink(msgspec.Struct, omit_defaults=True):
 
 
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Links of call ``id``. Raises StoreError if there is no such call."""
+    """Return the links of call ``id``. Raises StoreError if there is no such call."""
     call, node = run.whole(id).call, run.tree.nodes[id]
     returned = ReturnedValues()
     links = _CallLinks(call, run, returned).links() if call.kind == "rlm" else _plain_links(call)
@@ -118,7 +118,8 @@ class _CallLinks:
     def _outputs(
         self, flow: CellFlow, stdout: str, value: str
     ) -> Iterator[tuple[str, str, int, Flow]]:
-        """(part, text, its offset, its flow): line by line if each print wrote one line."""
+        """Yield the outputs of a cell, each as (part, text, offset of the text in the part, where
+        it came from). If each print wrote one line, the standard output is yielded line by line."""
         if not flow.is_parsed:
             everything = Flow(guesses=self._returned.calls)
             yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
@@ -165,7 +166,8 @@ class _CallLinks:
         flow: Flow,
         spans: Sequence[ValueSpan],
     ) -> None:
-        """Numbers and words that no call returned, but that were computed from calls."""
+        """Link the numbers in a text that no call returned to the calls that they were computed
+        from. A text without numbers or returned values is linked as a whole."""
         if not flow.calls:
             return
         taken = [(span.start, span.end) for span in spans]
@@ -181,7 +183,8 @@ class _CallLinks:
             self._add(place, at, at + len(stripped), flow, computed=True)
 
     def _was_given(self, number: str) -> bool:
-        """Whether a number was there before: in the question of a call, or in an earlier output."""
+        """Return True if a number was known before: from the question of a call, or from an earlier
+        output that shows the context."""
         texts = [self._call.question, *(asked for asked in self._asked)]
         texts += [shown for *_, shown, from_context in self._shown if from_context]
         return any(_position(text, number) >= 0 for text in texts)
@@ -301,7 +304,8 @@ class _CallLinks:
         )
 
     def _via(self, names: frozenset[str]) -> list[list[Any]]:
-        """[variable, turn, cell, line] of each variable that has a flow, last assigned first."""
+        """Return the variables whose values came from sub-calls or the context, each as [variable,
+        turn, cell, line], the last assigned first."""
         known = [
             [name, *self._flow.defined[name]]
             for name in sorted(names)
@@ -319,7 +323,7 @@ def _order(id: str) -> list[int]:
 
 
 def _position(text: str, value: str) -> int:
-    """Where ``value`` is in ``text`` as a separate word; -1 if nowhere."""
+    """Return the position of ``value`` in ``text`` as a separate word, or -1."""
     match = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", text) if value else None
     return match.start() if match else -1
 

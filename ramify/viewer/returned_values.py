@@ -33,7 +33,7 @@ _MIN_WORDS = 6
 
 
 class MadeCall(msgspec.Struct, frozen=True):
-    """A sub-call of a cell, in order of creation."""
+    """A sub-call that a cell made. Calls are listed in the order of their creation."""
 
     id: str
     kind: str
@@ -144,7 +144,7 @@ _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
-    """Key under which equal values meet: 30,102 and 30102.0 are the same number."""
+    """Return a key that is the same for equal values: 30,102 and 30102.0 are the same number."""
     try:
         return float(f"{float(text.replace(',', '')):.12g}")
     except ValueError:
@@ -152,7 +152,7 @@ def _key(text: str) -> Any:
 
 
 class ReturnedValues:
-    """Values that calls returned -> the calls."""
+    """Finds the calls that returned a given value."""
 
     def __init__(self) -> None:
         self._by_key: dict[Any, set[str]] = {}
@@ -171,16 +171,18 @@ class ReturnedValues:
 
     @property
     def calls(self) -> frozenset[str]:
-        """All calls so far."""
+        """The ids of all calls added so far."""
         return frozenset(self._texts)
 
     def calls_with(self, text: str) -> frozenset[str]:
-        """Calls that returned this value; empty if more than ``MAX_SOURCES`` did."""
+        """Return the calls that returned this value. Empty if more than ``MAX_SOURCES`` calls
+        did."""
         found = self._by_key.get(_key(text), set())
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess(self, value: Any) -> frozenset[str]:
-        """Calls that returned the value of a literal, or numbers in it, if long enough to tell."""
+        """Return the calls that returned the value of a literal in the code, or the numbers in it.
+        Values that are too short to tell are ignored."""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()
         text = str(value).strip()
@@ -190,20 +192,21 @@ class ReturnedValues:
         return frozenset[str]().union(*(self.calls_with_number(text, match) for match in numbers))
 
     def calls_with_number(self, text: str, match: re.Match[str]) -> frozenset[str]:
-        """Calls that returned the number at ``match`` in ``text``; 45.67 % is also 0.4567."""
+        """Return the calls that returned the number at ``match`` in ``text``. A percentage also
+        matches its fraction: 45.67 % is 0.4567."""
         calls = self.calls_with(match[0])
         if calls or not _PERCENT.match(text, match.end()):
             return calls
         return self.calls_with(str(_key(match[0]) / 100))
 
     def texts_of(self, calls: Iterable[str]) -> list[str]:
-        """Texts that these calls returned, the longest first."""
+        """Return the texts that these calls returned, the longest first."""
         texts = {text for call in calls for text in self._texts.get(call, ())}
         return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
 
 
 def is_telling(text: str) -> bool:
-    """Whether a text is long enough that an equal one is hardly a coincidence."""
+    """Return True if a text is so long that an equal one is hardly a coincidence."""
     if NUMBER.fullmatch(text):
         return sum(letter.isdigit() for letter in text) >= 3
     return len(text) >= _MIN_TEXT

@@ -67,7 +67,7 @@ class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunAgain:
-    """Starts runs for pages. Its coroutines may be awaited on any loop."""
+    """Starts runs that a page requests. Its coroutines may be awaited on any event loop."""
 
     def __init__(self, rebuild: Rebuild) -> None:
         self._rebuild = rebuild
@@ -101,11 +101,12 @@ class RunAgain:
         }
 
     async def estimate(self, located: LocatedRun, wanted: AgainRequest) -> dict[str, Any]:
-        """What the new run may cost. Raises RamifyError if it would be refused."""
+        """Estimate what the new run may cost. Raises RamifyError if the run would be refused."""
         return fields(await _elsewhere(self._estimate(located, wanted)))
 
     async def start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
-        """Start the new run; returns its store and its id. Raises RamifyError if it is refused."""
+        """Start the new run, and return its store and its id. Raises RamifyError if it is
+        refused."""
         return await _elsewhere(self._start(located, wanted))
 
     async def close(self) -> None:
@@ -180,8 +181,8 @@ class RunAgain:
 
 
 async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
-    """Wait for the end of a run, and close what it used alone; returns its error, or an empty
-    text."""
+    """Wait until a run has ended, and close the resources that only this run used. Returns the
+    run's error, or an empty text."""
     try:
         async with own:
             return (await handle).error or ""
@@ -217,5 +218,5 @@ def _store_of(located: LocatedRun) -> RunStore:
 
 
 async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` on the loop of the synchronous API."""
+    """Run a coroutine on the event loop of the synchronous API, and await its result here."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, threads.loop()))

@@ -79,7 +79,7 @@ class RunRow(msgspec.Struct, omit_defaults=True):
     """Corrected scores by name; ``reward`` is the corrected one."""
 
     def take_review(self, review: RunReview) -> None:
-        """Show the labels, note and corrected scores of ``review``."""
+        """Take over the labels, note and corrected scores of a person's review."""
         self.labels = review.listed_labels
         self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
         self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
@@ -94,7 +94,7 @@ class TrainingRow(msgspec.Struct, omit_defaults=True):
 
 
 class EvaluationRow(msgspec.Struct, omit_defaults=True):
-    """Row for the record of an evaluation."""
+    """Row of the list of evaluations, for one evaluation record."""
 
     key: str
     name: str
@@ -114,7 +114,7 @@ class EvaluationRow(msgspec.Struct, omit_defaults=True):
 
 
 class MatrixListRow(msgspec.Struct, omit_defaults=True):
-    """Row for a matrix of evaluations."""
+    """Row of the list of matrices, for one matrix of evaluations."""
 
     key: str
     name: str
@@ -129,7 +129,7 @@ class MatrixListRow(msgspec.Struct, omit_defaults=True):
 
 
 class UnreadableRow(msgspec.Struct):
-    """Row for a file or folder that cannot be shown, with the reason."""
+    """A file or folder that cannot be shown, with the reason."""
 
     path: str
     text: str
@@ -277,7 +277,7 @@ class RunLibrary:
 
     @property
     def places(self) -> list[str]:
-        """Paths or names of the places, for the head of the page."""
+        """The paths or names of the given places, for the head of the page."""
         return [str(place) for place in self._places]
 
     # --- lists
@@ -300,7 +300,7 @@ class RunLibrary:
         return self.look()[0]
 
     def trainings(self) -> list[TrainingRow]:
-        """All training folders (those with metrics), in the order of the places."""
+        """Return all training folders (those with metrics), in the order of the places."""
         return [
             TrainingRow(place.key(folder), folder.name, str(folder))
             for place in self._places
@@ -308,7 +308,8 @@ class RunLibrary:
         ]
 
     def _trainings_in(self, place: RunLocation) -> list[Path]:
-        """Training folders below a place; they are searched again if a folder has changed."""
+        """Return the training folders below a place. The result is cached until one of its folders
+        changes."""
         if place.path is None or place.path.is_file():
             return []
         times, found = self._trainings.get(place.number, ({}, []))
@@ -323,7 +324,7 @@ class RunLibrary:
         return found
 
     def matrices(self) -> list[MatrixListRow]:
-        """All matrices, newest first."""
+        """Return the rows of all matrices, newest first."""
         rows = []
         for place in self._places:
             if place.path is None:
@@ -413,7 +414,7 @@ class RunLibrary:
         return rows
 
     def maps(self) -> list[dict[str, Any]]:
-        """Figures of all maps, newest first, each with the address of its page."""
+        """Return the figures of all maps, newest first, each with the address of its page."""
         with self._reading_maps:
             rows = [
                 {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
@@ -422,8 +423,8 @@ class RunLibrary:
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def map(self, key: str) -> dict[str, Any]:
-        """Figures and rows of the map with address ``key``, each row with the address of its run,
-        which is empty if there is none. Raises StoreError if it does not exist."""
+        """Return the figures and rows of the map with address ``key``. Each row has the address of
+        its run, or an empty text. Raises StoreError if the map does not exist."""
         with self._reading_maps:
             place, table = self._places.map_of(key)
             rows = [
@@ -462,7 +463,7 @@ class RunLibrary:
         return path
 
     def key_of(self, path: Path) -> str | None:
-        """Address of ``path``, or None if it is outside of all places."""
+        """Return the address of ``path``, or None if it is outside of all places."""
         return self._places.key(path)
 
     def key_in(self, store: RunStore, id: str) -> str | None:
@@ -498,8 +499,8 @@ def _may_be_alive(row: RunRow | EvaluationRow) -> bool:
 
 
 def _changed_at(folder: Path) -> int:
-    """Time in nanoseconds at which an entry of a folder was last added or removed; 0 if it cannot
-    be read."""
+    """Return the time (nanoseconds) at which an entry of a folder was last added or removed; 0 if
+    the folder cannot be read."""
     try:
         return folder.stat().st_mtime_ns
     except OSError:

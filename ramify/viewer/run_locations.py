@@ -38,7 +38,7 @@ _MAX_FIRST_LINE = 1 << 26
 
 
 class LocatedRun(NamedTuple):
-    """Location of one run: its address, its journal or file, and its line."""
+    """A run and its location: its address, its journal or file, and its line in the file."""
 
     key: str
     run: StoredRun
@@ -49,7 +49,8 @@ class LocatedRun(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind | str:
-    """Return the kind of a file by its first line, or a sentence that says why it has none."""
+    """Return the kind of a file, recognised by its first line. If it has none, return a sentence
+    that says why."""
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
     if line.startswith(b'{"type":"RunStarted"'):
@@ -76,7 +77,7 @@ def kind_of(path: Path) -> Kind | str:
 
 
 def newer(path: Path, number: int, version: int) -> str:
-    """Error message for a line with a newer schema version."""
+    """Return the error message for a line with a newer schema version."""
     return (
         f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
         f"to {SCHEMA_VERSION}): pip install -U ramify"
@@ -100,11 +101,12 @@ class RunLocation(NamedTuple):
         return str(self.path or self.store)
 
     def key_of_run(self, id: str) -> str:
-        """Address of run ``id`` of the store."""
+        """Return the address of run ``id`` in the store of this place."""
         return id if self.number == 0 else f"p{self.number}:{id}"
 
     def key(self, path: Path) -> str:
-        """Address of a file or folder below this place. A run of the store has its id."""
+        """Return the address of a file or folder below this place. A journal in a store has the
+        address of its run."""
         assert self.path is not None  # the caller found the file there
         relative = path.relative_to(self.path)
         if self.store is not None and relative.parent == Path("runs"):
@@ -113,7 +115,7 @@ class RunLocation(NamedTuple):
 
 
 class RunLocations:
-    """All places in the given order; the default store if none are given."""
+    """All places that the viewer was given, in order, or the default store if there are none."""
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
         """Raises ConfigError for a path that does not exist."""
@@ -142,7 +144,7 @@ class RunLocations:
         return LocatedRun(key, JournalFile(path), int(number) if is_line else None)
 
     def maps(self) -> Iterator[tuple[RunLocation, MapTable]]:
-        """Yield the maps of all stores, each up to date. Those that cannot be read are left out."""
+        """Yield the maps of all stores, each up to date. Maps that cannot be read are left out."""
         for place in self._all:
             if isinstance(place.store, Store):
                 for path in MapStore(place.store.root).paths():
@@ -157,7 +159,7 @@ class RunLocations:
         return place, self.map(place, name)
 
     def map(self, place: RunLocation, id: str) -> MapTable:
-        """Return map ``id`` of the store of ``place``. Raises StoreError if it does not exist."""
+        """Return map ``id`` in the store of ``place``. Raises StoreError if it does not exist."""
         store = place.store
         path = MapStore(store.root).path(id) if isinstance(store, Store) else None
         if path is None:
@@ -173,7 +175,7 @@ class RunLocations:
         return _below(place, name) if place is not None and is_file else None
 
     def key(self, path: Path) -> str | None:
-        """Address of ``path``, or None if it is outside of all places."""
+        """Return the address of ``path``, or None if it is outside of all places."""
         for place in self._all:
             if place.path is not None and path.is_relative_to(place.path):
                 return place.key(path)
@@ -239,7 +241,8 @@ def _place(number: int, name: str | Path | RunStore) -> RunLocation:
 
 
 def _below(place: RunLocation, name: str) -> Path:
-    """Path of a file or folder in a place. Raises StoreError for a path that leaves the place."""
+    """Return the path of a file or folder in a place. Raises StoreError if the name leads out of
+    the place."""
     if "\0" in name or place.path is None:
         raise StoreError(f"{place} has no {name!r}")
     path = (place.path / name).resolve() if name else place.path

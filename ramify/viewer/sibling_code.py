@@ -28,11 +28,12 @@ _Code = tuple[str, ...]
 
 
 def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Cells of call ``id`` beside those of a typical sibling. Raises StoreError if there is no such
-    call.
+    """Compare the code of call ``id`` with that of a typical sibling. Raises StoreError if there is
+    no such call.
 
-    ``cells`` has [code of the call or None, code of the sibling or None], and is empty without a
-    sibling to compare with; ``shared_by`` of ``num_siblings`` have the sibling's code.
+    In the result, ``cells`` pairs [code of the call or None, code of the sibling or None]; it is
+    empty without a sibling to compare with. ``shared_by`` of the ``num_siblings`` siblings have
+    exactly the sibling's code.
     """
     own = _code_of(run, id)
     codes = _codes_of_siblings(run, run.tree.nodes[id])

@@ -56,7 +56,7 @@ _trajectory = msgspec.json.Decoder(Trajectory)
 
 
 class TrainingCurves:
-    """Metrics of a training run so far; ``refresh`` reads what the file has gained."""
+    """The metrics of a training run so far. ``refresh`` reads what was added to the file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ class TrainingCurves:
         """Version at which each point of ``clock`` was written."""
 
     def size_changed(self) -> bool:
-        """Whether the file has changed since it was read. Costs one system call."""
+        """Return True if the file has changed since it was read. This costs one system call."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -106,17 +106,15 @@ class TrainingCurves:
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
     def num_unread(self) -> int:
-        """Number of bytes that were not read yet."""
+        """Return the number of bytes that were not read yet."""
         try:
             return self.path.stat().st_size - self.offset
         except OSError:
             return 0
 
     def refresh(self) -> bool:
-        """Read new lines; return whether anything changed.
-
-        A file that was truncated or replaced, for example by a resumed run, is read from the start.
-        """
+        """Read new lines, and return whether anything changed. A file that was truncated or
+        replaced, for example by a resumed run, is read from the start."""
         before = self._unreadable
         try:
             with self.path.open("rb") as file:
@@ -186,13 +184,14 @@ class TrainingCurves:
         clock["tokens"].append(before + (num or values.get("row_tokens", 0.0)))
 
     def data(self) -> dict[str, Any]:
-        """Everything that the page shows."""
+        """Return everything that the page shows."""
         self._look()
         others = {name: value for name, (_, value) in self._others.items()}
         return {"version": self.version, "names": self.names, "clock": self.clock, **others}
 
     def changes(self, since: int) -> dict[str, Any]:
-        """What changed since version ``since``; everything for an unknown one."""
+        """Return what has changed since version ``since``. If that version is unknown, return
+        everything."""
         if not self._first_version <= since <= self.version:
             return self.data()
         self._look()
@@ -211,8 +210,8 @@ class TrainingCurves:
         }
 
     def _look(self) -> None:
-        """Note what changed apart from the curves. A file beside the metrics may change without a
-        new line; then the next version has it."""
+        """Note what has changed apart from the curves. A file beside the metrics can change without
+        a new line of metrics; its change then belongs to the next version."""
         at = max(self.version, self._looked_at + 1)
         for name, value in self._beside_curves().items():
             if name not in self._others or self._others[name][1] != value:
@@ -239,8 +238,8 @@ class TrainingCurves:
         }
 
     def _config(self) -> dict[str, str]:
-        """Dotted name of each option -> its value as JSON, of the latest checkpoint. Empty without
-        a checkpoint that can be read."""
+        """Return the options in the latest checkpoint, as JSON by dotted name. Empty if there is no
+        readable checkpoint."""
         path = max((self.folder / "checkpoints").glob("step-*/state.json"), default=None)
         if path != self._config_path:
             self._options, self._config_path = {}, path
@@ -275,10 +274,8 @@ def kept(folder: Path) -> dict[int, Path]:
 
 
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
-    """Rollouts of ``step``, best first; ``key`` is the address of their file.
-
-    Raises StoreError if that step has no saved rollouts.
-    """
+    """Return the rollouts of a training step, best first. ``key`` is the address of their file.
+    Raises StoreError if no rollouts of that step were saved."""
     path = kept(folder).get(step)
     if path is None:
         raise StoreError(
@@ -301,8 +298,8 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
 
 
 def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple[int, Trajectory]]:
-    """Yield each saved rollout of a step, or only those of ``item``, with its line; report other
-    lines in ``problems``."""
+    """Yield the saved rollouts in a file, each with the number of its line. If ``item`` is given,
+    only its rollouts are yielded. Unreadable lines are reported in ``problems``."""
     mark = msgspec.json.encode(item) if item else b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -322,8 +319,8 @@ def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple
 
 
 def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) -> dict[str, Any]:
-    """The saved attempts at ``item``, by step, for the last ``MAX_ITEM_STEPS`` saved steps.
-    ``key_of`` returns the address of a file. Raises StoreError if there is none."""
+    """Return the saved attempts at ``item`` by step, for the last ``MAX_ITEM_STEPS`` saved steps.
+    ``key_of`` returns the address of a file. Raises StoreError if there are no such attempts."""
     steps: list[dict[str, Any]] = []
     problems: list[str] = []
     for step, path in sorted(kept(folder).items())[-MAX_ITEM_STEPS:]:
@@ -339,7 +336,8 @@ def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) 
 
 
 def _advantage(tree: Trajectory) -> float | None:
-    """Mean advantage over the root's turns, as a training run recorded it; None if it did not."""
+    """Return the mean advantage over the turns of the root call; None if the training run recorded
+    none."""
     means = means_by_call(tree.metadata.get("advantages"))
     return means.get(tree.root.id) if tree.calls else None
 
@@ -378,10 +376,8 @@ class EvaluationLibrary:
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
-        """Data of the page of ``key``, compared with ``other`` if given.
-
-        Raises StoreError for a record that does not exist or cannot be read.
-        """
+        """Return the data for the page of the evaluation ``key``, compared with evaluation
+        ``other`` if given. Raises StoreError for a record that does not exist or cannot be read."""
         path = self._library.evaluation(key)
         problems: list[str] = []
         evaluation = read_evaluation(path, problems)
@@ -411,7 +407,7 @@ class EvaluationLibrary:
         }
 
     def _report(self, path: Path, evaluation: Evaluation) -> EvaluationReport | None:
-        """Cached report of an evaluation; None before its first attempt."""
+        """Return the cached report of an evaluation; None before its first attempt."""
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
         with self._lock:
@@ -424,7 +420,8 @@ class EvaluationLibrary:
     def _compared(
         self, evaluation: Evaluation, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The difference from ``other``, and which items got better or worse."""
+        """Return the difference from evaluation ``other``, and the items that got better or
+        worse."""
         path = self._library.evaluation(other)
         try:
             theirs = read_evaluation(path)
@@ -465,7 +462,8 @@ class EvaluationLibrary:
         }
 
     def _asked(self, run: Path) -> tuple[str, str]:
-        """(question, expected answer) of the run in a journal; both empty if it cannot be read."""
+        """Return the question and the expected answer of the run in a journal; both are empty if it
+        cannot be read."""
         if run not in self._questions:
             journal = JournalFile(run)
             try:
@@ -479,7 +477,8 @@ class EvaluationLibrary:
 
 
 def _passes(evaluation: Evaluation) -> list[tuple[int, MeanEstimate]]:
-    """pass@k for each k up to the planned attempts, over the items with at least k scores."""
+    """Return pass@k for each k up to the planned number of attempts, over the items that have at
+    least k scores."""
     items: dict[str, list[bool]] = {}
     for outcome in evaluation.outcomes:
         if outcome.reward is not None:

@@ -33,7 +33,7 @@ _MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
 
 
 class TrainingFact(msgspec.Struct, kw_only=True):
-    """One sentence about a run."""
+    """One sentence about a training run, as the page shows it."""
 
     name: str
     text: str
@@ -60,7 +60,7 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Name and steps, as in ``wrong sign since step 2``."""
+        """The name and steps of the alarm, such as ``wrong sign since step 2``."""
         name, step = self.name.replace("_", " "), self.steps[-1]
         if self.ceased is None:
             return f"{name} since step {step:,}"
@@ -68,8 +68,8 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """The alarms of a run: first those that have not ceased, each in the order of their first
-    steps. ``diagnoses`` are in the order of their steps."""
+    """Return the alarms of a run. Those that have not ceased come first, and otherwise those with
+    the earlier first step. ``diagnoses`` must be in the order of their steps."""
     found: dict[tuple[str, str], TrainingAlarm] = {}
     for step, each in diagnoses:
         policy = each.text.partition(": ")[0] if each.text.startswith("policy.") else ""
@@ -202,7 +202,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 
 
 def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """Mean of a metric over the last steps; None if it was not measured."""
+    """Return the mean of a metric over the last steps; None if it was not measured."""
     values = own.get(name)
     return fmean(values[-num_compared(len(values)) :]) if values else None
 

@@ -29,7 +29,8 @@ MAX_TEXT = 20_000
 def transcript(
     run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
 ) -> dict[str, Any]:
-    """Transcript of call ``id`` from ``first_turn``. Raises StoreError if there is no such call."""
+    """Return the transcript of call ``id`` from turn ``first_turn`` on. Raises StoreError if there
+    is no such call."""
     detail = run.whole(id)
     call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
     tools: dict[int, list[ToolAnswered]] = {}
@@ -80,7 +81,8 @@ def transcript(
 
 
 class _TextCutter:
-    """Function that shortens a text: returns a string, or ``{"text": …, "chars": N}`` if cut."""
+    """Shortens texts. A text that is not too long is returned as it is, and a longer one as
+    ``{"text": …, "chars": N}``, where ``N`` is its full length."""
 
     def __init__(self, max_text: int | None) -> None:
         self._max = max_text
@@ -175,10 +177,11 @@ def _pending(request: PendingRequest | None, cut: _TextCutter) -> dict[str, Any]
 
 
 def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
-    """All messages of one turn's request, as the body of a chat request. Raises StoreError if there
-    is no such turn.
+    """Return the request of one turn with all its messages, as the body of a chat request. Raises
+    StoreError if there is no such turn.
 
-    ``key_variable`` names the environment variable of the key, which no journal contains.
+    In the result, ``key_variable`` is the environment variable of the API key, since no journal
+    contains the key itself.
     """
     call = run.whole(id).call
     if not 0 <= turn < len(call.turns):
@@ -200,7 +203,8 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
 
 
 def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
-    """Messages of the request of ``turn``; those of a branch begin with what it continues."""
+    """Return the messages of the request of ``turn``. If the call continues a turn of another call,
+    they begin with the messages of that turn."""
     messages: list[Message] = []
     if call.fork is not None:
         origin = run.whole(call.fork.call).call
@@ -265,7 +269,8 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
 
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
-    """Scores of each sampled token by name, without those whose length differs from the reply."""
+    """Return the scores of the sampled tokens of a turn, by the name of the score. Scores whose
+    number differs from ``num``, the number of tokens, are left out."""
     marks = [mark for mark in run.tree.nodes[id].marks or () if mark.turn == turn]
     return {
         name: values for mark in marks for name, values in mark.tokens.items() if len(values) == num
@@ -273,7 +278,8 @@ def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[flo
 
 
 def _versions(reply: Reply) -> list[int] | None:
-    """Policy version that sampled each token; -1 if unknown."""
+    """Return the version of the policy that sampled each token, -1 if it is unknown. None if no
+    versions were recorded."""
     if not reply.versions:
         return None
     versions = [-1] * len(reply.token_ids or ())
@@ -283,7 +289,8 @@ def _versions(reply: Reply) -> list[int] | None:
 
 
 def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
-    """Text of each id; None without a tokenizer or without the library that reads it."""
+    """Return the text of each token id; None without a tokenizer or without the library that reads
+    it."""
     if tokenizer is None:
         return None
     loaded = _tokenizer(tokenizer)
@@ -305,7 +312,8 @@ def _tokenizer(path: Path) -> Any:
 
 
 def tokenizer_of(run: WatchedRun, models: Iterable[str]) -> Path | None:
-    """Tokenizer file of the run's policy, from its training folder or its local model."""
+    """Return the tokenizer file of the run's policy, from its training folder or its local model;
+    None if there is none."""
     candidates = []
     if (path := run.source.path) is not None:
         training = path.parent.parent
