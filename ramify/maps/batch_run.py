@@ -112,8 +112,8 @@ class RowBatches:
         retry_failed: bool,
         max_rows: int | None,
     ) -> None:
-        """Without ``uploads``, only earlier batches are collected. Raises ConfigError if the model
-        has no batch API."""
+        """Collects only the batches of earlier starts if ``uploads`` is false. Raises ConfigError
+        if the model has no batch API."""
         self._calls = calls
         self._journal = journal
         self._recorded = recorded

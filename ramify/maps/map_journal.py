@@ -407,7 +407,8 @@ class MapStore:
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
     def headers(self) -> Iterator[tuple[Path, MapHeader]]:
-        """Yield (journal, header) of each map that can be read, newest first."""
+        """Yield the path of each journal and the header in it, newest first. Journals that cannot
+        be read are left out."""
         for path in self.paths():
             if (header := read_header(path)) is not None:
                 yield path, header

@@ -154,8 +154,8 @@ def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tu
 
 
 def _num_lines(path: Path) -> int:
-    """Return the approximate number of rows in a file: all its lines, including blank ones except
-    at the end of the file."""
+    """Return the approximate number of rows in a file: the number of its lines, blank ones
+    included."""
     total, last = 0, b"\n"
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

@@ -336,8 +336,8 @@ class SourceLoader:
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
         """Count bytes of the current file: first its size, then its unpacked parts. Raises
-        OversizedSource if this file exceeds the limit, and SourceError if its size brings all files
-        together above the limit."""
+        SourceError if the file's size brings all files together above the limit, and
+        OversizedSource if the file alone, or what it unpacks to, exceeds the limit."""
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:

@@ -358,8 +358,8 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _reading(asked: ServerQuestion) -> str:
-    """Return the query if it only reads. Raises PermissionError for any other query: even a
-    read-only transaction permits COPY and INTO OUTFILE, which write files on the server."""
+    """Return the query. Raises PermissionError if it may do more than read: even a read-only
+    transaction permits COPY and INTO OUTFILE, which write files on the server."""
     words = asked.query.casefold()
     if not words.lstrip(" \t\r\n(").startswith(_READING) or _WRITES.search(words):
         raise PermissionError("sql: only a SELECT is allowed here")

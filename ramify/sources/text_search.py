@@ -91,8 +91,8 @@ def search_tools(context: Any) -> dict[str, Any]:
 
 
 def tools_named(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return the search tools with these names, for a repetition of a recorded run. A missing
-    library raises no error here, but only when a search that was not recorded is called."""
+    """Return the search tools with these names, for the repetition of a recorded run. If their
+    library is missing, an error is raised only when a search runs whose result was not recorded."""
     every: dict[str, Any] = {"search": TextSearch(context), "chunks": TextChunks()}
     return {name: tool for name, tool in every.items() if name in names}
 
