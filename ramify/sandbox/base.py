@@ -135,8 +135,9 @@ class SharedContext:
     def decode(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContext:
-        """Return the context whose ``buffer()`` was ``data``; its digest is the same.
-        ``references``: its files. Raises SourceError, which names the file, if one has changed."""
+        """Return the context whose encoded form (``buffer()``) is ``data``; the digest is equal,
+        too. ``references`` are the files that its texts stay in. Raises SourceError, which names
+        the file, if one has changed."""
         files = {each.digest: ReferencedFile(check_unchanged(each)) for each in references}
         try:
             value, chars = unpack_value(data, files)
@@ -181,7 +182,7 @@ class SharedContext:
 
     @staticmethod
     def unpack(packed: Any) -> Any:
-        """Return the value from which ``pack`` made ``packed``."""
+        """Return the value that ``pack`` turned into ``packed``."""
         try:
             blobs = [base64.b64decode(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
@@ -507,8 +508,7 @@ class Session(Protocol):
 
 
 class PreparedContext(Protocol):
-    """A context that is prepared once for any number of sessions; see
-    ``SharedContext``."""
+    """A context that is prepared once for any number of sessions, such as a ``SharedContext``."""
 
     @property
     def digest(self) -> str: ...

@@ -62,9 +62,11 @@ class GuestBranches:
         self._apart = apart
 
     def fork(self, id: int) -> None:
-        """Continue in two processes from here. The branch gets its own socket and output file, and
-        waits for the same frame as the origin. ``id``: id of the host's request, which may carry
-        descriptors."""
+        """Fork this process into the session and a branch, which both continue from here. The
+        branch gets its own socket and output file, and waits for the same frame as the session.
+
+        ``id`` is the id of the host's request, which may carry descriptors.
+        """
         fds = self._channel.take_fds()
         reason, pid = self._cannot_fork(fds), -1
         if reason is None:
@@ -151,7 +153,7 @@ class GuestBranches:
         return None if len(fds) == num_expected else "no descriptor is free"
 
     def _move(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
-        """Use these descriptors from now on, under the numbers of the old ones."""
+        """Use new descriptors from now on, under the numbers of the old ones."""
         assert isinstance(self._spool, FileOutputSpool)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The guest's descriptors have numbers above the limit for the cell's code.

@@ -110,8 +110,8 @@ class GuestChannel:
     def __init__(
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
-        """``takes_fds``: the connection is a socket over which the host may send descriptors.
-        ``shared_buffers``: a ``SharedMemoryBuffers`` or None."""
+        """With ``takes_fds``, the connection is a socket over which the host may send descriptors.
+        ``shared_buffers`` is a ``SharedMemoryBuffers`` or None."""
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -133,7 +133,8 @@ class GuestChannel:
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
     def renew(self) -> None:
-        """Start again on the same descriptors, which now lead to a new connection."""
+        """Start to read again from the same descriptor numbers, which now lead to a new
+        connection."""
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
         self._reader = FrameReader(self._reader.fd, self._reader.receive)
@@ -195,8 +196,9 @@ class GuestChannel:
     # -- from the host
 
     def lone(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Wait for a frame and return what ``next`` would, if it is short, contains no blobs and
-        is all there is to read. Otherwise returns None, and ``next`` continues."""
+        """Wait for a frame, and return its header and blobs if it is short, contains no blobs and
+        is all there is to read. Otherwise return None; ``next`` then continues with what was
+        read."""
         reader = self._reader
         if reader.have or reader.receive is not None:
             return None
@@ -315,8 +317,8 @@ class FrameInbox:
         *,
         ends_process: bool,
     ) -> None:
-        """``fork``: called with the id of a fork request. ``ends_process``: end the process when
-        the stream ends."""
+        """``fork`` is called with the id of a fork request. With ``ends_process``, the process ends
+        when the stream ends."""
         self._channel = channel
         self._interrupts = interrupts
         self._fork = fork

@@ -242,8 +242,8 @@ class FrameReader:
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
     def __init__(self, fd: int = -1, receive: Any = None) -> None:
-        """``fd``: the descriptor that ``fill`` reads. ``receive``: ``recvmsg`` of a socket over
-        which descriptors may be received."""
+        """``fd`` is the descriptor to read from. ``receive`` is the ``recvmsg`` method of a socket
+        over which descriptors may arrive."""
         self.fd = fd
         self.receive = receive
         self.fds: list[int] = []
@@ -273,7 +273,7 @@ class FrameReader:
         return view
 
     def missing(self) -> int:
-        """Return the number of bytes that complete the frame, or its length prefix."""
+        """Return how many bytes are missing to complete the frame, or its length prefix."""
         end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
         return end - self.have
 
@@ -328,8 +328,10 @@ def _write_vector(fd: int, parts: list[Buffer]) -> None:
 
 def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Buffer], int]:
     """Encode a single value. Returns its buffers, to be written one after the other, and the number
-    of characters in its strings. The format is ``u32 header length | header | blobs``. ``files``
-    gets the bytes to which its texts in files refer, by their digests."""
+    of characters in its strings. The format is ``u32 header length | header | blobs``.
+
+    ``files`` collects the data of texts that stay in their files, by the digest of the file.
+    """
     encoder = ValueEncoder(files=files)
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
     if encoder.tags:
@@ -353,9 +355,13 @@ def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Bu
 def unpack_value(
     data: Buffer, files: Mapping[str, Any] | None = None, packages: Sequence[str] = ()
 ) -> tuple[Any, int]:
-    """Decode the output of ``pack_value``: the value and its number of characters. ``files`` has
-    the bytes of its texts in files, by their digests. Tables and arrays lie in ``data``; see
-    ``ValueDecoder`` for ``packages``."""
+    """Decode what ``pack_value`` wrote. Returns the value and the number of characters in its
+    strings.
+
+    ``files`` holds the data of texts that stay in their files, by the digest of the file. The
+    buffers of tables and arrays are not copied from ``data``; ``packages`` decides the type that
+    they are decoded to.
+    """
     view = memoryview(data)
     if len(view) < 4:
         raise ProtocolError("an encoded value of less than 4 bytes")
@@ -437,8 +443,8 @@ class SharedMemoryBuffers:
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """``scratch``: buffer into which ``take`` reads. The blobs are then valid until the next
-        ``take`` that uses the same buffer."""
+        """``scratch`` is the buffer into which ``take`` reads. Blobs are then valid until the next
+        ``take`` that uses this buffer."""
         self.fd = fd
         self._scratch = scratch
         self._at = HALF_BYTES if is_host else 0

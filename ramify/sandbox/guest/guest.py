@@ -297,7 +297,8 @@ class Guest:
         self._mend_process()
 
     def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
-        """Return the frame that ends a cell: (id, value, error, restored, chars) and its note."""
+        """Return the frame that ends a cell. ``done`` is (id, value, error, restored, chars); the
+        hooks' note is added."""
         if note is not None:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:

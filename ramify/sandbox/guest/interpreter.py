@@ -107,7 +107,8 @@ class MemoryLimit:
     __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
-        """``limits``: bytes for a cell and for the guest; None for no limits."""
+        """``limits`` are bytes of address space, for a cell and for the guest; None sets no
+        limits."""
         self.limits = limits
 
     def allow_cell(self) -> None:

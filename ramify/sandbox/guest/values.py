@@ -488,8 +488,8 @@ class ValueDecoder:
         return decoded
 
     def _buffers(self, tag: str, data: Any) -> Any:
-        """Decode a table or an array, over the blobs as they are; with its library, as a value of
-        that."""
+        """Decode a table or an array without copying its blobs. The result is a value of pandas or
+        numpy if the session may import it."""
         if tag == "array":
             dtype, char, shape, blob = data
             array = NumberArray(dtype, char, shape, memoryview(self._take(blob)))

@@ -170,8 +170,8 @@ class ProcessTransport:
         return host_end, files
 
     def branch_ends(self) -> tuple[socket.socket, socket.socket, SessionMemoryFiles]:
-        """Create the socket and the files of a branch: (host's end, branch's end, files). Raises
-        SandboxError."""
+        """Create the socket and the files of a branch. Returns the host's end, the branch's end,
+        and the files. Raises SandboxError."""
         try:
             host_end, branch_end = socket.socketpair()
             try:

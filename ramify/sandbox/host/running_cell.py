@@ -64,7 +64,8 @@ class CellClock:
         self._since = time.monotonic()
 
     def pause(self) -> None:
-        """The cell waits for the host from now on."""
+        """Count from now on only the CPU time of other threads, since the cell waits for the
+        host."""
         self.stop()
         if self._cpu_s is not None:
             self._paused = time.monotonic(), self._cpu_s()
@@ -114,7 +115,8 @@ class CellCalls:
         self.pending: dict[int, PendingCall] = {}
 
     def take(self, message: HostCallFrame, value: Any, weight: int, stopped: str | None) -> None:
-        """Answer a call. ``stopped``: why the cell is being stopped. Raises ProtocolError."""
+        """Start to answer a call. If the cell is being stopped, refuse the call with the reason
+        ``stopped``. Raises ProtocolError for a call that breaks the protocol."""
         if message.id <= self._last_id:
             raise ProtocolError(f"call {message.id} after call {self._last_id}")
         self._last_id = message.id
@@ -261,8 +263,8 @@ class RunningCell:
         max_output_bytes: int,
         on_bug: Callable[[], None],
     ) -> None:
-        """``on_bug``: called if ``answer`` fails unexpectedly. It must not refer to this cell: only
-        the garbage collector could free the two, which costs as much as the cell."""
+        """``on_bug`` is called if ``answer`` fails unexpectedly. It must not refer to this cell:
+        only the garbage collector could then free the two, which costs as much as the cell."""
         self.id = id
         self.code = code
         self.limit_s = limit_s

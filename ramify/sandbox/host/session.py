@@ -355,7 +355,7 @@ class GuestSession:
         return branch
 
     def _moved(self) -> None:
-        """The session's output goes to a new file from now on."""
+        """Read the output from a new file from now on."""
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:

@@ -330,7 +330,7 @@ class SessionWire:
         failed: Callable[[str], None],
         lost: Callable[[], None],
     ) -> None:
-        """``received``: called with each frame. ``failed``: called with the reason why the guest
+        """``received`` is called with each frame, and ``failed`` with the reason why the guest
         cannot be trusted any more."""
         self._received = received
         self._failed = failed
@@ -412,7 +412,8 @@ class SessionWire:
         self.transport.resume()
 
     def close(self) -> Awaitable[None] | None:
-        """Like ``Transport.close``."""
+        """End the guest and stop handling its frames. Returns what the caller must wait for, if
+        there is anything."""
         if self._decoder is not None:
             self._decoder.cancel()
         waits = self.transport.close()
@@ -448,7 +449,7 @@ class SessionWire:
         self.transport.write(parts)
 
     def hold_sending(self) -> None:
-        """Let frames wait until ``send_held``."""
+        """Delay all frames to the guest until ``send_held`` is called."""
         self._held_frames = []
 
     def send_held(self) -> None:

@@ -116,9 +116,11 @@ guest until the guest has read."""
 
 
 def ignored(*_: Any) -> None:
-    """What a closed session does with what is still on its way. It takes the place of its methods,
-    so that no cycle of references is left for the garbage collector, which would stop the event
-    loop for as long as it looks through the whole host."""
+    """Do nothing with what still arrives for a closed session or stream.
+
+    This function takes the place of their callbacks. So no cycle of references is left for the
+    garbage collector, which would stop the event loop while it searches the whole host.
+    """
 
 
 class ReadBuffers:
@@ -140,7 +142,7 @@ class FrameAssembler:
     __slots__ = ("_held", "_max_bytes", "_need")
 
     def __init__(self, max_bytes: int = MAX_FRAME) -> None:
-        """``max_bytes``: maximum size of a frame."""
+        """``max_bytes`` is the maximum size of a frame."""
         self._max_bytes = max_bytes
         self._held: bytearray | None = None
         self._need = 0

@@ -76,8 +76,8 @@ class JailConfinement:
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
-        """``own_user``: each session gets its own user and mount namespaces. ``paths``: system
-        calls may name files. ``drops``: there are capabilities to drop."""
+        """With ``own_user``, each session gets its own user and mount namespaces. With ``paths``,
+        system calls may name files. With ``drops``, there are capabilities to drop."""
         self._bounds = bounds
         self._own_user = own_user
         self._landlock = landlock
@@ -137,7 +137,8 @@ class JailConfinement:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return (resource, (soft, hard)) for each limit, never above the current hard limit."""
+    """Return each resource to limit with its soft and hard limit, which is never above the current
+    hard limit."""
     limits = {
         "MEMLOCK": 0,
         "MSGQUEUE": 0,

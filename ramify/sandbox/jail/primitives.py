@@ -209,9 +209,12 @@ def answer_request(listener: int, id: int, *, error: int = 0, flags: int = 0) ->
 
 
 def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
-    """Insert ``fd`` into the process that waits, as ``number`` there. ``answers``: this is also the
-    answer to its request (Linux 5.14); otherwise each call wakes the process and waits for it.
-    Raises OSError, also if the process no longer waits."""
+    """Insert the descriptor ``fd`` into a waiting process, under the number ``number``. Raises
+    OSError, also if the process no longer waits.
+
+    With ``answers``, this also answers the process's request (Linux 5.14). Otherwise each call
+    wakes the process and waits for it.
+    """
     flags = _SET_NUMBER | (_AND_ANSWER if answers else 0)
     request = struct.pack("<QIIII", id, flags, fd, number & 0xFFFFFFFF, os.O_CLOEXEC)
     fcntl.ioctl(listener, _ADD_FD, request)
@@ -325,7 +328,7 @@ class LandlockRules:
     """The files that may be read, opened once for the rulesets of any number of processes."""
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
-        """``listed``: folders whose file names may be read, but nothing else."""
+        """``listed`` are folders whose file names may be read, but nothing else."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         # Rights to files; to TCP; to abstract sockets and signals.

@@ -52,7 +52,7 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 
 
 class TierUnavailable(Exception):
-    """None of the requested tiers is available: tier -> what is missing."""
+    """Error if none of the requested tiers is available. ``missing`` says what each tier lacks."""
 
     def __init__(self, missing: dict[str, str]) -> None:
         super().__init__("; ".join(f"tier {tier}: {why}" for tier, why in missing.items()))
@@ -217,8 +217,8 @@ def _die_with_parent() -> None:
 
 
 def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
-    """Build a file system in memory with read-only views of what sessions may see. ``mounts``: path
-    in it -> file or folder of the host."""
+    """Build a file system in memory with read-only views of what sessions may see. ``mounts`` maps
+    a path in it to a file or folder of the host."""
     places = {path: path for path in readable} | mounts
     sources = {
         place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
@@ -351,8 +351,8 @@ def _landlock(config: dict[str, Any]) -> int:
 
 
 def _try_out(walls: ZygoteWalls) -> None:
-    """Let a trial session do what sessions do and attack the walls. Raises OSError if it cannot do
-    the former, or an attack succeeds."""
+    """Test the isolation with a trial session, which does what sessions do and then attacks. Raises
+    OSError if it cannot do its work, or if an attack succeeds."""
     prepared = walls.confinement.prepare()
     ours, theirs = socket.socketpair()
     pid = os.fork()

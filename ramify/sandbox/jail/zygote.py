@@ -223,7 +223,8 @@ class Zygote(forkserver.ForkServer):
         self.control.send({"op": "frozen", "id": id})
 
     def _folders(self) -> list[tuple[int, int]]:
-        """Return (process id, size of its folder in bytes) for each session with a folder."""
+        """Return the process id of each session that has a folder, with the folder's size in
+        bytes."""
         found = []
         for pid, prepared in self.children.items():
             if isinstance(prepared, confine.PreparedSession) and prepared.scratch >= 0:
@@ -257,7 +258,7 @@ def main(control_fd: int) -> None:
 
 
 def _use_wait(sock: socket.socket) -> None:
-    """Import what sessions will need, as long as the configuration has not come."""
+    """Import what sessions will need until the configuration arrives."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     for name in forkserver.PRELOAD:
@@ -305,6 +306,6 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Do without some system calls, to simulate a kernel or container that lacks them."""
+    """Deny some system calls, to simulate a kernel or container that lacks them."""
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

@@ -350,5 +350,5 @@ def _message(data: bytes) -> str:
 
 
 def open_provider(spec: DockerSpec) -> RemoteSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Open a sandbox of containers; ``base.open_sandbox`` calls this."""
     return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec))

@@ -240,5 +240,6 @@ def _exit(code: Any = None) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> InprocessSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Open a sandbox whose sessions are threads of this process; ``base.open_sandbox`` calls
+    this."""
     return InprocessSandbox(spec)

@@ -88,15 +88,16 @@ def learn(server: StartedForkServer) -> None:
 
 
 def known() -> ProbedTier | None:
-    """Return the tier, with all features of the kernel, if this process need not find it out."""
+    """Return the tier of this machine if it was found before, else None. It is the tier with all
+    features of the kernel."""
     if _WHOLE not in _probed and (kept := kept_tier()) is not None:
         _probed[_WHOLE] = kept
     return _probed.get(_WHOLE)
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
-    """Start a zygote only to find the tier. ``deny``: numbers of system calls to do without;
-    ``landlock``: newest version of Landlock to use."""
+    """Start a zygote only to find the tier of this machine. ``deny`` are numbers of system calls
+    that it must not use, and ``landlock`` is the newest version of Landlock that it may use."""
     if (deny, landlock) not in _probed:
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, JAIL_MODULES)
@@ -202,9 +203,9 @@ class JailSandbox(ProcessSandbox):
         landlock: int = NEWEST,
         counts: bool = True,
     ) -> None:
-        """``deny``: numbers of system calls to do without. ``landlock``: newest version of Landlock
-        to use. ``counts``: the kernel reports the number of a process's descriptors. These simulate
-        a less capable kernel."""
+        """``deny`` are numbers of system calls that must not be used, and ``landlock`` is the
+        newest version of Landlock to use. Without ``counts``, the number of a process's descriptors
+        counts as unknown. All three simulate a less capable kernel."""
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
@@ -282,9 +283,8 @@ class JailSandbox(ProcessSandbox):
             raise
 
     def check_server(self, ready: Mapping[str, Any]) -> None:
-        """Compare the walls that the zygote has built and tried out with those that were expected,
-        which may have been found by an earlier process. Raises SandboxError if they are too
-        weak."""
+        """Compare the isolation that the zygote has built and tested with what was expected,
+        perhaps from an earlier process. Raises SandboxError if it is too weak."""
         found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
         if found != self.reached:
             if self._uses_whole_kernel():

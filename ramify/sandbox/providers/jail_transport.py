@@ -33,8 +33,8 @@ _LATER_S = 0.5
 
 
 class ForkingInJail(ProcessTransport):
-    """Connection to a process of the jail, which forks with the host's help: what a session and
-    its branches have in common."""
+    """Connection to a process of the jail, which forks with the host's help. Base of the
+    connections to sessions and to branches."""
 
     __slots__ = ("forking", "listener")
 
@@ -125,7 +125,8 @@ class JailTransport(ForkingInJail):
         process: SessionProcess,
         counts: bool,
     ) -> None:
-        """``counts``: use the number of a process's descriptors, if this kernel reports it."""
+        """With ``counts``, the number of a process's descriptors is used, if this kernel reports
+        it."""
         super().__init__(caps, buffers, process)
         self._is_frozen = False
         self._counts = counts

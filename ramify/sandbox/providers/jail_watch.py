@@ -125,7 +125,7 @@ _SLOWEST_S = 0.05
 
 
 class ForkRequestListener:
-    """Receives and answers the requests for processes of a session and its branches."""
+    """Receives the requests of a session and its branches to create processes, and answers them."""
 
     __slots__ = (
         "_counts",
@@ -139,7 +139,8 @@ class ForkRequestListener:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """``counts``: use the number of a process's descriptors, if this kernel reports it."""
+        """With ``counts``, the number of a process's descriptors is used, if this kernel reports
+        it."""
         self._fd = fd
         self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
@@ -255,7 +256,7 @@ class ForkRequestListener:
         return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
-        """Return True if the process that asked has received the answer."""
+        """Answer a request. Returns True if the process that asked has received the answer."""
         return self._fd >= 0 and primitives.answer_request(self._fd, id, error=error, flags=flags)
 
     def _stop_reading(self) -> None:

@@ -52,7 +52,7 @@ class ProbedTier(msgspec.Struct, frozen=True):
 
 
 class _KeptTier(msgspec.Struct, frozen=True):
-    """What the file holds."""
+    """Contents of the file in which a found tier is kept."""
 
     conditions: list[str]
     """What the result depends on."""

@@ -328,8 +328,8 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
-    """In a forked child: forget servers that the parent launched for its own sandboxes. Both would
-    otherwise talk to the same one."""
+    """In a forked child, forget servers that the parent launched for its own sandboxes. Otherwise
+    parent and child would talk to the same server."""
     for server in launched.values():
         server.leave_to_parent()
     launched.clear()
@@ -417,5 +417,5 @@ def _close_all(fds: list[Any]) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> ProcessSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Open a sandbox of plain processes; ``base.open_sandbox`` calls this."""
     return ProcessSandbox(spec)

@@ -269,7 +269,8 @@ class ForkServer:
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
     def forked(self, prepared: Any) -> None:
-        """Called in the server after the fork, when the session holds ``prepared`` too."""
+        """Called in the server after a session was forked, to release what only the session still
+        needs. Does nothing here."""
 
     def clear(self, prepared: Any) -> None:
         """Clean up after the session's end."""
@@ -324,7 +325,8 @@ class ForkServer:
         self.serve()
 
     def _map_files(self, count: int) -> dict[str, memoryview]:
-        """Map ``count`` files whose descriptors the host sends: digest -> bytes of the text."""
+        """Map files whose descriptors the host sends. Returns the bytes of their texts, by the
+        digest of the file."""
         mapped: dict[str, memoryview] = {}
         while len(mapped) < count:
             header, fds = self.control.receive()

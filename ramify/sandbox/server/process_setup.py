@@ -41,8 +41,9 @@ def adopt_orphans() -> None:
 
 
 def quiet_signals() -> None:
-    """Reset signal handling to that of a new process. Uses ``_signal``, since ``signal`` creates
-    enums for all numbers: see ``_warm_up``."""
+    """Reset signal handling to the state of a new process. This uses the C module ``_signal``,
+    since ``signal`` creates enums for all numbers, and so writes to memory pages that the session
+    shares."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
 
@@ -69,9 +70,12 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close every descriptor except ``fds`` (wire, spool, …), and move those to high numbers, out
-    of reach of loops that close descriptors. Standard output and error become the spool. Standard
-    input is opened again: the flags of the server's would be shared by all sessions."""
+    """Close every descriptor except ``fds`` (connection, output file, …), and move those to high
+    numbers, out of reach of loops that close descriptors. Returns the new numbers.
+
+    Standard output and error become the output file. Standard input is opened again, since sessions
+    would otherwise share the flags of the server's.
+    """
     at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
     moved = []
     for fd in fds:
@@ -131,8 +135,8 @@ def map_file(fd: int, num_bytes: int) -> memoryview:
 
 
 def mapped_bytes(proc: int | None = None) -> int:
-    """Return the address space of this process. ``proc``: a descriptor of /proc, if it has no path
-    here."""
+    """Return the size of this process's address space in bytes. ``proc`` is a descriptor of /proc,
+    if that has no path here."""
     try:
         fd = os.open(
             "/proc/self/statm" if proc is None else "self/statm",
