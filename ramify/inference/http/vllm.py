@@ -209,8 +209,8 @@ class RamifyServer(VllmServer):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        """Nothing to do: the server pauses by itself during an update, and running requests
-        continue afterwards without losing tokens."""
+        """Nothing to do: the server pauses by itself during an update, and running requests then
+        continue where they stopped."""
 
     async def resume(self) -> None:
         """Nothing to do: the end of an update resumes the engine."""

@@ -177,7 +177,7 @@ class _FirstSlots:
 
 class DecodingSlots:
     """Attention for decoding: each decoding slot has one query token. It runs over the whole block
-    of slots up to the last one that decodes, and skips the results of the others."""
+    of slots up to the last one that decodes, and drops the results of the other slots."""
 
     def __init__(
         self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
