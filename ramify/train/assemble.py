@@ -132,9 +132,10 @@ class RunParts:
 
 
 def assemble(resolved: ResolvedRun) -> RunParts:
-    """Load the parts of a run. If it continues from a checkpoint, a trained tokenizer is read from
-    that, and the rows of supervised fine-tuning are read from its run. Raises ConfigError for
-    mistakes in the recipe that only a tensor library or the model's files show."""
+    """Load the parts of a run. A run that continues from a checkpoint reads its trained tokenizer
+    from the checkpoint, and its rows for supervised fine-tuning from the folder of the earlier run.
+    Raises ConfigError for mistakes in the recipe that cannot be found without a tensor library or
+    the files of the model."""
     task, scaffold, checkpoint = resolved.task, resolved.scaffold, resolved.checkpoint
     run, placement_slots = settled(resolved.run)
     check_device(run)
@@ -205,7 +206,8 @@ def _rows_key(run: Run) -> str:
 
 
 def _other_parts(parts: RunParts, name: str) -> RunParts:
-    """The parts of another policy."""
+    """Return the run's parts for the policy ``name`` of ``Run.policies``, which is trained beside
+    the main policy. ``parts`` belongs to the main policy."""
     run = with_policy_defaults(run_of_policy(parts.run, name))
     check_inference(run)
     check_schedules(run)

@@ -190,7 +190,7 @@ def _evaluator(parts: RunParts, rollouts: RolloutParts) -> SplitEvaluator:
 
 
 class Wiring(NamedTuple):
-    """What the learners of one run share, and the names of one of them."""
+    """What all learners of a run share, and the names of one learner's policy."""
 
     record: RunRecord
     thread: WatchedThread
@@ -210,7 +210,8 @@ def _learner(
     wiring: Wiring,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
-    """The learner of one policy, with the checks of its engines. ``source``: see ``Learner``."""
+    """Build the learner of one policy, with the checks of its engines. ``source`` returns the
+    initial weights of a policy that starts as a copy of another one."""
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
@@ -238,8 +239,8 @@ def _other_learners(
     wiring: Wiring,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
-    """The learners of ``Run.policies``. ``main``: the weights of ``Run.policy``, of which some of
-    them begin as a copy."""
+    """Build the learners of ``Run.policies``. ``main`` has the weights of ``Run.policy``, which are
+    the initial weights of each policy without a model path."""
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")

@@ -97,7 +97,8 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
     def memory_of(self, policy: str) -> dict[str, float]:
-        """State of the algorithm of ``policy``; empty: of ``Run.policy``."""
+        """Return the state of the algorithm that trains ``policy``, a name in ``Run.policies``. The
+        empty name stands for ``Run.policy``."""
         return self.memories.get(policy, {}) if policy else self.memory
 
 

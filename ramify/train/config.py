@@ -183,7 +183,8 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     more than one action."""
 
     def plain(self) -> TaskSpec:
-        """Return the same task by its name and options alone. A subclass may have more fields."""
+        """Return a plain ``TaskSpec`` with the same name and options, without the fields that a
+        subclass may add."""
         if type(self) is TaskSpec:
             return self
         return TaskSpec(name=self.name, options=self.options, validate=self.validate)
@@ -437,8 +438,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def is_evaluated(self) -> bool:
-        """False for supervised fine-tuning on conversations without a task, whose questions the
-        policy could be asked."""
+        """Whether the policy can be evaluated on the run's task. False for supervised fine-tuning
+        on conversations if no task is set."""
         only_talks = self.rl is None and self.sft is not None and self.sft.shows_conversations
         return not only_talks or self.task != TaskSpec()
 

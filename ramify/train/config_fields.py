@@ -133,7 +133,8 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
 
 
 def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
-    """(dotted name, struct) for ``value`` itself or its items."""
+    """Yield every struct in ``value``, a struct or a nested list or mapping of structs, with its
+    dotted name."""
     if isinstance(value, msgspec.Struct):
         yield name, value
     elif isinstance(value, Mapping):

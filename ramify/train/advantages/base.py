@@ -60,7 +60,7 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
             raise ValueError("a turn has policy-gradient weights but no advantages")
 
     def __len__(self) -> int:
-        """N; 0 if there are no streams."""
+        """Return N, the number of tokens sampled in the turn, or 0 if all streams are empty."""
         streams: list[Sized] = [self.advantages, self.rl, self.ce, self.kd, *self.streams.values()]
         return max(len(values) for values in streams)
 
@@ -167,9 +167,10 @@ def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
 
 
 def reduced(algorithm: T, reduction: str | None) -> T:
-    """``algorithm``, and what it wraps, with the reduction that a policy loss carries
-    (``LossSpec.reduction``); ``algorithm`` itself for a loss that carries none, or without a policy
-    gradient."""
+    """Return a copy of ``algorithm`` that uses the loss reduction ``reduction``, which a policy
+    loss may prescribe (``LossSpec.reduction``). Algorithms nested in it are changed in the same
+    way. ``algorithm`` is returned unchanged if ``reduction`` is None or if it imitates
+    demonstrations instead of following a policy gradient."""
     if reduction is None or getattr(algorithm, "imitates", False):
         return algorithm
     fields = getattr(algorithm, "__struct_fields__", ())
@@ -191,8 +192,8 @@ _BY_TRAINER = ("ref_logprobs",)
 
 
 def even_streams(rollouts: Sequence[AssignedRollout]) -> None:
-    """Give every ``TokenCredit`` every named stream, filled with values that change nothing if it
-    has none, because all sequences of a step must have the same streams."""
+    """Give every ``TokenCredit`` the same named streams, because all sequences of a step must have
+    the same ones. A missing stream is filled with values that have no effect."""
     widths: dict[str, int | None] = {}
     for rollout in rollouts:
         for credit in rollout.credits.values():
@@ -214,7 +215,8 @@ def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
 
 
 def _replaced(struct: T, field: str, value: object) -> T:
-    """A copy with another value of ``field``. Its options are not checked again."""
+    """Return a copy of ``struct`` in which ``field`` has a new value. The copy is not validated
+    again."""
     replaced = copy.copy(struct)
     msgspec.structs.force_setattr(replaced, field, value)  # type: ignore[arg-type]
     return replaced

@@ -1,15 +1,18 @@
-"""One algorithm for each task of a mixture (``tasks/mixture.py``).
+"""Use a different algorithm for each task of a mixture (``tasks/mixture.py``).
 
     groups of a step ── by part ──> sums:   GRPO(reduction="token")   ┐  each as if it were alone
                                     papers: DrGRPO(credit="per_role") ┘  in the step
     loss of the step = Σ share(part) · loss(part)
 
-Two groups of ``sums`` and one of ``papers`` have a signal: the shares are 2/3 and 1/3. So an item
-counts as much as any other, whatever its task's algorithm divides by, and the same algorithm for
-every task is that algorithm alone. Statistics over the step (``normalise``, running means) are of
-one task. Decides the shares and which algorithms can share a step. Not here: how often a task is
-sampled and the factor of its rewards (``MixturePart``), and the policy loss, which is the run's
-(``rl.loss``).
+Each part of the mixture is weighted by its share of the groups with a signal. If two groups of the
+part ``sums`` and one of ``papers`` have a signal, the shares are 2/3 and 1/3. So every item counts
+the same, whatever its task's algorithm divides by. If all parts use the same algorithm, the result
+is the same as without ``by_task``. Statistics over a step (``normalise``, running means) are kept
+separately for each task.
+
+Decides the shares and which algorithms can share a step. Not here: how often a task is sampled, the
+factor of its rewards (both in ``MixturePart``), and the policy loss, which is the same for the
+whole run (``rl.loss``).
 """
 
 from __future__ import annotations
@@ -82,8 +85,9 @@ class ByTask(
                 )
 
     def check(self, parts: Collection[str], trained: Collection[str]) -> None:
-        """Raise ConfigError if the algorithms do not fit a mixture of ``parts``, of which
-        ``trained`` have items to train on, or cannot share a step."""
+        """Raise ConfigError if the algorithms do not match the parts of the mixture, or if they
+        cannot be trained in one optimizer step. ``parts`` names all parts, ``trained`` those with
+        items to train on."""
         for name in self.tasks:
             if name not in parts:
                 raise ConfigError(
@@ -113,7 +117,7 @@ class ByTask(
             )
 
     def of(self, part: str) -> Algorithm:
-        """The algorithm of a part, with its state."""
+        """Return the algorithm for one part of the mixture, with its saved state restored."""
         algorithm = self.tasks.get(part, self.other)
         prefix = f"{part}/"
         own = {
@@ -201,7 +205,8 @@ class ByTask(
 def _scaled(
     rollout: AssignedRollout, share: float, denominators: Mapping[str, float]
 ) -> AssignedRollout:
-    """``rollout`` with weights that need no denominator: a part of the whole step."""
+    """Return ``rollout`` with its weights multiplied by ``share`` and already divided by the
+    denominators of its own part, so that the parts of a step can simply be added."""
     factors = {name: share / value for name, value in denominators.items() if value}
 
     def weighed(name: str, weights: list[float]) -> list[float]:

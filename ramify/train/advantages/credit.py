@@ -57,7 +57,8 @@ class Baseline(Protocol):
     """A function from the returns of several attempts at the same thing to their advantages."""
 
     def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """``lengths``: sampled tokens of each attempt; empty if unknown."""
+        """Return the advantage of each attempt. ``returns`` has one return per attempt, and
+        ``lengths`` the number of tokens sampled in each, or nothing if they are unknown."""
         ...
 
 
@@ -104,12 +105,13 @@ def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
 
 
 def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Add to the parent's advantage how much better the call's own reward is than those of the
-    calls of the same role and depth in the *other* trees. If no other tree has such a call, its own
-    reward counts as it is.
+    """Compare each call's own reward with the rewards of calls of the same role and depth in the
+    *other* trees, and add the difference to the parent's advantage. If no other tree has such a
+    call, the call's own reward is added in full.
 
-    roots 4 and 0; child rewards 1, 3 in one tree and 1, 5 in the other; γ = 1; less the others'
-    mean: the roots get ±4, and the children 4 + (1-3), 4 + (3-3) and -4 + (1-2), -4 + (5-2)."""
+    For example, with γ = 1 and the mean of the others as baseline: the roots have rewards 4 and 0,
+    and the children have rewards 1, 3 in one tree and 1, 5 in the other. The roots get ±4, and the
+    children 4 + (1-3), 4 + (3-3), -4 + (1-2) and -4 + (5-2)."""
     by_role = _Peers(trees, _role)
     return _advantages(trees, baseline, gamma, by_role.across)
 
@@ -210,13 +212,15 @@ in the place of that call, which has its own there; None if nothing is comparabl
 def _advantages(
     trees: Sequence[Tree], baseline: Baseline, gamma: float, own_rewards: OwnRewards
 ) -> list[Numbers]:
-    """Compare each call's return with what every other tree of the group has in its place: γ times
-    what it has in the place of the parent, plus its own reward.
+    """Compare each call's return with one return from every other tree of the group. A call's
+    return is its own reward plus γ times its parent's return. In the other trees, ``own_rewards``
+    says which reward takes the place of the call's own.
 
-    So a call is compared among as many returns as its root, whether or not the other trees
-    recursed, and its advantage has its root's scale. With ``dr_grpo`` and ``rloo`` it is γ times
-    its parent's advantage plus its own reward less the others', times (n-1)/n or 1. Agents make no
-    calls, so trees with several of them are compared as by ``root``."""
+    So a call is compared with as many returns as its root, even if the other trees did not recurse,
+    and its advantage has the same scale as the root's. With ``rloo``, a call's advantage is γ times
+    the parent's advantage plus the difference between its own reward and the mean of the others.
+    With ``dr_grpo`` this difference is multiplied by (n-1)/n. Trees with several agents are
+    compared as by ``root``, since agents make no calls."""
     if any(len(roots_of(tree)) > 1 for tree in trees):
         return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
@@ -247,8 +251,9 @@ def _advantages(
 def checked(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
-    """``advantages``, which ``baseline``, perhaps of a plug-in, gave for ``returns``. Raises
-    ConfigError unless they are a finite number for each."""
+    """Return ``advantages`` unchanged after checking what ``baseline``, which may come from a
+    plug-in, computed. Raises ConfigError unless there is one finite number for each of
+    ``returns``."""
     if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
         owner = type(getattr(baseline, "__self__", baseline)).__name__
         raise ConfigError(
@@ -262,8 +267,9 @@ def own_advantages(
     trees: Sequence[Tree],
     compare: Callable[[Sequence[float], Sequence[int]], Sequence[float]],
 ) -> list[Numbers]:
-    """For each call below a root: its own reward compared with those of the calls of its role and
-    depth in other trees, without its parent's part. See ``per_role``."""
+    """Return an advantage for each call below a root that depends on the call's own reward alone,
+    and not on its parent's advantage. The reward is compared with the rewards of calls of the same
+    role and depth in other trees."""
     by_role = _Peers(trees, _role)
     numbers: list[Numbers] = []
     for index, tree in enumerate(trees):
@@ -280,7 +286,8 @@ def own_advantages(
 
 
 class _Peers:
-    """Own rewards of all calls below the roots of a group, by a key that comparable calls share."""
+    """The rewards of all calls below the roots of a group, grouped by a key. Two calls with the
+    same key (for example the same role and depth) are comparable: they are peers."""
 
     def __init__(self, trees: Sequence[Tree], key: Callable[[CreditNode], Hashable]) -> None:
         self._trees, self._key = trees, key
@@ -296,8 +303,9 @@ class _Peers:
         }
 
     def across(self, index: int, id: str) -> list[float] | None:
-        """The call's own reward in the place of its tree, and each other tree's mean over its
-        peers. A tree without peers has the mean of those trees that have some."""
+        """Return one reward per tree: the call's own reward for its own tree, and the mean reward
+        of the call's peers for each other tree. A tree without peers gets the mean over the other
+        trees that have some. Returns None if no other tree has any."""
         node = self._trees[index][id]
         means = self._means[self._key(node)]
         others = [mean for place, mean in means.items() if place != index]
@@ -309,9 +317,13 @@ class _Peers:
         return by_tree
 
     def within(self, index: int, id: str, spread: _Peers) -> list[float] | None:
-        """The call's own reward in the place of its tree. The other trees have, in the mean, what
-        its peers in its own tree have, and differ from that mean as their peers by ``spread`` do:
-        an estimator that divides by the standard deviation needs one."""
+        """Compare a call with its peers in the same tree, by making up a reward for each other
+        tree.
+
+        Returns one reward per tree, with the call's own reward for its own tree. The made-up
+        rewards average to the mean of the peers in the call's tree. They vary as the rewards that
+        ``spread`` finds in the other trees do, since an estimator that divides by the standard
+        deviation needs some variation. Returns None if the call has no peers in its tree."""
         expected = self.mean_within(index, id)
         if expected is None:
             return None
@@ -331,8 +343,9 @@ class _Peers:
 
 
 def _single_tree(tree: Tree, gamma: float, key: Callable[[CreditNode], Hashable]) -> Numbers:
-    """The advantages in a group of one tree, whose root has none: own rewards less the mean of
-    peers in the same tree, plus γ · the parent's advantage."""
+    """Return the advantages in a group that has only one tree. The root has nothing to be compared
+    with and gets 0. Each other call gets γ times its parent's advantage, plus the difference
+    between its own reward and the mean of its peers in the tree."""
     peers, numbers = _Peers([tree], key), dict[str, float]()
     for id, node in tree.items():
         if node.parent is None:
@@ -472,8 +485,8 @@ def parent_of(trajectory: Trajectory, call: Call) -> str | None:
 
 
 def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
-    """(index, turn, number of sampled tokens) for each turn of ``call`` whose exact ids and
-    log-probabilities are known."""
+    """Yield the index, the turn and the number of sampled tokens for each turn of ``call`` whose
+    exact token ids and log-probabilities are known."""
     for index, turn in enumerate(call.turns):
         if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
             yield index, turn, len(turn.reply.token_ids)
@@ -498,7 +511,7 @@ def ends_in_cut_reply(call: Call) -> bool:
 
 
 def length_of(trajectory: Trajectory) -> RolloutLength:
-    """Sampled tokens, prompt tokens and turns of the whole tree."""
+    """Count the sampled tokens, the prompt tokens and the turns of the whole call tree."""
     turns = [turn for call in trajectory.calls for turn in call.turns]
     num_input = sum(len(turn.reply.prompt_ids or ()) for turn in turns)
     num_output = sum(len(turn.reply.token_ids or ()) for turn in turns)

@@ -93,7 +93,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def _with_children(
         self, trajectory: Trajectory, roots: dict[tuple[str, int], TurnCredit], own: Numbers
     ) -> TurnCredits:
-        """``roots`` and the credit of each turn of the calls that these turns made."""
+        """Return the credit of all turns: ``roots``, which has that of the root's turns, extended
+        by the turns of all calls below. A call's turns get the advantage of the turn that made the
+        call, times ``gamma_tree``, plus the call's number in ``own``."""
         credits: TurnCredits = dict(roots)
         of_call: dict[str, TurnCredit] = {}
         for call in trajectory.calls:
@@ -192,19 +194,21 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         return self._compared(values)
 
     def _share(self, place: int, num: int) -> float:
-        """Part of a segment's weight that the continuation ``place`` of ``num`` carries."""
+        """Return the fraction of a segment's weight that one of its continuations carries.
+        ``place`` is the index of the continuation among ``num``."""
         return 1 / num
 
 
 class VineEstimator(BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="vine"):
-    """Estimate values at turns by continuations (VinePPO 2410.01679, SPO 2505.23564): a turn's
-    advantage is the value after it minus the value before it, and only the first line learns.
+    """Estimate the value of a state from continuations sampled at that state (VinePPO 2410.01679,
+    SPO 2505.23564). A turn's advantage is the value after the turn minus the value before it. Only
+    the first continuation of each fork is trained on.
 
         A = V(state after) - V(state before)    V: mean reward of continuations from that state
 
-    V before a turn leaves the turn's own continuation out. Between two forks, all turns share one
-    difference, as in SPO's segments. The other continuations cost no learning. With
-    ``rl.rollout.branch.lines=first`` they are single lines, as in VinePPO.
+    V before a turn leaves the turn's own continuation out. All turns between two forks have the
+    same advantage, as in SPO's segments. With ``rl.rollout.branch.lines=first``, the other
+    continuations do not fork again, as in VinePPO.
 
     Example:
         train.RlSpec(
@@ -311,11 +315,13 @@ class _Values:
     """Computes the values of the segments of one rollout."""
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
-        """``rewards`` maps the last call of a line to the reward of the line."""
+        """``rewards`` maps the id of each last call to the reward of the continuation that it
+        ends."""
         self._rewards = rewards
 
     def of(self, segment: RootSegment) -> float:
-        """The line's reward, or the mean value of the continuations."""
+        """Return the value of a segment: the mean value of the continuations that follow, or the
+        final reward if there are none."""
         if not segment.continuations:
             return self._rewards[segment.call.id]
         return fmean(map(self.of, segment.continuations))

@@ -77,7 +77,8 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
 
 def _names(group: Group) -> list[str]:
-    """Names of all rewards in a group, of whole rollouts and of calls."""
+    """Return the names of all rewards in a group, sorted. Rewards of whole rollouts and rewards of
+    single calls are included."""
     return sorted(
         {
             name

@@ -245,11 +245,12 @@ class ScoredStep:
         has_baseline: bool = True,
         rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
     ) -> AssignedStep:
-        """The credit of the step's tokens.
+        """Turn the advantages of calls into the credit of each token of the step.
 
-        ``gamma`` discounts a call's number by the count of tokens sampled after each token.
-        ``has_baseline``: a number of 0 carries no signal. ``rescale`` changes the numbers of all
-        rollouts of the step together; without it, ``options.normalise`` does so by token."""
+        ``gamma`` is a discount per token: a token's advantage is the call's, times ``gamma`` for
+        each token sampled later in the call. With ``has_baseline``, a group in which all advantages
+        are 0 carries no signal. ``rescale`` changes the advantages of all calls of the step
+        together. Without it, advantages are normalised by token if ``options.normalise`` is set."""
         options = self._options
         rollouts = [each.rollouts() for each in self._scored]
         teaches = [not has_baseline or _teaches(group) for group in rollouts]
@@ -334,7 +335,8 @@ def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
 
 
 def _check_numbers(credit: str, group: ScoredGroup) -> None:
-    """Raise ConfigError unless a credit, which may be of a plug-in, gave each call a number."""
+    """Raise ConfigError unless the credit function, which may come from a plug-in, returned a
+    finite advantage for each call."""
     trees, numbers = group.trees, group.advantages
     if len(numbers) != len(trees):
         raise ConfigError(f"credit '{credit}' gave {len(numbers)} results for {len(trees)} trees")
@@ -444,7 +446,7 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
 def _per_token(
     rollout: _Rollout, counts: Mapping[str, float], gamma: float
 ) -> dict[str, list[float]]:
-    """Call id -> the advantage of each of its tokens that may carry loss."""
+    """Return the advantages of the tokens that may carry loss, as a list for each call id."""
     numbers = rollout.numbers
     if (turns := rollout.turns) is not None:
         return {

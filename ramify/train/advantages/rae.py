@@ -27,7 +27,8 @@ from ramify.types.trajectory import Group
 class RAE(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
 ):
-    """RAE estimator; implements ``Algorithm``.
+    """Role-conditioned advantage estimation: compare each return with a running mean for the call's
+    role. Implements ``Algorithm``.
 
     Example:
         train.RlSpec(algorithm=train.RAE(decay=0.9))

@@ -48,14 +48,15 @@ class CallTokens(NamedTuple):
     """(row, indices of its sampled tokens)"""
 
     def read(self, name: str) -> Doubles:
-        """[N] the values of a stream or of ``advantages``. Raises TrainError if a row has no such
-        stream."""
+        """Return the values [N] of a stream, or of ``advantages``. Raises TrainError if a row has
+        no such stream."""
         return np.concatenate(
             [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
         )
 
     def write(self, name: str, values: Doubles) -> None:
-        """Write [N] values into the rows; a new stream is 0 on all other tokens."""
+        """Write ``values`` [N] to the stream ``name``, or to ``advantages``, at the tokens of this
+        call. A stream that a row does not have yet is created and is 0 at all other tokens."""
         start = 0
         for row, tokens in self.parts:
             if name != "advantages" and name not in row.streams:
@@ -66,7 +67,8 @@ class CallTokens(NamedTuple):
 
 
 def lines(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
-    """The tokens of each call, in the order in which the calls first appear."""
+    """Group the sampled tokens of ``rows`` by call. Calls are returned in the order in which they
+    first appear."""
     by_call: dict[str, list[tuple[TokenSequence, Ints]]] = {}
     for row in rows:
         tokens = np.flatnonzero(row.rl)
@@ -171,10 +173,12 @@ Norm = Literal["none", "group", "step_index"]
 
 
 def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Normalise within each step index.
+    """Normalise numbers within each step index: subtract the mean over the trajectories and divide
+    by the standard deviation. ``rows`` has one mapping from step index to number for each
+    trajectory.
 
-    R [2, 2], [-2, 0, -2], [0, -2]: step 0 gives 1.2247, -1.2247, 0; step 1 the same; step 2, which
-    only one trajectory has, gives 0."""
+    For example, three trajectories have [2, 2], [-2, 0, -2] and [0, -2]. Step 0 becomes 1.2247,
+    -1.2247 and 0, and so does step 1. Step 2, which only one trajectory has, becomes 0."""
     buckets: dict[K, list[float]] = defaultdict(list)
     for row in rows:
         for step, value in row.items():

@@ -74,8 +74,9 @@ def weights(
     share: Share = "token",
     rollout_tokens: float = 1.0,
 ) -> tuple[list[list[Weights]], float]:
-    """(weights by group, rollout and call; the denominator of the step). Rollouts without tokens do
-    not count.
+    """Return the weight of each token, and the denominator by which the step's loss is divided. The
+    weights are nested by group, rollout and call id, and all tokens of a call weigh the same.
+    Rollouts without tokens are not counted.
 
     ``rollout_tokens`` is L, the tokens per rollout that ``reduction="constant"`` divides by."""
     name = ALSO.get(reduction, reduction)
@@ -105,8 +106,9 @@ StepWeights = tuple[list[list[Weights]], float]
 
 
 def shares_of(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
-    """For each call, a token's part of the step by ``other`` over its part by ``base``: 1 if both
-    weigh it alike."""
+    """Return for each call how much more one of its tokens counts under the weighting ``other``
+    than under ``base``: the quotient of its shares of the step's loss. The result is 1 if both
+    weightings count the token the same."""
     scale = base[1] / other[1] if other[1] else 0.0
     return [
         [
@@ -122,13 +124,13 @@ _SLOWEST = 0.1
 
 
 class MeanTokens(NamedTuple):
-    """L as a running mean over the steps before: the plain mean of ten steps, then an exponential
-    one. It changes slowly, so that clipping by norm means the same for narrow and wide trees. It
-    does not depend on the step that it divides, except in a run's first step, which has none
-    before it and is divided by its own mean.
+    """Running mean of the number of tokens per rollout: L, by which ``reduction="constant"``
+    divides. It is the plain mean of the first ten steps, then an exponential one. It changes
+    slowly, so that clipping by norm means the same for narrow and wide trees. A step is divided by
+    the mean of the steps before it. Only a run's first step is divided by its own mean.
 
-    steps of 100 and 300 tokens per rollout: 100 divides the first two, 200 the third
-    """
+    For example, if the first steps have 100 and 300 tokens per rollout, both are divided by 100,
+    and the third by 200."""
 
     value: float = 1.0
     steps: int = 0
@@ -143,7 +145,8 @@ class MeanTokens(NamedTuple):
         return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
 
     def divisor(self, groups: Sequence[Sequence[Counts]]) -> float:
-        """L of a step with these rollouts."""
+        """Return the number of tokens per rollout by which a step with these rollouts is
+        divided."""
         return self.value if self.steps else self.after(groups).value
 
     def after(self, groups: Sequence[Sequence[Counts]]) -> MeanTokens:
@@ -159,7 +162,7 @@ class MeanTokens(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Rollouts and tokens of a group that carry loss."""
+    """Size of a group: its rollouts with at least one token that carries loss, and these tokens."""
 
     rollouts: int
     tokens: float

@@ -69,7 +69,8 @@ def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
 def begin(
     lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, initial values) of every A and B. ``shapes``: of the matrices ``names``."""
+    """Yield the name and the initial values of the matrices A and B of every adapter. ``names`` are
+    the matrices that get an adapter, and ``shapes`` has their shapes."""
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
         rows, columns = shapes[name]
@@ -94,7 +95,8 @@ def pair(name: str) -> tuple[str, str]:
 
 @contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside: the base model."""
+    """Disable the adapters within the ``with`` block, so that the model computes as the base
+    model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

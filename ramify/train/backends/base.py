@@ -239,9 +239,10 @@ class TrainedModel(Protocol):
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
-        """Like ``backend``, with a critic. If ``own`` is None, the critic is a value head on the
-        policy's layers. Otherwise it is a separate model, which starts as a copy of the policy and
-        is stepped with ``own``."""
+        """Return a backend that trains the policy together with a critic. ``optim`` is the policy's
+        optimizer, and ``own`` is the critic's. If ``own`` is None, the critic is a value head on
+        the policy's layers. Otherwise it is a separate model that starts as a copy of the
+        policy."""
         ...
 
     def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
@@ -307,9 +308,9 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """For each batch, [E]: log-probabilities of its entries under the current policy, with the
-        temperature and sampling support that they were sampled with. ``pack.attach`` maps them back
-        to the sequences."""
+        """Return log-probabilities under the current policy: an array [E] for each batch, one
+        number per entry. They are computed with the temperature and the sampling support that the
+        entry was sampled with. ``pack.attach`` maps them back to the sequences."""
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:

@@ -120,7 +120,8 @@ class FsdpBackend:
         return self._collect("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, copy of the full tensor); each is gathered when it is requested."""
+        """Yield the name and a copy of each full tensor. A tensor is gathered only when it is
+        requested."""
         return self._model.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -178,8 +179,11 @@ class FsdpBackend:
         return [by_index[index] for index in range(len(batches))]
 
     def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
-        """(``tensor`` group -> indices of its batches, rank -> these batches, padded with None to
-        the longest list)"""
+        """Divide the batches among the ranks. The ranks of a tensor-parallel group compute the same
+        batches.
+
+        Returns two lists: the indices of its batches for each group, and the batches themselves for
+        each rank. The lists of batches are padded with None to the same length."""
         for batch in batches:
             check_window(batch, self._model.policy.window)
         shares = dealt(batches, self._mesh.num_batches)
@@ -297,8 +301,9 @@ class FsdpModel:
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) on the CPU, one at a time. With adapters, these are added to the
-        initial weights, which are gathered too unless this process keeps them."""
+        """Yield the name and the full tensor of each weight, on the CPU, one at a time. A model
+        with adapters yields its initial weights plus the adapters. Initial weights that this
+        process does not hold are gathered as well."""
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
@@ -306,8 +311,9 @@ class FsdpModel:
             yield name, base.detach() if make is None else make()
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """(name, tensor of its shape, function that gathers it, or None if it is frozen and
-        here)"""
+        """Describe each weight without gathering it: yield its name, a tensor of its shape, and a
+        function that gathers it. The function is None for a frozen weight that this process holds,
+        since the tensor is then the weight itself."""
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
             blank = torch.empty(shape, device="meta")
@@ -321,7 +327,8 @@ class FsdpModel:
                 yield name, blank, FrozenTensor(partial(self._base, name), (id(self), name))
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every A and B: everything that changes."""
+        """Yield the name and the tensor of each adapter matrix (A and B). Nothing else is
+        trained."""
         yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -162,8 +162,9 @@ class RankMesh:
 
 
 def _packed(model: Any) -> dict[str, int]:
-    """Parameter that is two matrices side by side, as the gate and up projections of experts are,
-    -> the dimension along which they are."""
+    """Return the parameters that hold two matrices side by side, such as the gate and up
+    projections of experts. The result maps the parameter's name to the dimension along which they
+    are joined."""
     rules = {
         name: style
         for name, style in (getattr(model, "_tp_plan", None) or {}).items()

@@ -75,8 +75,8 @@ def attach(
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) as in the model without adapters, with the adapters added to the
-    weights."""
+    """Yield the names and tensors that the model would have without adapters. Each weight has its
+    adapter added."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:

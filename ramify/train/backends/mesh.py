@@ -43,7 +43,8 @@ class MeshSizes(NamedTuple):
 
     @classmethod
     def of(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
-        """Raises ConfigError if the ranks do not fill the mesh."""
+        """Compute the sizes of a mesh of ``num_ranks`` ranks. The number of shards follows from the
+        other sizes. Raises ConfigError if the ranks do not fill the mesh."""
         rest = replicas * tensor
         if num_ranks % rest:
             named = f"{replicas} replicas" + (f" x {tensor} tensor" if tensor > 1 else "")
@@ -96,9 +97,9 @@ def check_model(
     tensor_plan: Mapping[str, str],
     expert_plan: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError if layers of a Hugging Face configuration cannot be split over the mesh:
-    the sizes that do not divide, with the divisors that would, or a class without a plan. The
-    plans: a recipe's own rules."""
+    """Raise ConfigError if the layers of a Hugging Face model cannot be split over the mesh. The
+    error names the sizes that are not divisible, with divisors that would fit, or the model class
+    if it has no plan. ``tensor_plan`` and ``expert_plan`` are additional rules from the recipe."""
     if not sizes.splits_layers:
         return
     need_plans()

@@ -16,8 +16,9 @@ from ramify.models.dense import DenseModel, unsupported
 
 
 def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
-    """The model of a Hugging Face configuration without its weights. Computed buffers (rotations)
-    have their values. ``splits_layers``: as transformers' own module, which has plans for it."""
+    """Build the model of a Hugging Face configuration on the meta device, so without weights.
+    Computed buffers (rotations) have their values. With ``splits_layers``, the model is always the
+    one from ``transformers``, which comes with plans for splitting its layers."""
     if unsupported(config) is None and not splits_layers:
         with torch.device("meta"):
             return DenseModel(config).eval()

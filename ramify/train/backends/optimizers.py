@@ -1,7 +1,7 @@
-"""The optimizer of one model (which parameters Muon updates, which ones AdamW, which ones decay),
-and the layout of its weights, by which ``single.py`` computes whichever way they are
-stored. ``SingleProcessLayout`` is for a single device that holds all weights; ``sharding.py`` has
-that of several ranks.
+"""The optimizer of one model, and how it accesses the weights. Decides which parameters Muon
+updates, which ones AdamW updates, and which ones have weight decay. A ``WeightLayout`` hides from
+``single.py`` how the weights are stored. ``SingleProcessLayout`` is for one device that holds them
+all; the layout for several ranks is in ``sharding.py``.
 
     matrices inside layers         Muon or AdamW, with weight decay
     embedding, output matrix       AdamW, without weight decay
@@ -125,7 +125,7 @@ class CombinedOptimizer:
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices inside layers, all other parameters) that are trained."""
+    """Split the trained parameters into the matrices inside layers and all others."""
     inside: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -148,7 +148,8 @@ def is_inside(name: str, parameter: nn.Parameter) -> bool:
 
 
 def orthogonal(matrices_nRC: Tensor) -> Tensor:
-    """Each matrix with its singular values brought close to 1 (0.7 to 1.2), [n, R, C]."""
+    """Approximate the nearest orthogonal matrix to each of n matrices [n, R, C]: bring all singular
+    values close to 1 (0.7 to 1.2)."""
     x = matrices_nRC.to(torch.bfloat16 if matrices_nRC.is_cuda else torch.float32)
     is_tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if is_tall else x
@@ -184,7 +185,7 @@ class WeightLayout(Protocol):
         ...
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that compute different batches."""
+        """Sum ``tensor`` over the ranks that compute different batches."""
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:

@@ -277,7 +277,9 @@ class RankModels:
     def logprobs(
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
     ) -> list[Floats]:
-        """[E] of each batch that is one; ``base``: of the model without its adapters."""
+        """Return the log-probabilities [E] of each batch. Where the list has None, the rank
+        computes the batch ``idle`` to stay in step with the others, and returns nothing for it.
+        With ``base``, the model computes without its adapters."""
         made = self._models[key]
         with adapters.without(made.model) if base else nullcontext():
             found = [
@@ -334,7 +336,8 @@ def is_of_critic(name: str) -> bool:
 
 
 def idle(batch: Batch) -> Batch:
-    """A batch of one token without weight, otherwise like ``batch``."""
+    """Return a batch of one token that has no weight. Its streams and denominators have the same
+    names as those of ``batch``. A rank computes it when it has no batch left."""
     streams: dict[str, Any] = {
         name: np.zeros_like(column[:1]) for name, column in batch.streams.items()
     }

@@ -67,7 +67,8 @@ class ShardedMuon(Muon):
         )
 
     def _rows(self, parameter: Any, beta: float) -> Tensor:
-        """Like ``_momentum``, for this rank's rows; the state is sharded like the parameter."""
+        """Compute the Nesterov momentum of the gradient for the rows of a matrix that this rank
+        holds. The optimizer's state is sharded like the parameter."""
         gradient = parameter.grad
         state = self.state[parameter]
         if not state:

@@ -41,7 +41,8 @@ class RandomState(NamedTuple):
 
 
 class ShardedState(NamedTuple):
-    """What is written and read."""
+    """The part of a model's training state that this rank holds: it is written to and read from a
+    checkpoint."""
 
     weights: Mapping[str, Any]
     """Name -> this rank's part of a trained parameter."""
@@ -178,7 +179,7 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 def _moments(
     weights: Mapping[str, Any], optimizers: CombinedOptimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Name -> its optimizer state."""
+    """Return the optimizer state of each parameter, by the parameter's name."""
     states = {
         parameter: state for each in optimizers.each for parameter, state in each.state.items()
     }

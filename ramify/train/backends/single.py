@@ -315,8 +315,8 @@ class SingleBackend:
     def _run_model(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probabilities [E, j], entropies [E], values [E, 1] if there is a critic): everything
-        that needs the weights."""
+        """Compute everything that needs the weights: return the log-probabilities [E, j], the
+        entropies [E], and the values [E, 1], or None if there is no critic."""
         with self._autocast():
             rows, places = (
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
@@ -345,8 +345,8 @@ class SingleBackend:
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Log-probabilities of each entry's token, of its candidates if it has some, and of its
-        ``num`` likeliest tokens, at the entry's temperature."""
+        """Return log-probabilities at each entry's temperature: of the entry's token, of its
+        ``num`` likeliest tokens, and of its candidate tokens if the batch has any."""
         temperature, targets = (
             self._tensor(batch.streams["temperature"]),
             self._tensor(batch.targets)[:, None],

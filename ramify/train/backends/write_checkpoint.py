@@ -79,9 +79,10 @@ def export_model(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """``export`` for tensors with the names of ``model``, which may be on the meta device; on disk
-    they get the names and the form of its checkpoints. ``shapes``: of ``tensors``, in their
-    order."""
+    """Write a checkpoint for ``model``, which may be on the meta device. ``tensors`` yields its
+    weights under the names that they have in memory. In the files they have the names and the
+    layout of the model's published checkpoints. ``shapes`` has the shape of each tensor, in the
+    same order."""
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in found:

@@ -82,7 +82,8 @@ class NodeCopies:
     """How often the stretches of a step's batches compute each node of its forest."""
 
     def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
-        """``stretches``: whole nodes one below the other, of which ``last`` is the last."""
+        """Count how often each node of the forest is computed. Each of ``stretches`` covers a chain
+        of whole nodes, and its ``last`` is the index of the node at the end of the chain."""
         self._nodes = radix_forest.nodes
         self._num = [0] * len(self._nodes)
         for stretch in stretches:
@@ -90,14 +91,16 @@ class NodeCopies:
                 self._num[node] += 1
 
     def weights(self, stretch: ForestNode) -> Floats:
-        """[n] of each token: 1 / how often it is computed."""
+        """Return a weight for each of the n tokens in ``stretch``: 1 divided by the number of times
+        that the token is computed."""
         within = self._within(stretch)[::-1]
         sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
         weights = np.array([1 / self._num[node] for node in within], np.float32)
         return weights.repeat(sizes)
 
     def _within(self, stretch: ForestNode) -> list[int]:
-        """The nodes of a stretch, from the last to the first."""
+        """Return the indices of the forest's nodes that ``stretch`` covers, from the last to the
+        first."""
         found, node = [stretch.last], self._nodes[stretch.last]
         while node.begin > stretch.begin:
             found.append(node.parent)
