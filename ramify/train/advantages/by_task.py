@@ -205,8 +205,8 @@ class ByTask(
 def _scaled(
     rollout: AssignedRollout, share: float, denominators: Mapping[str, float]
 ) -> AssignedRollout:
-    """Return ``rollout`` with its weights multiplied by ``share`` and already divided by the
-    denominators of its own part, so that the parts of a step can simply be added."""
+    """Multiply the weights of ``rollout`` by ``share`` and divide them by the ``denominators`` of
+    its part, so that the losses of all parts can simply be added."""
     factors = {name: share / value for name, value in denominators.items() if value}
 
     def weighed(name: str, weights: list[float]) -> list[float]:

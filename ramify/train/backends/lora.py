@@ -86,8 +86,9 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
-    """Like ``merged``, but nothing is computed yet: (name, base parameter, the base with its
-    adapter, or None if it has none)."""
+    """Yield the names and tensors that the model would have without adapters, before any adapter is
+    added. The third item adds the adapter to the tensor when it is called. It is None for a tensor
+    without an adapter."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:

@@ -315,8 +315,8 @@ class SingleBackend:
     def _run_model(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute everything that needs the weights: return the log-probabilities [E, j], the
-        entropies [E], and the values [E, 1], or None if there is no critic."""
+        """Compute everything that needs the weights: the log-probabilities [E, j], the entropies
+        [E], and with a critic the values [E, 1], otherwise None."""
         with self._autocast():
             rows, places = (
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
