@@ -211,7 +211,8 @@ class ChildProcess:
         return first, second, third
 
     def _started(self, program: str) -> int:
-        """The command's process id. Raises OSError."""
+        """Wait until the guard has started the command, and return its process id. Raises OSError
+        if it cannot be started."""
         line, until = None, time.monotonic() + _START_S
         while line is None and self._is_readable(until):
             line = self._line()
@@ -232,7 +233,8 @@ class ChildProcess:
         return bool(poll.poll(left_s * 1000))
 
     def _line(self) -> str | None:
-        """The next line from the guard: empty if it has ended, None if none has arrived."""
+        """Return the next line from the guard: empty if the guard has ended, None if no line has
+        arrived."""
         try:
             block = os.read(self._socket, 1000)
         except BlockingIOError:
@@ -292,7 +294,8 @@ def end_when_done(processes: Sequence[Process], timeout_s: float) -> None:
 
 
 def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:
-    """The end of a process as the rest of a sentence. ``log_tail`` is None if it has no log."""
+    """Describe how a process ended, as the rest of a sentence. ``log_tail`` is the end of its log,
+    or None if it has no log."""
     if status is None:
         how = "still runs"
     elif status < 0:

@@ -86,7 +86,7 @@ def check_program(word: str, where: str) -> None:
 
 
 def passed_on() -> dict[str, str]:
-    """The variables of ``PASSED_ON`` that this process has."""
+    """Return the environment variables in ``PASSED_ON`` that this process has."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 

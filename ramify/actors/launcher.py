@@ -57,7 +57,7 @@ class SlotResources(NamedTuple):
 
 
 class SlotMember(NamedTuple):
-    """One process of a role."""
+    """A process, given by its role (such as ``trainer``) and its number in that role."""
 
     role: str
     number: int
@@ -123,8 +123,8 @@ class Launcher(Protocol):
         ...
 
     def renew(self, member: SlotMember) -> None:
-        """Ensure that the member has a slot: if its own is lost, find another, perhaps on another
-        machine. This may take a while. Raises ConfigError if there is none."""
+        """Ensure that the process ``member`` has a slot. If its slot is lost, another one is found,
+        perhaps on another machine, which may take a while. Raises ConfigError if there is none."""
         ...
 
     def close(self) -> None:
@@ -244,8 +244,8 @@ class RemoteProcess:
     def __init__(
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
     ) -> None:
-        """``ask`` runs a method of ``NodeAgent``; it returns None if the agent is gone, and with it
-        the process."""
+        """``ask`` calls a method of the ``NodeAgent``. It returns None if the agent is gone; the
+        process is then gone, too."""
         self._ask = ask
         self._name = name
         self.pid = pid if is_here else 0

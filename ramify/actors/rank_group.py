@@ -71,7 +71,7 @@ class RemoteRankError(TrainError):
 
 
 class RankGroup:
-    """All ranks, as seen from rank 0."""
+    """All ranks of a group, as rank 0 controls them: it calls methods that every rank runs."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RankGroup:
         return _values([first, *(_received(each, kind) for each in others)])
 
     def stacks(self) -> str:
-        """Stacks of the other ranks, as text."""
+        """Return the stack traces of the other ranks, as text."""
         return self._watch.stacks()
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ TrainError."""
 
 @functools.cache
 def _types(kind: Any, verb: str) -> tuple[list[Any], Any]:
-    """Return (the types of a verb's parameters, the type of its value)."""
+    """Return the types of a method's parameters, and the type of its result."""
     hints = typing.get_type_hints(getattr(kind, verb))
     value = hints.pop("return")
     return list(hints.values()), value
@@ -200,8 +200,8 @@ def _describe(verb: str, error: Exception) -> str:
 def follow(
     own: Any, pulse: RankHeartbeat, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
-    """Run the verbs that rank 0 sends, until it sends the end. Exit the process if rank 0 is
-    gone."""
+    """Run the methods that rank 0 asks for, until rank 0 ends the group. Exit the process if rank 0
+    is gone."""
     stop = threading.Event()
     answering = threading.Thread(
         target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True

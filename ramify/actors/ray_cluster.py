@@ -37,7 +37,7 @@ _SETTINGS = 4
 
 
 class RayCluster:
-    """This process's membership in a cluster."""
+    """The membership of this process in a Ray cluster."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class RayCluster:
         *,
         is_quiet: bool = False,
     ) -> None:
-        """``start_s``: time limit in seconds for starting a cluster. ``store_bytes``: object store
-        of a cluster that is started here. ``is_quiet``: Ray writes nothing to stdout
-        and stderr; what fails is raised anyway."""
+        """``start_s`` is the time limit in seconds for starting a cluster, and ``store_bytes`` the
+        size of the object store of a cluster that is started here. With ``is_quiet``, Ray writes
+        nothing to stdout and stderr; failures are raised anyway."""
         self.address = address or os.environ.get(ADDRESS, "")
         """Empty if a cluster is started here."""
         self._ray = imported()
@@ -231,7 +231,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def imported() -> Any:
-    """The module ``ray``. Raises ConfigError if the extra is not installed."""
+    """Import the module ``ray`` and return it. Raises ConfigError if the extra is not installed."""
     try:
         import ray
         import ray.util

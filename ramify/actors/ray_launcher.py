@@ -61,10 +61,11 @@ class RayLauncher:
     ) -> None:
         """Join the cluster at ``address``, or start one, and reserve the slots.
 
-        ``gpus``: role -> number of GPUs of each process. ``spread``: pools whose slots are placed
-        on as many nodes as possible. ``start_s``: time limit in seconds for the slots, and for the
-        replacement of a lost one. ``num_gpus`` is this machine's number of GPUs, if a cluster is
-        started here. Raises ConfigError if the slots are not available.
+        ``gpus`` maps each role to the number of GPUs of one process. ``spread`` names the pools
+        whose slots are placed on as many nodes as possible. ``start_s`` is the time limit in
+        seconds for reserving the slots, and for replacing a lost one. ``num_gpus`` is this
+        machine's number of GPUs, if a cluster is started here. Raises ConfigError if the slots are
+        not available.
         """
         self._ray = imported()
         self._cluster = RayCluster(address, start_s)
@@ -172,7 +173,7 @@ class RayLauncher:
         self._cluster.leave()
 
     def _ask_or_none(self, agent: Any, method: str, *arguments: Any) -> Any:
-        """The agent's answer; None if the agent is gone."""
+        """Call a method of a node agent and return its result, or None if the agent is gone."""
         if not self._is_open:
             return None
         try:
@@ -301,8 +302,9 @@ class RayLauncher:
 def bundles(
     placement_slots: Sequence[PlacementSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Pool -> for each of its nodes, the resources of its slots together and the indices of these
-    slots. Slots without a pool are separate nodes."""
+    """Return the resources to reserve on each node of each pool. For each node there are the total
+    resources of its slots and the indices of these slots. Slots without a pool are separate
+    nodes."""
     by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = by_pool.setdefault(placement_slot.pool, {})

@@ -101,7 +101,7 @@ class RestartCount:
         return self._losses[name]
 
     def moved(self, name: Name, new_name: Name) -> None:
-        """Continue counting under another name."""
+        """Continue the count of process ``name`` under ``new_name``."""
         self._losses[new_name] = self._losses[name]
 
     def pause_s(self, name: Name) -> float:

@@ -551,7 +551,7 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
 
 
 def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ``Limits`` that ``settings`` sets."""
+    """Return the fields of ``Limits`` that ``settings`` sets."""
     from ramify.engine.limits import Limits
 
     named = {**settings, "patience_s": settings.get("patience")}

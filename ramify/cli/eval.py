@@ -281,7 +281,7 @@ def _names(given: str | None) -> list[str]:
 
 
 class _Command:
-    """One evaluation from the command line."""
+    """Runs one evaluation, which is not a matrix, for the command line."""
 
     def __init__(
         self,

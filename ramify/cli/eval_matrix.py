@@ -67,7 +67,7 @@ class MatrixOptions(NamedTuple):
 
 
 class _NotConfirmed(Exception):
-    """The user did not want to begin."""
+    """Raised if the user does not want to begin."""
 
 
 class MatrixCommand:
@@ -342,7 +342,7 @@ class MatrixCommand:
     def _show_money(
         self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
-        """Print scores against money."""
+        """Print which score each cell of the matrix reaches for which cost."""
         from ramify.evaluate.money_curves import matrix_money, money_tables, money_text
 
         rows = matrix_money(plan, outcomes)

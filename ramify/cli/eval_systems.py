@@ -87,7 +87,7 @@ async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[Matr
 
 
 def _budget_of(rlm: RLM, meter: Meter) -> SeatBudget:
-    """The limits of our runs as the budget of every system."""
+    """Return the limits of Ramify's own runs, as the budget of every system."""
     from ramify.engine.limits import DEFAULT_MAX_COST
     from ramify.evaluate.systems.base import SeatBudget
 

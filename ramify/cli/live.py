@@ -94,7 +94,7 @@ class TreeRow(msgspec.Struct):
 
 
 class TerminalTree:
-    """Rows of a run, from its events."""
+    """Collects the rows of the live view from the events of a run."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, TreeRow] = {}

@@ -127,7 +127,7 @@ def _listed(names: Collection[str]) -> list[str]:
 
 
 def overview() -> str:
-    """Text of ``ramify --help``."""
+    """Return the text of ``ramify --help``."""
     lines = _listed(COMMANDS)
     return "\n".join(
         [

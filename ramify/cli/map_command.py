@@ -201,7 +201,8 @@ def run(
 def _until_the_end(
     map_run: MapRun | RayMapRun, notes: StderrNotes, screen: ProgressScreen
 ) -> tuple[MapResult | None, ExitCode]:
-    """Run a map. Returns (result, exit code if it is stopped); no result if it was cancelled."""
+    """Run a map until it ends or is stopped. Returns its result, or None if it was cancelled, and
+    the exit code for a stopped map."""
     interrupts = _MapInterrupts(map_run, notes)
     try:
         result = asyncio.run(interrupts.watched())
@@ -334,7 +335,8 @@ def _report(
 
 
 def summary(result: MapResult) -> str:
-    """``10,000 rows · 9,990 answered, 10 failed · 10,004 requests · 1.2M tokens · $0.41 · 52 s``"""
+    """Return the figures of a finished map as one line, such as ``10,000 rows · 9,990 answered, 10
+    failed · 10,004 requests · 1.2M tokens · $0.41 · 52 s``."""
     usage = result.usage
     counts = [f"{result.num_answered:,} answered"]
     counts += [f"{result.num_failed:,} failed"] if result.num_failed else []

@@ -139,7 +139,7 @@ class ProgressScreen:
     """
 
     def __init__(self, notes: StderrNotes, form: Form, *, has_lines: bool = False) -> None:
-        """``has_lines``: in the form ``lines``, the running tasks are also described whenever the
+        """With ``has_lines``, the form ``lines`` also describes the running tasks whenever the
         command has been silent for some seconds."""
         self.notes = notes
         self.form = form
@@ -375,7 +375,7 @@ def bar(task: ProgressState, since_s: float, width: int) -> str:
 
 
 def described(task: ProgressState, since_s: float) -> str:
-    """A task in words: ``sft: 120 of 500 steps · 12 s left``."""
+    """Describe a running task in words, such as ``sft: 120 of 500 steps · 12 s left``."""
     return f"{one_line(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
 
 

@@ -66,7 +66,7 @@ INTERNAL_VARIABLES = frozenset(
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Path of the configuration file, whether or not it exists."""
+    """Return the path of the configuration file, whether or not it exists."""
     given = environ.get("RAMIFY_CONFIG")
     if given:
         path = Path(given).expanduser()

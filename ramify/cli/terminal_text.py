@@ -231,7 +231,7 @@ def paint(meaning: str, text: str) -> Text:
 
 
 def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
-    """The tree of calls, with answers first and outliers marked."""
+    """Yield the lines of the tree of calls, with answers first and outliers marked."""
     tree = CallTree()
     tree.take(trajectory)
     below: dict[str, list[CallNode]] = {}

@@ -442,10 +442,8 @@ def _step(folder: Path, since: float) -> int | None:
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:
-    """Latest complete checkpoint since the time ``since``; None if there is none.
-
-    An earlier checkpoint may belong to a run that was later resumed from before it.
-    """
+    """Return the latest complete checkpoint that was written after the time ``since``, or None. An
+    earlier checkpoint may belong to a run that was later resumed from before it."""
     states = [
         path
         for path in folder.glob("checkpoints/step-*/state.json")

@@ -51,7 +51,7 @@ Item = TypeVar("Item")
 
 
 class BatchState(msgspec.Struct, frozen=True):
-    """What a provider says of one batch."""
+    """The state of one batch, as the provider reports it."""
 
     id: str
     status: str
@@ -77,7 +77,7 @@ class BatchResult(msgspec.Struct, frozen=True):
 
 
 def batch_price(price: Price | None) -> Price | None:
-    """Return what a request costs in a batch."""
+    """Return the price of a request in a batch, given the usual price."""
     if price is None:
         return None
     cached, written = (
@@ -155,8 +155,8 @@ class BatchApi(abc.ABC):
         """Download the results of a batch that has ended, in any order. Raises ModelError."""
 
     async def read(self, result: BatchResult, request: Request) -> Reply:
-        """Return the reply of a result. Raises the ModelError that the same answer raises outside
-        of a batch."""
+        """Return the reply in a batch result. Raises the ModelError that the same response would
+        raise outside of a batch."""
         if result.kind == "expired":
             raise ServerFailed(f"{self._api.where}: the batch expired before the request was sent")
         if result.kind == "cancelled":

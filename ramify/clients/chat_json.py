@@ -619,7 +619,7 @@ def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
 
 
 def _web_page(text: str) -> str:
-    """``'a web page "502 Bad Gateway"'``; without the title if it has none."""
+    """Describe a page of HTML by its title, such as ``a web page "502 Bad Gateway"``."""
     import html
 
     title = _TITLE.search(text)

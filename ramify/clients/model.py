@@ -252,7 +252,8 @@ def bare_name(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """``repr`` of a value. A struct shows only the fields that differ from their defaults."""
+    """Return the ``repr`` of a value. A struct shows only the fields that differ from their
+    defaults."""
     if not isinstance(value, msgspec.Struct):
         return repr(value)
     defaults = dict(

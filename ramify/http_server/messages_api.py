@@ -219,7 +219,7 @@ class MessagesExchange:
         }
 
     def _ending(self, reply: Reply) -> dict[str, Any]:
-        """Why the reply ended."""
+        """Return the fields that say why the reply ended."""
         reason = _STOP_REASONS.get(reply.finish, "end_turn")
         stop = self._stop_sequence(reply) if reason == "end_turn" else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}

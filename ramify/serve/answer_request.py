@@ -277,10 +277,8 @@ Content = str | list[ContentPart] | None
 def chat_message(
     role: Role, content: Content, where: str, more: str = "", result_of: str = ""
 ) -> ChatMessage:
-    """Convert a message of either API.
-
-    ``more`` is text to add after the content. ``result_of`` names the tool whose result it is.
-    """
+    """Convert a message of chat completions or of the responses API. ``more`` is text to add after
+    the content. ``result_of`` is the name of the tool whose result the message is."""
     if isinstance(content, str):
         parts: list[str | AttachedFile] = [content]
     else:

@@ -51,7 +51,8 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class SeatRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request that opens a seat. A limit that is not given is that of the meter."""
+    """Body of a request that opens a seat, a caller's account. Limits that are not given are those
+    of the meter."""
 
     name: str
     max_calls: int | None = None
@@ -294,7 +295,7 @@ class _SeatKeys(BearerKeys):
 
 
 class MeteredModel:
-    """The model of one seat, as the APIs ask it."""
+    """The metered model as the three APIs use it for one seat, a caller's account."""
 
     def __init__(self, meter: Meter, seat: MeterSeat) -> None:
         self.name = meter.name
@@ -352,7 +353,8 @@ class MeteredModel:
 
 
 def _with_seeds(request: Request, num_replies: int) -> list[Request]:
-    """One request for each reply. With a seed, reply number i is that of ``seed + i``."""
+    """Return one request for each reply. If ``request`` has a seed, the request for reply number i
+    has ``seed + i``."""
     seed = request.sampling.seed
     if seed is None:
         return [request] * num_replies

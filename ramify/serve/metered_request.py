@@ -99,8 +99,8 @@ class MeteredRequest:
             raise rejection_of(error) from None
 
     def _fitted(self) -> tuple[Request, Reservation]:
-        """The request with the longest reply that the budget allows, and its reservation. Raises
-        RequestRejected if it allows none."""
+        """Return the request with the longest reply that the budget allows, and the reservation for
+        it. Raises RequestRejected if the budget allows no reply."""
         most = float(self._longest_reply())
         # Rounding of dollars to tokens may need a second look.
         for _ in range(3):

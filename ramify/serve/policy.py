@@ -80,11 +80,15 @@ class PolicyServer:
         max_replies: int = _MAX_REPLIES,
     ) -> None:
         """``name`` is the model's name. ``key`` is the bearer key that clients must send; by
-        default the server makes one for this start, if its ``address`` needs one. With
-        ``weight_transfer``, clients may also replace the weights; the three parameters after it
-        are those of ``WeightRoutes``. ``recorder`` keeps replies and their feedback, except of
-        requests with ``store: false``; the owner closes it. ``max_replies`` may be in progress;
-        further requests are rejected with status 429.
+        default the server generates one for this start, if its ``address`` needs one. ``recorder``
+        stores replies and feedback about them, but no requests with ``store: false``; its owner
+        closes it. At most ``max_replies`` replies may be in progress; further requests are rejected
+        with status 429.
+
+        With ``weight_transfer``, clients may also replace the weights. ``weight_syncs`` names your
+        own weight sync classes that a trainer may use. With ``weights_root``, weight files are read
+        only from below that folder. ``wait_s`` is how long a request waits for a sleeping engine,
+        in seconds.
 
         Raises ConfigError for an open address with ``weight_transfer``.
         """

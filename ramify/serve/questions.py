@@ -121,7 +121,7 @@ def suspended(why: str, run: str) -> RequestRejected:
 
 
 def failure_of(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
-    """Error response for a failed run."""
+    """Return the error response for a failed run."""
     text = error or "the run gave no answer"
     if isinstance(failure, ModelError):
         return RequestRejected(

@@ -89,7 +89,7 @@ _log = RoomLogger("serve")
 
 
 class RecordedPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the recorder must know of the policy whose conversations it records."""
+    """The facts about a policy that the recorder of its conversations needs."""
 
     identity: PolicyIdentity
     decode: Callable[[Sequence[int]], str]
@@ -129,7 +129,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnknownReply(RamifyError):
-    """No recorded reply has this id."""
+    """Raised if no recorded reply has this id."""
 
 
 class _Conversation:
@@ -262,7 +262,7 @@ class TrafficRecorder:
         self._look_at_size()
 
     def _events_of(self, call: Call, temperature: float) -> Iterator[AnyEvent]:
-        """The events of one call of a run, redacted."""
+        """Return the events of one call of a run, redacted."""
         redaction = self._redaction
         yield CallStarted(
             id=call.id,
@@ -298,8 +298,9 @@ class TrafficRecorder:
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
-        """Append one reply to the journal of its conversation, or of a new one. ``first`` is the
-        turn of the first reply to the same request; None for that reply itself."""
+        """Append one reply to the journal of its conversation, or begin a new conversation with it.
+        If a request has several replies, ``first`` is the turn of the first one; it is None for the
+        first one itself."""
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
@@ -521,7 +522,7 @@ def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _Recor
 
 
 def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> CallCause:
-    """Why a call begins."""
+    """Return why a call begins."""
     if first is not None:
         return CallCause.SAMPLE
     return CallCause.NEW if earlier is None else CallCause.BRANCH
@@ -542,7 +543,7 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _opened(folder: str | Path) -> Store:
-    """The store in ``folder``. Raises StoreError if it cannot be written."""
+    """Open the store in ``folder``. Raises StoreError if it cannot be written."""
     try:
         return Store(folder)
     except ConfigError as error:  # it speaks of the usual store's folder

@@ -46,7 +46,7 @@ class RunJournal(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no event was ever written to it."""
+        """Whether no event was ever written to the journal."""
 
     def append(self, event: AnyEvent) -> None:
         """Write ``event`` without secrets; the engine acts on it afterwards. Raises StoreError if
@@ -68,7 +68,7 @@ class RunBlobs(Protocol):
         is known."""
 
     def get(self, digest: str) -> bytes:
-        """The bytes with this digest. Raises StoreError if there are none."""
+        """Return the bytes with this digest. Raises StoreError if the store does not have them."""
 
 
 @runtime_checkable
@@ -103,8 +103,8 @@ class RunStore(Protocol):
         often, so it should be fast. Raises UnknownRun."""
 
     def remove(self, run: str) -> int:
-        """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
-        while it is being written."""
+        """Delete a run and the blobs that no other run needs, and return the number of bytes freed.
+        Raises RunInUse while the run is being written."""
 
     def new_id(self, question: str) -> str:
         """A unique, readable id that sorts by time (UTC, to the microsecond), such as
@@ -179,7 +179,7 @@ class RunStore(Protocol):
         raise StoreError(f"{self} keeps no reviews: run {run} cannot have one")
 
     def finish(self, journal: RunJournal) -> None:
-        """Close ``journal`` and delete its run if that has no event: it failed before it started,
+        """Close ``journal``. If it has no event, its run is deleted: it failed before it started,
         so there is nothing to list or resume."""
         journal.close()
         if journal.is_empty:

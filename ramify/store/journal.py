@@ -180,7 +180,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no event was ever written to it."""
+        """Whether no event was ever written to the journal."""
         return self.file.size == 0
 
     @property
@@ -207,7 +207,7 @@ class Journal:
         self.file.close()
 
     def live_text(self) -> LiveTextWriter:
-        """The file beside the journal for replies that are arriving."""
+        """Return the file beside the journal in which replies are shown while they arrive."""
         return LiveTextWriter(self.path, self._secrets)
 
     def __enter__(self) -> Journal:
@@ -223,7 +223,7 @@ class Journal:
 
 
 def writer_file(journal: Path) -> Path:
-    """The file next to a journal that names its writer."""
+    """Return the path of the file next to a journal that names the process writing it."""
     return journal.with_suffix(".writer")
 
 
@@ -487,7 +487,7 @@ class JournalFile(NamedTuple):
         return str(self.path)
 
     def state(self) -> tuple[int, int]:
-        """Its inode and its size in bytes."""
+        """Return the inode and the size in bytes of the file."""
         try:
             stat = self.path.stat()
         except OSError as error:
@@ -609,8 +609,8 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """The inode of ``path``. Raises StoreError if it is not ``inode``, or if the file is shorter
-    than what was already read."""
+    """Return the inode of ``path``. Raises StoreError if it differs from ``inode`` (unless that is
+    0), or if the file is shorter than ``offset``, the part that was already read."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -54,7 +54,7 @@ class _Snapshot(msgspec.Struct):
 
 
 class LiveTextFile:
-    """The file beside a journal, open or not."""
+    """The file beside a journal that holds the replies that are arriving. It may be open or not."""
 
     def __init__(self, journal: Path) -> None:
         self.path = live_file(journal)
@@ -184,7 +184,7 @@ class LiveTextReader(LiveTextFile):
 
 
 def live_file(journal: Path) -> Path:
-    """The file of the replies that are arriving."""
+    """Return the path of the file that holds the arriving replies of a journal."""
     return journal.with_suffix(".live")
 
 

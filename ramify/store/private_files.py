@@ -369,7 +369,7 @@ class BlobStore:
         return digest
 
     def get(self, digest: str) -> bytes:
-        """The bytes, verified against their digest."""
+        """Return the bytes with this digest, which are checked against it."""
         import hashlib
 
         with self.map(digest) as view:

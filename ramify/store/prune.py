@@ -105,7 +105,8 @@ class StorePruner:
                 remove_file(path)
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """Like ``remove``, with one scan for all. Journals that a process has begun to write again
+        """Delete several journals and the blobs that only they refer to, with one scan of the other
+        journals, and return the ids of the runs. Journals that a process has begun to write again
         stay."""
         removed, candidates = [], dict[str, float]()
         for path in journals:
@@ -161,8 +162,8 @@ class StorePruner:
             delete_unused(path)
 
     def _collect(self, candidates: dict[str, float]) -> int:
-        """Delete the candidates (digest -> keep it if put after this time) that no journal refers
-        to; returns the bytes freed."""
+        """Delete those candidates to which no journal refers, and return the number of bytes freed.
+        ``candidates`` maps the digest of each blob to a time: a blob that was put later is kept."""
         if not candidates:
             return 0
         writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
@@ -175,9 +176,9 @@ class StorePruner:
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal, with the files that belong to it, unless a process is writing it. Returns
-    the attributes of its file, and the time of its last write for each digest that it referred
-    to."""
+    """Delete a journal, with the files that belong to it. Returns the attributes of its file, and
+    the time of its last write for each digest that it referred to. Raises StoreError if it cannot
+    be deleted, or is being written."""
     try:
         fd = open_locked(path, 0)
     except OSError as error:
@@ -218,7 +219,7 @@ def _delete_record(path: Path) -> bool:
 
 
 def _names(path: Path) -> Iterator[str]:
-    """The digests that a journal refers to."""
+    """Return the digests to which a journal refers."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

@@ -135,8 +135,8 @@ class RecordedReplies:
         return (*new[:first], *(msgspec.structs.replace(it, content=text) for it, text in changed))
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """The reply recorded for this request, with the prompt ids that it added. Raises the error
-        that ended the call, if that was the outcome."""
+        """Return the reply that was recorded for this request, with the prompt ids that it added,
+        or None. Raises the error that ended the call, if that was the outcome."""
         self.check(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
             self._fail_again(call)  # the budget ran out before it was sent
@@ -153,7 +153,8 @@ class RecordedReplies:
         return self._requests.get((call, turn))
 
     def model_of(self, call: str) -> str | None:
-        """Name of the model with which the call began; its requests are hashed with it."""
+        """Return the name of the model with which the call began. Its requests are hashed with that
+        name."""
         return self._models.get(call)
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None:
@@ -218,12 +219,12 @@ class RecordedReplies:
         return self._cells.get((call, turn, cell))
 
     def has_call(self, id: str, where: Parent) -> bool:
-        """Whether this cell made the call ``id``."""
+        """Return True if the cell at ``where`` made the call ``id``."""
         return self._parents.get(id) == where
 
     def was_skipped(self, call: str, turn: int, cell: int) -> bool:
-        """Whether the run was already ending at this cell: at most the call's last request came
-        after it."""
+        """Return True if the run was already ending at this cell, so that at most the call's last
+        request came after it."""
         if (call, turn, cell) in self._cells:
             return False
         next_request, ended = self._requests.get((call, turn + 1)), self._ends.get(call)
@@ -234,7 +235,7 @@ class RecordedReplies:
     def tool(
         self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
     ) -> ToolAnswered | None:
-        """The recorded result or error of a user's tool."""
+        """Return the recorded result or error of a user's tool, or None."""
         recorded = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
         if recorded is None:
@@ -370,7 +371,8 @@ class RecordedReplies:
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
-        """A replay repeats a failure; a resume tries again."""
+        """Return True if the run can continue after this end. A failed run can be resumed, but a
+        replay repeats the failure."""
         if end.stop is Stop.ERROR:
             return not self.strict
         return end.stop is Stop.SUSPENDED or (end.stop is Stop.CANCELLED and end.answer is None)

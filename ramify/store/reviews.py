@@ -92,10 +92,11 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         return (*self.labels, self.verdict) if self.verdict else self.labels
 
     def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> RunReview:
-        """This review with the verdict of ``person``; None removes it.
+        """Return this review with ``verdict`` as the verdict of ``person``, or without a verdict of
+        that person if it is None.
 
-        The corrected score named ``reward`` becomes 1 or 0 by what all who are sure say. While they
-        differ, or no person is sure, there is none.
+        The corrected score named ``reward`` becomes 1 or 0 if all people who are sure agree. It is
+        removed while they differ, or if no person is sure.
         """
         others = {name: each for name, each in self.verdicts.items() if name != person}
         review = msgspec.structs.replace(
@@ -146,7 +147,8 @@ def _agreement(people: tuple[str, str], counts: Counter[tuple[Verdict, Verdict]]
 
 
 def review_file(path: Path) -> Path:
-    """The reviews of the journal or file of trajectories at ``path``."""
+    """Return the path of the reviews of the journal, or of the file of trajectories, at
+    ``path``."""
     return path.with_suffix(".review.json")
 
 
@@ -175,10 +177,8 @@ def listed_reviews(path: Path) -> Mapping[str, RunReview]:
 
 
 def write_review(path: Path, run_id: str, review: RunReview) -> RunReview:
-    """Replace the review of run ``run_id``, and return it with its time. An empty one is deleted.
-
-    Raises StoreError if it cannot be written.
-    """
+    """Replace the review of run ``run_id``, and return it with the time of the change. An empty
+    review is deleted. Raises StoreError if it cannot be written."""
     file = review_file(path)
     review = msgspec.structs.replace(review, changed_at=time.time())
     with _exclusive(path.parent):

@@ -30,7 +30,7 @@ Condition = Callable[[RunSummary], bool]
 
 
 class RunFilter(NamedTuple):
-    """What a filter says about runs."""
+    """A filter of runs, with the order and the groups in which the runs are listed."""
 
     conditions: tuple[Condition, ...] = ()
     sort: str = ""
@@ -105,7 +105,7 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
 
 
 def reward_of(run: RunSummary) -> float | None:
-    """The first reward, after corrections; None if the run was not scored."""
+    """Return the first reward of a run, after corrections, or None if the run was not scored."""
     corrected = run.review.rewards if run.review else {}
     return next(iter({**run.rewards, **corrected}.values()), None)
 
@@ -183,7 +183,7 @@ def _check_spaces(text: str) -> None:
 
 
 def _opened(part: str) -> str:
-    """Return ``part``, a field without a value, with one."""
+    """Complete ``part``, a field without a value, with a value that is valid for it."""
     name = part.strip("-:=<>").lower()
     values = {"sort": FIELDS[0], "group": GROUPS[0], **dict.fromkeys(_NUMBERS, "0")}
     return part + {**values, **dict.fromkeys(_TIMES, "today")}.get(name, "none")

@@ -218,7 +218,7 @@ class Store(RunStore):
         return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
-        """The journal of an earlier run, to continue it. An incomplete last line is cut off."""
+        """Open the journal of an earlier run to continue it. An incomplete last line is cut off."""
         path = self.path(run)
         try:
             fd = open_locked(path, 0)
@@ -274,7 +274,8 @@ class Store(RunStore):
         return JournalFile(self.path(run))
 
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
-        """The events of ``run`` from the first, and new ones while it is being written."""
+        """Yield the events of ``run`` from the first one on, and new events while the run is being
+        written."""
         return follow(self.path(run), poll_s)
 
     def ids(self) -> list[str]:
@@ -320,8 +321,8 @@ class Store(RunStore):
         return self.stored(run).write_review(self.find(run), review)
 
     def remove(self, run: str | Path) -> int:
-        """Delete a run and the blobs that no other run needs; returns the bytes freed. Not possible
-        while it is being written."""
+        """Delete a run and the blobs that no other run needs, and return the number of bytes freed.
+        Raises StoreError while the run is being written."""
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
             raise StoreError(f"{path} is outside the store {self.root}: delete the file yourself")
@@ -379,7 +380,7 @@ def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
 
 
 def default_root() -> Path:
-    """The store's folder if none is given."""
+    """Return the folder of the store that is used if none is given."""
     home = os.environ.get("RAMIFY_HOME")
     if home:
         return Path(home).expanduser()
