@@ -381,7 +381,8 @@ def task_of(name: str, /, **options: Any) -> Task:
 
 
 def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """Call ``make`` with ``options``. Return it unchanged if it is not callable."""
+    """Return what the factory ``make`` returns for ``options``. If ``make`` cannot be called,
+    return it unchanged. Raises ConfigError for an unknown option, or if the factory fails."""
     if not callable(make):
         return make
     parameters = inspect.signature(make).parameters

@@ -224,7 +224,8 @@ class DatasetItems(LazySequence[Item]):
         return self._selected() if callable(self._selected) else self._selected
 
     def some(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Return the items at ``places`` under another name. Ids keep the row numbers."""
+        """Return a part of the dataset: the items at ``places``. ``name`` is the name of the part.
+        Items keep the number of their row in their ids."""
         return DatasetItems(
             name, self._rows, self._make, [self._indices[place] for place in places]
         )

@@ -67,7 +67,7 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class _GroupLine(msgspec.Struct, frozen=True):
-    """What a pool reads of a line of ``groups.jsonl``."""
+    """The fields that a mixture reads from a line of ``groups.jsonl``."""
 
     item: str
     outcome: GroupOutcome
@@ -104,7 +104,8 @@ class MixtureTask(msgspec.Struct, frozen=True):
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
     ) -> Sequence[Score | RamifyError]:
-        """Score the rollouts of each part with one call. An error of a part concerns its own."""
+        """Score all rollouts of a step. The task of each part scores its rollouts with one call. If
+        a task fails, only its own rollouts get the error."""
         parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
         scores: dict[str, Iterator[Score | RamifyError]] = {
             part: iter(
@@ -204,7 +205,8 @@ def mixture(*, parts: Any = None) -> MixtureTask:
 
 
 class _Weights(dict[str, float]):
-    """Weight of each reward, of which a task need not list those of weight 1."""
+    """The weight of each reward of a mixture, by its name ``PART.REWARD``. It is the factor of the
+    part times the weight in the part's task, which is 1 by default."""
 
     def __init__(self, factors: Mapping[str, float], tasks: Mapping[str, Task]) -> None:
         super().__init__()
@@ -257,7 +259,8 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
 
 
 def _outcomes(path: Path) -> list[tuple[str, GroupOutcome]]:
-    """(id of the item, outcome) of each group of a run. Skips a line that a kill tore."""
+    """Return the id of the item and the outcome of each group in a run's ``groups.jsonl``. A line
+    that is incomplete because the run was killed is skipped."""
     records: list[tuple[str, GroupOutcome]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -267,8 +270,8 @@ def _outcomes(path: Path) -> list[tuple[str, GroupOutcome]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Places of the items with these ids, which may have the name of a part before them. Ids that
-    are not there have none."""
+    """Return the indices of the items with these ids, without repetition. The name of a part may
+    come before an id. Ids that are not found are left out."""
     found = {id: place for id in ids if (place := _place(items, id)) is not None}
     if len(found) < len(ids) and len(items) < ENDLESS:
         every = {item.id: place for place, item in enumerate(items)}
@@ -278,20 +281,24 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _place(items: Sequence[Item], id: str) -> int | None:
-    """Place of an item whose id ends with it, as that of a generated item: ledger/train/57. The
-    rows of a file that was divided have the number of their row instead."""
+    """Return the index of the item ``id`` if the id ends with that index, as ids of generated items
+    do: ``ledger/train/57``. Otherwise return None: the ids of rows from a divided file end with the
+    number of the row."""
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)
     return place if place < len(items) and items[place].id in _names(id) else None
 
 
 def _names(id: str) -> tuple[str, str]:
-    """An item's id as it may be in its task: as it is, or without the name of a part."""
+    """Return the two ids that an item can have in its own task: ``id`` unchanged, and without the
+    name of a part before it."""
     return id, id.partition(_MARK)[2]
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
-    """The parts of one period: at each place, the part that is furthest behind its share."""
+    """Yield the names of the parts in the order in which they give items, for one period. Each
+    place goes to the part that is furthest behind its share, which is proportional to its
+    weight."""
     total = math.fsum(weights.values())
     num = min(_PERIOD, round(total / min(weights.values())) * 10)
     behind = dict.fromkeys(weights, 0.0)
@@ -313,14 +320,16 @@ def part_of(id: str) -> str:
 
 
 def _own(item: Item) -> tuple[str, Item]:
-    """(the part of an item, the item as its task knows it)"""
+    """Return the name of the part that an item belongs to, and the item as the task of this part
+    knows it."""
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
     return part, msgspec.structs.replace(item, id=id, kind=kind)
 
 
 def _score_of(part: str, score: Score) -> Score:
-    """The score of a part, with the part in the names of its rewards."""
+    """Return the score of a part, with the part's name before the names of its rewards and
+    metrics."""
     calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
     return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
 

@@ -48,7 +48,8 @@ def is_scored_by_step(task: Task, item: Item) -> bool:
 
 
 def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
-    """Return the score of each rollout, or the error because of which it has none."""
+    """Score the rollouts of a step with one call of the task. Returns for each rollout its score,
+    or the error that explains why it has no score."""
     assert isinstance(task, StepScoredTask)
     where = f"task '{task.name}': its score of {len(rollouts)} rollouts"
     try:
@@ -64,8 +65,11 @@ def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | Ra
 def score_step_in_time(
     task: Task, rollouts: Sequence[EndedRollout], timeout_s: float
 ) -> list[RamifyError | None]:
-    """Store the rewards and metrics of each rollout in its trajectory. Returns for each the error
-    because of which it has none. The task has ``timeout_s`` seconds for all of them."""
+    """Score the rollouts of a step, and store the rewards and metrics of each in its trajectory.
+
+    Returns for each rollout the error that explains why it has no score, or None if it has one. The
+    task may take ``timeout_s`` seconds for all rollouts together.
+    """
     what = f"task '{task.name}': its score of {len(rollouts)} rollouts"
     try:
         scores = call_in_time(lambda: step_scores(task, rollouts), what, timeout_s)

@@ -125,7 +125,8 @@ def env_task(
 
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:
-    """Raise ConfigError unless ``function`` is None or can be called as ``call``."""
+    """Raise ConfigError unless ``function`` is None or accepts as many arguments as ``call`` lists,
+    such as ``(env, observation)``."""
     if function is None:
         return
     wanted = f"task '{name}': {option} is {function!r:.80}; it must be a function of {call}"

@@ -2,10 +2,10 @@
 item may be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
-because their score is unknown. Nor are those of a task with ``needs_rollout``, whose score sees
-more than an answer. Their ids distinguish them: every episode of an environment
-may ask the same question. Not here: whether a model can find the answer; the check only shows that
-the score would accept it.
+because their score is unknown. They may have equal questions, as episodes of an environment often
+do, and differ by their ids. Tasks with ``needs_rollout`` are not scored either, because
+their score sees more than an answer. Not here: whether a model can find the answer; the check only
+shows that the score would accept it.
 """
 
 from __future__ import annotations
@@ -149,16 +149,18 @@ def _worth(task: Task, item: Item, answer: Any, score_s: float) -> float:
 
 
 def _right_worth(task: Task, item: Item) -> float:
-    """The weighted reward of a right answer: 1, unless a mixture weighs the item's task."""
+    """Return the weighted reward of a right answer. It is 1, except in a mixture, where each part
+    has a factor for its rewards."""
     worth = getattr(task, "right_worth", None)
     return 1.0 if worth is None else float(worth(item))
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Raise ConfigError if ``item`` is also in another split, which no learning curve shows.
+    """Raise ConfigError if ``item`` is also in another split. No learning curve would show such a
+    mistake.
 
-    Two items with gold answers are the same if question, messages, context, gold answer and
-    metadata are equal; two items without are the same if their ids are equal, too.
+    Two items are the same if question, messages, context, gold answer and metadata are equal. Items
+    without a gold answer must also have the same id.
     """
     same = (item.question, item.messages, item.context, item.gold, item.metadata)
     try:

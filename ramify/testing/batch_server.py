@@ -85,7 +85,8 @@ class BatchServer:
         max_bytes: int = 200_000_000,
         page: int = 100,
     ) -> None:
-        """``max_rows`` None is the limit of each provider. A list has at most ``page`` entries."""
+        """``max_rows`` is the maximum number of requests in a batch; None uses the limit of each
+        provider. ``page`` is the maximum number of batches in one response that lists them."""
         self.holds = holds
         """Whether new batches wait for ``finish``."""
         self.batches: dict[str, ReceivedBatch] = {}
@@ -139,13 +140,15 @@ class BatchServer:
                 await self._finish(batch, end, num)
 
     def refuse(self, problem: str) -> None:
-        """Refuse all open batches of OpenAI's as a whole."""
+        """Fail every open batch as a whole, as OpenAI does with an invalid file. ``problem`` is the
+        error message."""
         for batch in self.batches.values():
             if batch.status == "in_progress":
                 batch.status, batch.problem = "failed", problem
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do ``work``, such as ``finish()``, after the present request, from ``on_request``."""
+        """Run a coroutine, such as ``finish()``, in a separate task. ``on_request`` can use this
+        for work that follows the current request."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -464,7 +467,8 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def _form(exchange: LoopbackExchange) -> tuple[dict[str, bytes], str]:
-    """Return the (fields, name of the file) of a form."""
+    """Parse a form with a file. Returns the content of each field by name, and the name of the file
+    (empty if there is none)."""
     found = _BOUNDARY.search(exchange.headers.get("content-type", ""))
     if found is None:
         return {}, ""

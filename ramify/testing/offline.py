@@ -185,8 +185,9 @@ class OfflineModel(
         return ScriptedClient(self.tell, name, self.window, self.price)
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
-        """Return the reply to a conversation: a script for ``ScriptedClient`` and
-        ``ScriptedServer``."""
+        """Return the reply to a conversation, in the form that ``ScriptedClient`` and
+        ``ScriptedServer`` expect of a script. If the model sleeps, the reply takes its simulated
+        time."""
         text = self.reply(messages)
         if self.sleep == "none":
             return text

@@ -54,12 +54,13 @@ class PlanLeafTurn(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of values; empty if the leaf reads something else."""
+        """How often each value occurs, if the leaf is asked about counts; otherwise empty."""
         return self._table(0)
 
     @property
     def spread(self) -> dict[str, int]:
-        """Count -> number of values that have it; empty if the leaf reads something else."""
+        """How many values occur once, twice and so on, by that number. Empty if the leaf is not
+        asked about counts."""
         return self._table(1)
 
     def _table(self, line: int) -> dict[str, int]:
@@ -77,7 +78,8 @@ class PlanLeafTurn(msgspec.Struct, frozen=True):
 
 
 def turn_of(prompt: str) -> PlanLeafTurn | None:
-    """Return what the leaf of a ready plan is asked; None for any other request."""
+    """Recognize a prompt of a leaf, which is a model call that a ready plan makes, and parse it.
+    Returns None for any other prompt."""
     if not prompt.startswith("Question: "):
         return None
     body, _, schema = prompt.partition(f"\n\n{_SCHEMA}")
@@ -89,7 +91,8 @@ def turn_of(prompt: str) -> PlanLeafTurn | None:
 
 
 def written(turn: PlanLeafTurn, value: Any) -> str:
-    """Return the reply that gives ``value``."""
+    """Write ``value`` as the reply to a leaf's request, in the form that the leaf must use: JSON or
+    plain text."""
     if turn.kind == "passage":
         is_found = bool(value)
         fields = {"found": is_found, "answer": value or "", "certainty": 9 if is_found else 0}
@@ -112,7 +115,8 @@ def spoilt(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """(kind, whether its answer has a schema, beginning of the prompt) of each leaf."""
+    """Return the kind of each leaf, whether its answer has a JSON schema, and a pattern for the
+    beginning of its prompt."""
     wanted = {
         ("aggregate", "value"): "value",
         ("aggregate", "answer"): "answer",
@@ -130,6 +134,7 @@ def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
 
 
 def _beginning(prompt: str) -> re.Pattern[str]:
-    """Return the form of prompts that differ in their question and in the sizes that they name."""
+    """Return a pattern for the beginning of all prompts that a leaf sends. They differ from
+    ``prompt`` only in the user's question, which the pattern captures, and in numbers."""
     pieces = (re.sub(r"\d+", r"\\d+", re.escape(each)) for each in prompt.split(QUESTION))
     return re.compile("(.*?)".join(pieces) + "\n\n", re.DOTALL)

@@ -50,7 +50,7 @@ def ask(prompts: list[str]) -> list[str]:
 
 
 class RootTurn(msgspec.Struct, frozen=True):
-    """A request for the next step of a root."""
+    """A request in which a system asks a model for the next step of a root call."""
 
     question: str
     """As far as the request shows it."""
@@ -67,7 +67,8 @@ class RootTurn(msgspec.Struct, frozen=True):
 
 
 class RootForm(Protocol):
-    """The prompts of one system, and the replies that it can read."""
+    """How one system asks a model for the steps of a root call, and how a reply must be written for
+    this system."""
 
     name: str
     """Name of the system."""
@@ -75,11 +76,13 @@ class RootForm(Protocol):
     """Code of the function ``ask``, which sends prompts to the system's sub-model."""
 
     def read(self, messages: Sequence[Message]) -> RootTurn | None:
-        """Return what a request asks of a root. None if the system's prompt is not in it."""
+        """Parse a request for the next step of a root call. Returns None if this system did not
+        write the request."""
         ...
 
     def literal(self, question: str) -> str:
-        """Return the expression for the question in the session's code."""
+        """Return Python code for the question: a string literal, or the name of a variable that the
+        session already has."""
         ...
 
     def cell(self, thought: str, code: str) -> str:
@@ -93,7 +96,7 @@ class RootForm(Protocol):
 
 
 class RamifyForm:
-    """The scaffolds ``default`` and ``minimal`` of Ramify."""
+    """The prompts and replies of Ramify's scaffolds ``default`` and ``minimal``."""
 
     name = "ramify"
     ask = _WHOLE
@@ -131,7 +134,7 @@ class RamifyForm:
 
 
 class RlmsForm:
-    """The reference library, ``rlms``."""
+    """The prompts and replies of the reference library, ``rlms``."""
 
     name = "rlms"
     ask = _BATCHES
@@ -160,7 +163,7 @@ class RlmsForm:
 
 
 class DrosteForm:
-    """``droste``."""
+    """The prompts and replies of the library ``droste``."""
 
     name = "droste"
     ask = _BATCHES
@@ -197,7 +200,8 @@ class DrosteForm:
 
 
 class DspyForm:
-    """``dspy.RLM`` with the inputs ``context`` and ``question``, through its chat adapter."""
+    """The prompts and replies of ``dspy.RLM`` with the inputs ``context`` and ``question``, through
+    its chat adapter."""
 
     name = "dspy"
     ask = _BATCHES
@@ -243,8 +247,8 @@ def _dspy_fields(**fields: str) -> str:
 
 
 def _result_in(messages: Sequence[Message]) -> str | None:
-    """Return the last result that a cell printed. The code itself, which systems show again, has
-    the word in quotes."""
+    """Return the last result that a cell printed after ``RESULT:``, or None. A system may also show
+    the code again, but there the marker is in quotes and does not begin a line."""
     for message in reversed(messages):
         found = _RESULT.findall(message.content) if message.role != "assistant" else []
         if found:

@@ -206,8 +206,8 @@ class Script:
 def served(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
-    """Return ``step`` as a complete reply or a failure, and its usage (zero if the model did no
-    work)."""
+    """Complete one step of a script to a reply with token counts, or return its scripted failure.
+    Also returns the usage, which is zero if the model did no work."""
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
         return step, counted(step.text, messages, max_tokens).usage if paid else Usage()

@@ -69,15 +69,15 @@ class ByteTokenIds:
     """
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
-        """Without ``keeps_ids``, the whole conversation is tokenized again for each request, with
-        other ids than were sampled. A server that only handles text does the same."""
+        """With ``keeps_ids=False``, each request tokenizes the whole conversation again, so that
+        its ids differ from those that were sampled. Servers that only handle text do so."""
         self.version = version
         self._logprob = logprob
         self._keeps_ids = keeps_ids
 
     @property
     def rendering(self) -> PromptRendering:
-        """How prompts are written as these ids."""
+        """How a client writes a prompt as byte-level token ids."""
         return PromptRendering(self._prompt, self._keeps_ids, _token_text)
 
     def added_to(self, reply: Reply, request: Request) -> Reply:
@@ -149,9 +149,10 @@ class ScriptedClient:
         ids: ByteTokenIds | None = None,
         vision: bool | None = None,
     ) -> None:
-        """``ids`` adds token ids to each reply for which the script gives none. ``vision=False`` is
-        a model that reads no pictures. The script finds those of a request in
-        ``messages[-1].pictures``, and ``requests[-1].read_picture(digest)`` returns their bytes."""
+        """``ids`` adds token ids to each reply for which the script gives none. ``vision=False``
+        makes the client behave like a model that cannot read pictures. A script finds the pictures
+        of a request in ``messages[-1].pictures``, and their bytes with
+        ``requests[-1].read_picture(digest)``."""
         self.name = name
         self.window = window
         self.price = price

@@ -103,18 +103,19 @@ class CallNode(msgspec.Struct, gc=False):
 
     @property
     def telling(self) -> str:
-        """The part of its question that tells it apart from its siblings; empty if the beginning
-        of the question does."""
+        """The part of the call's question that tells it apart from its siblings. Empty if the
+        beginning of the question does."""
         return self.siblings.telling(self.nth) if self.siblings else ""
 
     @property
     def name(self) -> str:
-        """Short words for it: ``sheet 7``, ``number 7 of 12``, or its id for a root."""
+        """A short name for the call, such as ``sheet 7`` or ``number 7 of 12``. A root is named by
+        its id."""
         return self.siblings.name(self.nth) if self.siblings else f"call {self.id}"
 
     @property
     def has_failed(self) -> bool:
-        """True if it ended with an error, or without an answer."""
+        """True if the call ended with an error, or without an answer."""
         return self.stop is Stop.ERROR or (
             self.stop not in (None, Stop.FINAL) and self.answer_kind == "none"
         )

@@ -67,9 +67,9 @@ def root_segments(trajectory: Trajectory) -> RootSegment:
 
 
 def line_of(trajectory: Trajectory, end: Call) -> Trajectory:
-    """Return the line that ends in the call ``end`` as a trajectory without forks. Its root has
-    the turns of the line, and it contains only the calls that those turns made. It has no
-    rewards yet."""
+    """Return one path through a forked rollout as a trajectory without forks. The path leads from
+    the question to the end of the call ``end``. Its root call has all turns on the path, and it has
+    only the calls that these turns made. It has no rewards yet."""
     lineage = [(end, len(end.turns))]
     while (fork := lineage[-1][0].fork) is not None:
         lineage.append((trajectory.call(fork.call), fork.turn + 1))

@@ -53,7 +53,8 @@ def encodable(text: str) -> str:
 
 
 def sendable(message: Message) -> Message:
-    """Return ``message`` with ``encodable`` applied to all its texts."""
+    """Return ``message`` with all its texts in a form that UTF-8 can encode: lone surrogates become
+    escapes."""
     calls = tuple(
         ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
         for call in message.tool_calls

@@ -28,15 +28,15 @@ _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dic
 
 
 class SiblingGroups:
-    """Calls of each cell, compared when the cell has run."""
+    """The calls of each cell, which are compared once the cell has run."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
         self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
     def add(self, node: CallNode, question: str) -> list[CallNode]:
-        """Add a call with its whole ``question``. Returns the earlier calls whose ``telling``
-        changed."""
+        """Add a call to its siblings. ``question`` is the whole question of the call. Returns the
+        earlier siblings whose question must now be shown differently (``CallNode.telling``)."""
         if (parent := node.parent) is None:
             return []
         place = (parent.call, parent.turn, parent.cell)
@@ -87,7 +87,8 @@ def _failure(node: CallNode, count: int) -> str:
 
 
 def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Siblings that were asked the same question about the same context, and disagree with most."""
+    """Find the calls that disagree with the majority of the siblings that were asked the same
+    question about the same context. Returns a sentence about each, by its index in ``siblings``."""
     groups: dict[int, list[int]] = {}
     for index, node in enumerate(siblings):
         groups.setdefault(node.subject, []).append(index)
@@ -141,13 +142,15 @@ def _about(value: float) -> str:
 
 
 def _kind_and_value(node: CallNode) -> str:
-    """``text: “none found”``"""
+    """Return the type of a call's answer and its beginning, such as ``text: “none found”``, or
+    ``nothing`` for a call without an answer."""
     kind = _NAMES.get(node.answer_kind)
     return f"{kind}: {shown(node)}" if kind else "nothing"
 
 
 def _far(values: Sequence[float]) -> list[tuple[int, float]]:
-    """(index, median) of each value beyond three median deviations.
+    """Return the index of each value that is more than three median deviations from the median,
+    with that median.
 
     If more than half of the values are the same, only a single different one is far.
     """

@@ -211,6 +211,7 @@ all calls of a rollout sampled."""
 
 
 def path_group(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
-    """The key that the paths of one call, or of one rollout, share; ``index`` for a sequence
-    without a name."""
+    """Return a key that is the same for all paths of one call, or of one rollout if that is the
+    ``unit``. It comes from the name of the sequence. A sequence without a name has the key
+    ``index``."""
     return (call_of(name) if unit == "call" else rollout_of(name)) or index

@@ -31,7 +31,7 @@ _CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
 class SiblingQuestions:
-    """Questions of calls of one kind that one cell made, in order."""
+    """The questions of the calls of one kind that one cell made, in order."""
 
     def __init__(self) -> None:
         self._first = ""
@@ -48,7 +48,8 @@ class SiblingQuestions:
         return len(self._parts)
 
     def add(self, question: str) -> bool:
-        """Add a question. Returns whether the own parts of the earlier ones have grown."""
+        """Add a question. Returns whether the earlier questions now share less, so that the part
+        that is specific to each has grown."""
         text, prefix, suffix = question[:_MAX_CHARS], self._prefix, self._suffix
         self._sorted = None
         if not self._parts:
@@ -71,7 +72,8 @@ class SiblingQuestions:
         return has_grown
 
     def _grow(self, prefix: str, suffix: str) -> None:
-        """Share less: what the earlier questions had in common becomes their own."""
+        """Shorten the beginning and the end that all questions share to ``prefix`` and ``suffix``.
+        What is cut off is added to the part that is specific to each earlier question."""
         if len(self._parts) == 1:
             end = len(self._first) - len(suffix)
             self._parts = [self._first[len(prefix) : end][:_MAX_PART]]
@@ -82,14 +84,14 @@ class SiblingQuestions:
         self._prefix, self._suffix = prefix, suffix
 
     def telling(self, index: int) -> str:
-        """The part of a question that tells it apart; empty if the beginning of the question does,
-        or if all are the same."""
+        """Return the part of a question that tells it apart from the others. Empty if the beginning
+        of the question does, or if all are the same."""
         start, text = self._own(index)
         return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
 
     def name(self, index: int) -> str:
-        """A short name for the call with a question: ``sheet 7``; ``number 7 of 12`` if its words
-        do not tell it apart."""
+        """Return a short name for the call with this question, such as ``sheet 7``. It is ``number
+        7 of 12`` if the words of the question do not tell it apart."""
         start, text = self._own(index)
         is_sentence = " " not in self._prefix  # they share no words at the beginning
         if is_sentence and text:
@@ -105,7 +107,8 @@ class SiblingQuestions:
         return f"“{words}”" if is_quoted else words
 
     def _is_shared(self, index: int, chars: int) -> bool:
-        """Whether another question has the same first ``chars`` in its own part."""
+        """Return True if the part that is specific to this question begins with the same ``chars``
+        characters as that of another question."""
         part = self._parts[index]
         piece = part[: max(chars, 0) + 1]
         if self._sorted is None:
@@ -117,8 +120,9 @@ class SiblingQuestions:
         return len(found) == 2 and all(each.startswith(piece) for each in found)
 
     def _own(self, index: int) -> tuple[int, str]:
-        """(where it begins, text) of a question's own part, in whole words. The word before a
-        number belongs to it."""
+        """Return the part of a question that the others do not share, extended to whole words: its
+        start in the question, and its text. If it begins with a number, the word before the number
+        is included."""
         prefix, part = self._prefix, self._parts[index]
         if len(self._parts) == 1 or not part.strip():
             return 0, ""

@@ -1,5 +1,5 @@
-"""What recorded traffic says about itself: whose conversations a store holds, and the names of what
-is known about a turn.
+"""What a store of recorded traffic says about its conversations: which policy replied in them, and
+under which names it keeps the facts about each turn.
 
     STORE/traffic.json     the policy, as ``PolicyIdentity`` (``store/traffic_identity.py``)
     ScoreAdded of a turn   by ``traffic``: how it was sampled, which of its tokens were redacted
@@ -42,8 +42,9 @@ class PolicyIdentity(msgspec.Struct, frozen=True):
     """``qwen3 of 596,049,920 parameters``"""
 
     def difference(self, other: PolicyIdentity) -> str:
-        """How ``other`` differs; empty if ids and log-probabilities of one can be used for the
-        other."""
+        """Say how the policy ``other`` differs from this one. Empty if both have the same
+        tokenizer and architecture, so that token ids and log-probabilities of one can be used
+        for the other."""
         if self.vocabulary != other.vocabulary:
             return f"another tokenizer ({self.name}; here it is {other.name})"
         if self.architecture != other.architecture:

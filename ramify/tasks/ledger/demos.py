@@ -112,7 +112,8 @@ class CallScene(msgspec.Struct, frozen=True):
 
 
 def scene_of(item: Item) -> CallScene:
-    """Return the situation of the root call."""
+    """Return the situation of the root call of ``item``: its question, and the formats and the
+    separator of the documents in its context."""
     asked = LedgerQuestion.read(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
@@ -220,8 +221,9 @@ class DemonstratedCall:
 
 
 def _asking(asked: LedgerQuestion, form: RowFormat, mistaken: bool) -> str:
-    """Return the expression for the answer over the rows ``R``. All kinds name the columns in the
-    same place, so that reading a format is one skill and not one for each kind."""
+    """Return the expression of Python code that answers the question from the parsed rows, which
+    are in the variable ``R``. The names of the columns are at the same place for all kinds of
+    questions, so that a policy learns to read a format once and not for each kind."""
     rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
     number = "q" if mistaken else "int(q)"
@@ -343,7 +345,7 @@ class _FinalCalled(Exception):
 
 
 class _Play:
-    """State of one demonstration."""
+    """One demonstration that is being played: its item, habits, and conversations so far."""
 
     def __init__(
         self, item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationTexts

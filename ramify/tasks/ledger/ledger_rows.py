@@ -73,7 +73,7 @@ class RowFormat(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> list[int]:
-        """Return the index of the field in each column."""
+        """Return the field in each column, from left to right, as an index of ``FIELDS``."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def write(self, rows: list[Row]) -> str:
@@ -139,7 +139,8 @@ def make_rows(
 
 
 def highest_quantity(num_rows: int) -> int:
-    """Return the upper bound of quantities, which are all different."""
+    """Return the number that all quantities of a ledger stay below. It is so large that the
+    quantities of all rows can differ."""
     return max(1500, 20 * num_rows)
 
 
@@ -158,8 +159,8 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 
 
 def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
-    """Change some rows so that the question is about them; without a header, the first row is one
-    of them."""
+    """Change some rows so that they answer the question. They get its label, its user, or the
+    highest quantity. Without a header, the first row can be one of them."""
     high = max(quantity for _, _, quantity in rows)
     if kind in COMBINED:
         for index in [*rng.sample(range(len(rows)), 3), *([] if header else [0])]:
@@ -173,7 +174,8 @@ def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: 
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Return True if the mistakes of ``demos.py`` give wrong answers."""
+    """Return True if the typical mistakes of the demonstrator (``demos.py``) give a wrong answer
+    for these rows."""
     if kind in ("count", "sum"):
         return any(about in user for user, _, _ in rows)
     if kind == "max":

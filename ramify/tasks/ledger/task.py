@@ -91,7 +91,7 @@ class LedgerDocument(msgspec.Struct, frozen=True):
 
 
 class LedgerQuestion(msgspec.Struct, frozen=True):
-    """One question of the family."""
+    """One question about a ledger: its kind, and the label or user that it asks about."""
 
     kind: Kind
     about: str
@@ -104,7 +104,7 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> LedgerQuestion | None:
-        """Parse ``text``. Returns None if it is not a question of the family."""
+        """Parse ``text``. Returns None if it is not a question about a ledger."""
         text, over_all = text.strip(), text.strip().endswith(ALL)
         for kind, pattern in _ASKED.items():
             match = pattern.fullmatch(text.removesuffix(ALL))
@@ -171,8 +171,8 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _scale(self, rng: random.Random) -> int:
-        """Return the factor of the quantities; 1 if the length is given, because it depends on
-        them."""
+        """Draw the factor by which quantities are multiplied. It is 1 if the length of items is
+        given, because larger numbers would make them longer."""
         return 1 if self.chars is not None else rng.choice(SCALES)
 
     def _num_rows(self, rng: random.Random, usual: tuple[int, int], num_docs: int) -> int:

@@ -190,7 +190,8 @@ sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 
 @check("files of the host are out of reach", "isolates_files")
 async def files(probe: SandboxProbe) -> None:
-    """A container has its own files at the usual paths; none of them may be the host's."""
+    """Check that code in a session cannot read files of the host. A container has files at the same
+    usual paths, but they must be its own."""
     import os
     import tempfile
 
