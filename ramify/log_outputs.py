@@ -145,7 +145,7 @@ def text_of(record: LogRecord) -> str:
 
 
 def _process_of(record: LogRecord) -> str:
-    """Name of the record's process; empty for the run's own."""
+    """Return the name of the process that wrote a log record; empty for the run's main process."""
     name = record.processName or ""
     return "" if name == "MainProcess" else name
 

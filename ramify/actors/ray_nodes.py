@@ -19,8 +19,8 @@ _AGAIN_S = 2.0
 
 
 def wait_for_nodes(address: str, nodes: int, timeout_s: float = WAIT_S) -> None:
-    """Return once the cluster at ``address`` has ``nodes`` living nodes. Raises ConfigError after
-    ``timeout_s`` seconds, with the number that is there."""
+    """Wait until the cluster at ``address`` has ``nodes`` living nodes. Raises ConfigError after
+    ``timeout_s`` seconds; the error says how many nodes have joined."""
     ray = imported()
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     until, found, why = time.monotonic() + timeout_s, 0, ""

@@ -65,8 +65,9 @@ class MatrixMeters:
 
 @asynccontextmanager
 async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeters]:
-    """Start a meter for each model if other systems answer. ``root`` is the folder of the store, in
-    which requests are recorded; None records none."""
+    """Start a metering endpoint for each model if the plan has external systems, so that their
+    requests are counted. ``root`` is the store's folder, in which these requests are recorded; None
+    records nothing."""
     from ramify.http_server.capacity import raise_descriptor_limit
     from ramify.serve.meter import Meter
 

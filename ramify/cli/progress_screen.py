@@ -78,7 +78,8 @@ class ProgressLines:
                 self._tasks[state.id] = state, since
 
     def say(self, text: str) -> None:
-        """Print a line of the command itself, which ends the silence."""
+        """Print a line for the command. The next progress line then waits for a full interval
+        again."""
         self._said_at = time.monotonic()
         write(text)
 

@@ -102,8 +102,8 @@ def open_recorder(
     policy: Policy,
     notes: StderrNotes,
 ) -> TrafficRecorder:
-    """Open the recorder of ``policy``, and say what is recorded. Raises ConfigError and
-    StoreError."""
+    """Open the recorder for the traffic of ``policy``, and print where conversations are stored and
+    for how long. Raises ConfigError and StoreError."""
     from ramify.serve.traffic_recorder import RecordedPolicy, TrafficRecorder
 
     redaction, retention = recording

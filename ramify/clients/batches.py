@@ -89,8 +89,9 @@ def batch_price(price: Price | None) -> Price | None:
 def split(
     bodies: Iterable[tuple[bytes, Item]], max_rows: int, max_bytes: int = UPLOAD_BYTES
 ) -> Iterator[list[tuple[bytes, Item]]]:
-    """Split bodies, each with what belongs to it, into uploads. A body that is larger than an
-    upload has one for itself, which the provider may refuse."""
+    """Split pairs of a request body and its item into uploads of at most ``max_rows`` requests and
+    ``max_bytes`` bytes. A body that is larger than an upload is sent alone; the provider may refuse
+    it."""
     part, size = list[tuple[bytes, Item]](), 0
     for body, item in bodies:
         if part and (len(part) >= max_rows or size + len(body) > max_bytes):

@@ -67,8 +67,8 @@ def count_message(message: Message) -> int:
 
 
 def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
-    """Return ``step`` as a complete reply to ``messages``, cut at ``max_tokens``, with its
-    usage."""
+    """Convert what the function returned (``step``) to a complete reply to ``messages``. The text
+    is cut at ``max_tokens``, and the usage is counted."""
     if isinstance(step, Reply) and step.usage.calls:
         return step
     reply = (

@@ -184,7 +184,8 @@ class Model:
         return {name: value for name, value in given.items() if value is not None}
 
     def sampled_as(self, run: Sampling) -> Sampling:
-        """Return the sampling for this model's requests, given the sampling of the run."""
+        """Combine the run's sampling options with those of this model, which take precedence. Stop
+        texts are joined, and the smaller ``max_tokens`` applies."""
         own, default = self.sampling, Sampling()
         if own is None:
             return run

@@ -426,7 +426,7 @@ class RequestRetries:
         self._num_retries = 0
 
     def are_worth(self, error: ModelError) -> bool:
-        """True if the time that a server asked to wait is within the remaining patience."""
+        """Return True if the server asked to wait no longer than retries may take."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
     def wait_after(self, error: ModelError, gate: Limiter, others_passed: bool) -> float | None:
@@ -451,7 +451,8 @@ class RequestRetries:
         return None if is_limited else wait_s
 
     def record(self) -> None:
-        """Record the end of a long wait."""
+        """Record how long the request failed, if it was retried and waited for at least a
+        second."""
         if self._patience_s and self._num_retries:
             _record_wait(self._client, "outage", self._out_s())
 

@@ -310,7 +310,8 @@ def split_url(model: str) -> tuple[str, str | None]:
 
 
 class MissingKey(ConfigError):
-    """A model of a provider's own address has no API key. ``name`` is the model."""
+    """A model that is reached at its provider's default address has no API key. ``name`` is the
+    model's name."""
 
     def __init__(self, text: str, name: str, variable: str) -> None:
         super().__init__(text)
@@ -320,8 +321,8 @@ class MissingKey(ConfigError):
 
 
 def no_key(name: str, variable: str) -> MissingKey:
-    """Error for a missing API key of a provider's own address. It also covers the case that the
-    text after an ``@`` was meant as another address."""
+    """Return the error for a model without an API key. If the text after an ``@`` in ``name`` may
+    have been meant as a base URL, the error also shows the full form."""
     before, _, tail = name.rpartition("@")
     is_other = before and not before.endswith(":")
     url = (

@@ -168,8 +168,8 @@ class EventRecorder:
         journal.append(event)
 
     def seal(self, end: RunEnded, error: LoopBlocked) -> None:
-        """Write ``end`` and release the journal, from another thread than that of the events. What
-        the run does later raises ``error``, since it is not recorded any more."""
+        """Write the final event ``end`` and release the journal. Called from a thread other than
+        the one that records events. Whatever the run records afterwards raises ``error``."""
         self._sealed = error
         with contextlib.suppress(StoreError):  # its journal ends as if killed
             if self._journal is not None:

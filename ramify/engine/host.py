@@ -511,7 +511,8 @@ class CellHost:
 
 
 def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the strategy that answers a call of ``tool`` with these arguments."""
+    """Make the strategy with which ``tool`` answers one call. Arguments that the tool refuses raise
+    HostCallError."""
     try:
         return tool.strategy(*args, **kwargs)
     except ConfigError as error:

@@ -52,8 +52,9 @@ class LeafCalls:
     def __init__(
         self, run: LiveRun, root: LiveCall, question: Question, rest: ResourceAmount | None = None
     ) -> None:
-        """The leaves are children of ``root``. ``rest`` is what a strategy in a session may use;
-        its ``root`` begins with the first leaf."""
+        """``root`` is the parent call of all leaf calls. ``rest`` is the budget left to a strategy
+        that code in a session asked for, whose ``root`` is recorded when the first leaf is asked;
+        None for any other strategy."""
         self.question = question
         self.has_begun = rest is None
         """Whether ``root`` is recorded."""

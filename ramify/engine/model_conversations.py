@@ -281,5 +281,5 @@ class ModelConversations:
 
 
 def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
-    """Return ``known`` for a prompt that has ``by`` more messages."""
+    """Return a known prompt prefix for the same prompt with ``by`` more messages in front."""
     return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

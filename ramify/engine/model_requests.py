@@ -201,7 +201,7 @@ class ModelRequests:
         ]
 
     def over(self, turn: TurnRequest) -> None:
-        """Note that the outcome of ``turn`` is recorded."""
+        """Remove ``turn`` from the requests in progress, now that its outcome is recorded."""
         self.under_way.discard(turn)
         self.ending.suspend_if_quiet()
 
@@ -299,7 +299,8 @@ class ModelRequests:
         return limit
 
     def raise_last_word(self) -> None:
-        """Hold more budget for the root's final request if its model reported excess usage."""
+        """Reserve more budget for the root's final answer, because a reply has used more than was
+        reserved for it and the final answer may do so too."""
         if self.ledger.held.calls and self._last_word is not None and self._last_word.update():
             self.ledger.hold(self._last_word.amount)
 

@@ -54,9 +54,9 @@ class ReplyLengths:
         return found
 
     def text_limit(self, client: Client, depth: int, is_plain: bool) -> tuple[int, str]:
-        """Return (maximum tokens of a reply at ``depth`` without hidden reasoning, name of the
-        setting that gives this limit). ``is_plain`` is True for a call by ``llm_query`` of a
-        session."""
+        """Return the maximum tokens of a reply without its hidden reasoning, and the name of the
+        setting that gives this limit. ``depth`` is the call's depth in the tree; ``is_plain`` is
+        True for an ``llm_query`` call from a session."""
         place = id(client), depth, is_plain
         found = self._text_limits.get(place)
         if found is None:

@@ -62,7 +62,8 @@ def options_of(
 
 
 def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
-    """Return the settings of a run that is repeated with ``options``."""
+    """Return the settings ``setup`` for repeating a recorded run with ``options``. Instructions and
+    examples come from the record; so does the search strategy, unless ``options`` give one."""
     now = setup.for_run(options).of_record(recording.started.config)
     if options.search is not None:
         return now

@@ -120,7 +120,8 @@ class RlmCall:
         return outcome
 
     def begin(self, question: str, kind: AnswerType | None, before: Sequence[Message]) -> None:
-        """Prepare the first turn of ``answer``."""
+        """Prepare the question's first turn and start opening the session. ``answer`` does the
+        rest."""
         self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._state.pending = [*self._before_question(before), Message("user", text)]

@@ -62,7 +62,8 @@ class RunEnding:
         recorder.on_trouble = self.suspend
 
     def start(self) -> None:
-        """Close the run in time before its deadline."""
+        """Schedule the end of the run, early enough that the root can still answer before the
+        deadline."""
         when = self._deadline - self.last_word_s
         self._alarm = self._loop.call_at(when, self.close_in, Stop.DEADLINE)
 

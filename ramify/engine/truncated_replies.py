@@ -22,11 +22,13 @@ _LONGER = (2, 4)
 async def complete_truncated(
     run: LiveRun, call: LiveCall, reply: Reply, new: Sequence[Message]
 ) -> Reply:
-    """Return ``reply`` to ``new``, the last turn of ``call``, complete if possible.
+    """Complete a reply that was truncated at its token limit, and return it; other replies are
+    returned unchanged.
 
-    If it was truncated at its token limit, it is continued from its end if the model's server
-    can do that, or else asked for again with a larger limit; at most twice. A reply with token
-    ids stays as it is: a policy in training must learn from its own replies.
+    ``new`` are the messages that ``reply`` answers, in the last turn of ``call``. If the model's
+    server can continue a text, the reply is continued from its end. Otherwise the question is asked
+    again with a larger limit. At most two such requests are made. A reply with token ids stays as
+    it is: a policy in training must learn from its own replies.
     """
     reused = len(call.messages) - 1 - len(new)
     for longer in _LONGER:
@@ -47,8 +49,8 @@ async def _more_of(
     reused: int,
     longer: int,
 ) -> Reply | None:
-    """Return ``reply`` with its continuation, or another reply with ``longer`` times its limit;
-    None if nothing more may be asked."""
+    """Make one further request for a truncated reply. Returns the reply with its continuation, or a
+    new reply with ``longer`` times the limit. Returns None if no further request is allowed."""
     setup, message = run.setup, reply.message
     is_continued = bool(message.content.strip()) and not message.tool_calls
     is_continued = is_continued and getattr(call.client, "continues", False)

@@ -1,16 +1,19 @@
-"""A matrix of evaluations: each suite, family, length, model, mode and scaffold with each other.
+"""A matrix of evaluations: one for each combination of suite, family, length, model, mode and
+scaffold.
 
     MatrixAxes ── plan_of ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
         ──▶ each cell is a recorded evaluation ──▶ MatrixRow (see matrix_report.py)
 
-A matrix is a list of plans under one id. It decides which cells there are, and in which files they
-are recorded. Cells that differ only in model, mode or scaffold ask the same items. The plan is
-written before anything is asked, so a matrix that was killed continues with ``resume``. On disk:
+A matrix is a list of evaluation plans with one id. It decides which combinations (cells) are
+evaluated, and in which files they are recorded. Cells that differ only in model, mode or scaffold
+ask the same items. The plan is written before anything is asked, so a matrix that was killed can be
+continued with ``resume``. On disk:
 
     evaluations/ID.matrix          the plan: {"id": …, "cells": [{"place": {"suite": …}, …}]}
-    evaluations/ID-000-….jsonl     the record of a cell, as of any evaluation
+    evaluations/ID-000-….jsonl     the record of a cell, in the format of any evaluation
 
-Not here: the attempts (see run.py), the modes (see modes.py), and how a command asks for a matrix.
+Not here: the attempts (see run.py), the modes (see modes.py), and the command (see
+ramify/cli/eval_matrix.py).
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def system(self) -> str:
-        """The words that name the system that answers; empty if this one does."""
+        """Name or command of the external system that answers; empty if Ramify does."""
         return str(self.plan.settings.get("with") or "")
 
 
@@ -117,7 +120,7 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_systems(self) -> bool:
-        """Whether other systems answer, so that all requests go through a meter."""
+        """Whether external systems answer some cells, so that all requests go through a meter."""
         return any(cell.system for cell in self.cells)
 
     @property
@@ -231,8 +234,8 @@ def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
 
 
 def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
-    """The options of a task that is made by a function; none of others. Raises ConfigError for an
-    unknown task."""
+    """Return the parameters of the function that makes a task; empty if no function makes it.
+    Raises ConfigError for an unknown task."""
     if suite.endswith(DATA_SUFFIXES) or suite.startswith(("hf:", "verifiers:")):
         return {}
     make = TASKS.of(suite)

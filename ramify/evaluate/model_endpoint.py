@@ -51,7 +51,8 @@ _WRONG_KEY = (
 
 
 class EndpointSeat(msgspec.Struct):
-    """One agent of an episode that asks a model: its run, and how its requests are answered."""
+    """One agent's access to a model within an episode: the run that records its requests, and how
+    they are answered."""
 
     conversations: ModelConversations
     thread: str
@@ -81,8 +82,8 @@ class SeatModel:
         self._rendering: PromptRendering | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return replies with the run's own sampling: of the request's, ``max_tokens``, ``stop``
-        and ``top_logprobs`` count."""
+        """Return replies that are sampled with the run's settings. Only ``max_tokens``, ``stop``
+        and ``top_logprobs`` are taken from the request."""
         seat = self._seat
         return await seat.conversations.replies(
             request.messages,

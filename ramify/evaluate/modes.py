@@ -64,7 +64,7 @@ class ModelRoom(msgspec.Struct, frozen=True):
 
 
 async def room_of(rlm: RLM) -> ModelRoom:
-    """The room of the root's model. Calls no model."""
+    """Return the context window, reply limit and price of the root's model, without calling it."""
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.

@@ -126,7 +126,7 @@ def matrix_money(
 
 
 class MoneyTable(msgspec.Struct, frozen=True):
-    """The curves of all systems at the same items, with a few budgets."""
+    """Scores of several systems on the same items, each at a few budgets."""
 
     items: str
     """Suite, length and model."""

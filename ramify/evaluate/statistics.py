@@ -176,7 +176,8 @@ def _is_at_an_end(values: Sequence[float]) -> bool:
 
 
 def _around(total: float) -> tuple[int, int]:
-    """The whole numbers beside ``total``, which rounding errors do not move."""
+    """Return the whole numbers below and above ``total``. A ``total`` that differs from a whole
+    number only by a rounding error gives this number twice."""
     nearest = round(total)
     return (nearest, nearest) if math.isclose(total, nearest) else (int(total), int(total) + 1)
 

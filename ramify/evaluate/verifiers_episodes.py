@@ -133,7 +133,8 @@ class VerifiersSplit(LazySequence[Item]):
 
 
 class ServedEnv(msgspec.Struct):
-    """A verifiers environment whose tool servers run, and the endpoint of its models."""
+    """A verifiers environment whose tool servers are running, with the endpoint that its agents
+    call."""
 
     env: Any
     endpoint: ModelEndpoint

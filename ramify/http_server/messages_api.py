@@ -186,8 +186,8 @@ class MessagesExchange:
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Return the events by which a block of this ``kind`` replaces the open one; none if the
-        open block is of this kind."""
+        """Open a content block of this ``kind``, unless one is open already, and return the events
+        to send: the end of the previous block and the start of this one."""
         if self._open == kind:
             return b""
         events = self._close_block()
@@ -314,7 +314,7 @@ def _choice(choice: _Choice | None) -> ToolChoice:
 
 
 def _reply(turn: _Turn) -> list[Message]:
-    """Convert a turn of the assistant to the message that it was."""
+    """Convert a turn of the assistant, which is a text or content blocks, to one message."""
     if isinstance(turn.content, str):
         return [Message("assistant", turn.content)]
     content, reasoning = "", None

@@ -179,7 +179,8 @@ def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
 
 
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
-    """Decode a request for a ``kind``. Raises Refused with the reason."""
+    """Decode the JSON body of a request. ``kind`` names what the API returns, for the error. Raises
+    Refused with the reason."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -168,7 +168,8 @@ def rejection_of(error: RamifyError) -> RequestRejected:
 def listed_models(
     http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
 ) -> web.Response:
-    """The list of models, with the only one, in the format of the API that was asked."""
+    """Return the response to a request for the list of models. It lists the one model that is
+    served, in the format of OpenAI or Anthropic, as the request asks."""
     about: dict[str, Any] = {} if window is None else {"max_model_len": window}
     if is_recorded:
         about["recorded"] = True

@@ -36,8 +36,8 @@ class AnswerColumns:
     """The columns that a map adds to its rows."""
 
     def __init__(self, kind: AnswerType | None, prefix: str, taken: Sequence[str]) -> None:
-        """``prefix`` is put before each name, and ``taken`` are the columns of the rows. Raises
-        ConfigError if a name is taken."""
+        """``prefix`` is put before each new column's name. ``taken`` are the names of the columns
+        that the rows have already. Raises ConfigError if a new name is among them."""
         properties = (kind.schema.get("properties") if kind else None) or {}
         is_object = kind is not None and kind.schema.get("type") == "object" and properties
         self.fields: tuple[str, ...] = tuple(properties) if is_object else ()
@@ -104,7 +104,8 @@ class MapOutput(abc.ABC):
 
 
 class _Table(MapOutput):
-    """Rows in memory; only the new columns, if the table of the rows gets them."""
+    """Collects the output rows in memory. If the source is a table that can be extended, only the
+    new columns are collected."""
 
     def __init__(self, source: RowTable, added: AnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -311,7 +312,8 @@ def open_output(out: Path | None, source: RowTable, added: AnswerColumns) -> Map
 def output_row(
     row: Row, source: RowTable, added: AnswerColumns, answer: Any, error: str | None
 ) -> dict[str, Any]:
-    """Return a row of the output."""
+    """Return a row of the output: the columns of the input row that are kept, and the new columns
+    with the answer or the error."""
     if source.kept is None and row.values:
         kept = row.values
     else:

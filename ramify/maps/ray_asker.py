@@ -82,9 +82,9 @@ class Asker:
         )
 
     def __call__(self, batch: Any) -> Any:
-        """Return ``batch`` with the columns of the answers and the column ``error``; a batch of
-        NumPy becomes one of Arrow. Raises RamifyError if a person must remove a cause: a key, a
-        network."""
+        """Ask the question of each row of ``batch``, and return the batch with the answer columns
+        and the column ``error``. A NumPy batch is returned as an Arrow table. Raises RamifyError if
+        a person has to act first, for example because of a missing key or no network."""
         table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
         source = open_rows(table)
         task = self._task

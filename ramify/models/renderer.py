@@ -330,7 +330,8 @@ class MarkedRenderer:
                 )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
-        """Ids of the parts as one text, in which tokens may span a reply's header and the reply."""
+        """Return the ids of the parts encoded as one text. A token may then span the end of a
+        reply's header and the start of the reply."""
         return self._pieces.joined(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:
@@ -365,7 +366,8 @@ class Renderer(Protocol):
         ...
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """The reply that sampled ids stand for. Without ``tool_calls``, calls in it stay text."""
+        """Convert sampled ids to the reply that they stand for. Without ``tool_calls``, tool calls
+        in the text are not parsed."""
         ...
 
 

@@ -179,7 +179,8 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
 
 
 def is_read_in_parts(model: Any) -> bool:
-    """Whether a checkpoint of ``model`` differs from it at most in names and stacked experts."""
+    """Return True if single tensors of the checkpoint can be read without reading others: its
+    tensors differ from the model's at most in their names and in how experts are stacked."""
     return all(
         type(operation).__name__ == _STACK
         or (type(operation).__name__ == _JOIN and operation.dim == 1)

@@ -317,7 +317,8 @@ class TemplateRenderer:
         return added[1:] if added and after and after[-1] == added[0] else added
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """The reply that sampled ids stand for. Calls in it always stay text."""
+        """Convert sampled ids to the reply that they stand for. Tool calls in the text are never
+        parsed."""
         end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
         return split_reply(
             self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False

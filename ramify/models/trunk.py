@@ -308,7 +308,7 @@ def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 class HeadRequest(NamedTuple):
-    """What to compute at each entry."""
+    """What the output head computes for each of the E entries of a batch."""
 
     targets: Tensor
     """[E, j] ids."""

@@ -150,7 +150,8 @@ def cache_bytes(
 
 
 def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
-    """Return the maximum number of tokens in a batch."""
+    """Return the maximum number of tokens in a training batch on one device: the configured number,
+    or what fits into the memory for activations."""
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))

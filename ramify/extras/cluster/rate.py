@@ -300,7 +300,9 @@ async def calibrate(client: Client, *, slots: int, tokens: int = 64) -> EngineRa
 async def _step_s(
     client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
 ) -> float:
-    """Return the seconds of a step with ``at_once`` sequences."""
+    """Measure a decoding step with ``at_once`` concurrent sequences of ``tokens`` tokens each.
+    Returns its seconds without the time for reading prompts. Raises ConfigError if the model's
+    replies end too early."""
     timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
     read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
     steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]

@@ -92,8 +92,9 @@ def job_of(
     restarts: int = 3,
     nodes: int | None = None,
 ) -> SchedulerJob:
-    """Return the job that starts ``run`` as ``plan`` places it. ``nodes`` is used only for a recipe
-    without pools. Raises ConfigError if the ranks cannot be divided evenly among the nodes."""
+    """Return the scheduler job that starts ``run`` with the nodes and devices in ``plan``.
+    ``nodes`` is the number of nodes, and is used only for a recipe without pools. Raises
+    ConfigError if the ranks cannot be divided evenly among the nodes."""
     per_node = 1
     if plan.pools:
         groups, by = _of_pools(plan), "ray"

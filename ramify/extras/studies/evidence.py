@@ -378,7 +378,8 @@ def _substance(rng: random.Random) -> str:
 def _elsewhere(
     rng: random.Random, context: Mapping[str, str], gold: Sequence[Place]
 ) -> list[list[Any]]:
-    """As many passages as ``gold``, none of which touches one of it."""
+    """Choose as many random passages as there are gold passages, none of which overlaps a gold
+    passage. A passage is ``[text id, start, end]``."""
     found: list[list[Any]] = []
     while len(found) < len(gold):
         id = rng.choice(list(context))

@@ -178,8 +178,8 @@ class Hindsight(
     def _add_hints(
         self, hints: TrajectoryHints, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Add the hints of a verdict that pass the filter, at the turn that they are shown
-        before."""
+        """Filter the hints of a judge's verdict, and add those that pass to the turn that will be
+        retried with them."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
             dict.fromkeys(

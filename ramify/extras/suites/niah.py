@@ -429,7 +429,8 @@ def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str],
 def _haystack(
     rng: random.Random, chars: int, needles: Sequence[str], depth: float | None
 ) -> tuple[str, int]:
-    """Return the text and the offset at which the first of ``needles`` begins in it."""
+    """Build a text of about ``chars`` characters with the needles at random places. Returns the
+    text and the offset of the first needle, which is at the relative ``depth`` if that is given."""
     pool = [sentence(rng) for _ in range(_POOL)]
     room = chars - sum(map(len, needles)) - len(needles)
     mean = sum(map(len, pool)) / _POOL + 1

@@ -105,7 +105,8 @@ def planted(
 
 
 class Report(NamedTuple):
-    """The facts of an item."""
+    """Planted facts that a good summary of an item must state, and the sentences that contain
+    them."""
 
     asked: str
     """Name of what is summarised."""

@@ -38,7 +38,7 @@ def word(number: int) -> str:
 
 
 def sentence(rng: random.Random) -> str:
-    """Return a sentence that answers no question."""
+    """Return a random filler sentence that does not help to answer any question."""
     where = f" of {name(rng, 3)}" if rng.random() < 0.3 else ""
     return (
         f"The {rng.choice(PEOPLE)}{where} {rng.choice(VERBS)} "

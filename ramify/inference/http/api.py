@@ -148,8 +148,9 @@ class HttpEngineServer:
 
 
 def seed_at(seed: int, affinity: str, num_ids: int) -> int:
-    """The sampling seed of a call at this prompt length, for engines that restart their random
-    numbers with each request."""
+    """Derive the seed with which an engine samples a call's next reply. It depends on the number of
+    prompt tokens, because an engine restarts its random numbers with each request: each turn gets
+    another seed."""
     text = f"{seed}|{affinity}|{num_ids}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
 

@@ -165,9 +165,9 @@ class EngineFleet:
     def experts_of(
         self, server: EngineServer, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """For each sampled token, the experts of the token that predicts it; all empty if the spec
-        does not ask for them, or if a pause ended the reply and the engine reports none. Raises
-        BadReply."""
+        """Return the experts (of a mixture-of-experts model) that chose each sampled token: those
+        that processed the token before it. All are empty if the spec does not ask for experts, or
+        if a pause ended the reply and the engine reports none. Raises BadReply."""
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
             return ((),) * num

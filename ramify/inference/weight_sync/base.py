@@ -318,8 +318,8 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
-    """Change marker of a frozen parameter, equal as long as nothing writes into it; None for other
-    parameters. Torch's version counter is not reliable for trained ones: its fused AdamW writes
+    """Return a value that changes whenever a frozen parameter is written to; None for any other
+    tensor. Torch's version counter is not reliable for trained parameters: its fused AdamW writes
     without counting (2.13)."""
     if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
@@ -335,8 +335,9 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
 
 
 def as_checkpoint(model: Any, given: Iterable[WeightSource]) -> Iterator[WeightSource]:
-    """``given`` under the names that they have in checkpoints of the transformers model ``model``,
-    for engines that load these: a tensor of all experts of a layer becomes one for each."""
+    """Rename weights as checkpoints of the transformers model ``model`` do, for engines that load
+    checkpoint names. A tensor that holds all experts of a layer is split into one for each
+    expert."""
     from ramify.models.stored_weights import disk_tensors
 
     for each in given:

@@ -70,7 +70,8 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
 
 
 def differing_parts(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
-    """Which parts differ; their ``lengths`` follow one after the other."""
+    """Compare two versions of concatenated tensors, and return the indices of the tensors that
+    differ. ``lengths`` are the numbers of elements of the tensors, in order."""
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=now_N.device)
     differing: list[int] = (
         torch.searchsorted(differing_places(now_N, had_N), bounds).diff().nonzero()[:, 0].tolist()
@@ -143,7 +144,8 @@ class TensorBundles:
 
 
 def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
-    """The tensors of a bundle. Raises ValueError if ``table`` does not describe it."""
+    """Split a bundle, in which small tensors are concatenated, into its tensors. ``table`` has
+    their names and shapes. Raises ValueError if it does not describe the bundle."""
     try:
         names, shapes = table["names"], table["shapes"]
         parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])

@@ -241,7 +241,7 @@ class FileSync:
         return [{"weight_sync": "file", "folder": str(self._folder.resolve())}] * num_engines
 
     def join(self) -> None:
-        """Nothing to do: the sides need not meet."""
+        """Return at once: files need no connection between the trainer and the engines."""
 
     def chunks(
         self, sources: Iterable[WeightSource], version: int, *, whole: bool
