@@ -84,6 +84,21 @@ def test_unused_early_process_ends_with_its_host() -> None:
     assert not os.path.exists(f"/proc/{int(run.stdout)}")
 
 
+@pytest.mark.parametrize("direct_chars", [0, 32_000])
+def test_entered_rlm_starts_its_server_if_every_question_needs_one(direct_chars: int) -> None:
+    code = (
+        "import os, time; from ramify import RLM, Scaffold, ScriptedClient\n"
+        f"with RLM(ScriptedClient([]), scaffold=Scaffold(direct_chars={direct_chars})):\n"
+        "    for _ in range(500):\n"
+        "        found = open(f'/proc/self/task/{os.getpid()}/children').read().split()\n"
+        f"        if found or {direct_chars}: break\n"
+        "        time.sleep(.02)\n"
+        "print(len(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n" if direct_chars == 0 else "0\n", "")
+
+
 def test_start_imports_nothing_that_is_heavy() -> None:
     code = (
         "import sys, ramify.sandbox.host.forkserver_process;"

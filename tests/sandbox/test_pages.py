@@ -82,11 +82,8 @@ SANDBOX = {
     "a cell that is stopped": "sandbox/test_monty.py::test_stopped_cell_is_rolled_back",
     "no forks": "engine/test_monty.py::test_search_can_branch_first_turns_but_not_sessions",
     "each session has a copy": "engine/test_monty.py::test_session_cannot_change_the_context_of_the_host",
-    "[What the jail stops": NO_PROMISE,
-    "[Forks of a session]": NO_PROMISE,
 }
 ISOLATION = {
-    "[Where code runs]": NO_PROMISE,
     "This page says": NO_PROMISE,
     "The code in a session is hostile": NO_PROMISE,
     "The code must not read": "attacks: files",
@@ -134,6 +131,15 @@ ISOLATION = {
     "It reaches": NO_PROMISE,
     "**Interpreter bugs**": NO_PROMISE,
 }
+STARTS = {
+    "![The timeline of a cold question": NO_PROMISE,
+    "`ramify ask` over more than a small file": "sandbox/test_early_start.py::test_guess_from_the_arguments",
+    "An `RLM` whose every question": "sandbox/test_early_start.py::test_entered_rlm_starts_its_server_if_every_question_needs_one",
+    "Nothing is spent before the walls": "sandbox/test_probed_tier.py::test_result_of_another_boot_or_kernel_does_not_count",
+    "That result is in `walls.json`": "sandbox/test_probed_tier.py::test_place_that_others_can_write_to_is_not_used",
+    "Each fork server tries out": "sandbox/test_probed_tier.py::test_each_fork_server_proves_its_own_walls",
+    "`python scripts/cold_start.py`": NO_PROMISE,
+}
 FORKS = {
     "`session.fork()` makes": "check: a fork that would lose something is refused",
     "Only then may one process": "attack: a process in the place of a branch",
@@ -153,7 +159,7 @@ FORKS = {
     "test_lines_of_rollouts_that_fork_are_learnt_from",
     "If no fork could be kept": "sandbox/test_forks.py::test_unprepared_rollback_is_reported",
 }
-PAGES = {"sandbox": SANDBOX, "isolation": ISOLATION, "forks": FORKS}
+PAGES = {"sandbox": SANDBOX | ISOLATION | STARTS | FORKS}
 
 
 def sentences(text: str) -> Iterator[str]:
