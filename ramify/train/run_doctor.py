@@ -92,9 +92,9 @@ class GuardState(msgspec.Struct, kw_only=True):
     num: int = 0
     """Number of steps in ``first``."""
     first: dict[str, float] = {}
-    """Name -> sum over the stage's first steps."""
+    """Sum of each metric over the stage's first steps, by name."""
     on: list[str] = []
-    """Findings and exceeded limits that were reported and have not ceased."""
+    """Names of findings and exceeded limits that were reported and are still present."""
     streaks: dict[str, int] = {}
     """Map each finding of this stage to the number of consecutive steps, up to the last one, that
     showed it."""
@@ -109,7 +109,7 @@ class GuardState(msgspec.Struct, kw_only=True):
     rollbacks: int = 0
     """Number of rollbacks in this stage."""
     policies: dict[str, GuardState] = {}
-    """Name of another policy of the run -> state of its guard."""
+    """State of the guard of each additional policy of the run, by the policy's name."""
 
 
 class GuardVerdict(msgspec.Struct):
@@ -121,7 +121,7 @@ class GuardVerdict(msgspec.Struct):
     stop: str = ""
     """Why the stage ends; empty if it continues."""
     rollback: str = ""
-    """Reason to go back to the best checkpoint. Empty: no rollback."""
+    """Reason to go back to the best checkpoint; empty if the stage does not go back."""
 
     @property
     def action(self) -> Action:
@@ -143,7 +143,8 @@ def before_steps(memory: GuardState, values: Mapping[str, float]) -> None:
 def after_evaluation(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> GuardVerdict:
-    """Check the metrics of an evaluation of the validation stream; updates ``memory``."""
+    """Check the metrics of an evaluation of the validation stream, update ``memory``, and return
+    the verdict."""
     reward = values.get("validation/reward")
     if reward is None:
         return GuardVerdict({})
@@ -178,8 +179,8 @@ def _of_evaluation(
 def after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> GuardVerdict:
-    """Check each policy after a step; updates ``memory``. Metrics of additional policies begin with
-    ``policy.NAME/``."""
+    """Check each policy after a step, update ``memory``, and return the verdict. Metrics of
+    additional policies begin with ``policy.NAME/``."""
     verdict = _after_step(guard, memory, values)
     for name in dict.fromkeys(key.split("/")[0] for key in values if key.startswith("policy.")):
         state = memory.policies.setdefault(name.removeprefix("policy."), GuardState())
@@ -238,7 +239,7 @@ def _after_step(
 
 
 def _note_divergence(memory: GuardState, verdict: GuardVerdict) -> None:
-    """Drop findings that a divergence explains."""
+    """Remove findings from the verdict that a recent divergence explains."""
     if memory.streaks.get("divergence"):
         memory.since_divergence = 0
     elif memory.since_divergence is not None:
@@ -249,7 +250,8 @@ def _note_divergence(memory: GuardState, verdict: GuardVerdict) -> None:
 
 
 def _act(guard: TrainingGuard, memory: GuardState, verdict: GuardVerdict) -> None:
-    """Decide what follows from the findings of ``verdict``."""
+    """Decide whether the findings in ``verdict`` stop the stage or roll it back, and set its fields
+    ``stop`` and ``rollback`` accordingly."""
     if not verdict.found or guard.then in (None, "warn") or verdict.stop:
         return
     why = verdict.found[0].text
@@ -261,7 +263,7 @@ def _act(guard: TrainingGuard, memory: GuardState, verdict: GuardVerdict) -> Non
 
 
 def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """(limit, reason) for each limit that is violated."""
+    """Yield each limit that is violated, with the reason."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
     if guard.max_kl is not None and kl > guard.max_kl:
         yield "max_kl", f"the KL is {kl:.4g}, above guard.max_kl={guard.max_kl:g}"

@@ -67,9 +67,10 @@ class KeptPolicy(msgspec.Struct, frozen=True):
     last_step: int
     """Number of steps of the whole run."""
     is_best: bool
-    """Whether it is the best on the validation stream."""
+    """True if this checkpoint is the best on the validation stream."""
     scores: dict[str, PolicyScore]
-    """Split -> score; the validation stream's is the one that the choice was made by."""
+    """Score of each split, by the split's name. The choice of the best checkpoint was made by the
+    validation stream's score."""
 
     def __str__(self) -> str:
         kinds = [*(["best"] if self.is_best else []), *(["last"] if self._is_last else [])]
@@ -121,7 +122,7 @@ class RunRecord:
     # --- the run's beginning
 
     def begin(self) -> None:
-        """Begin a new run."""
+        """Begin a new run: create its folder, and drop records that are already there."""
         self.out.mkdir(parents=True, exist_ok=True)
         self._cut(-1)
         self.state.first_item = self.state.next_item
@@ -164,7 +165,7 @@ class RunRecord:
         self.state.guard.rollbacks = present.guard.rollbacks + 1
 
     def _note_lineage(self, entry: LineageEntry) -> None:
-        """Record that the run continues with changes."""
+        """Record in the lineage file that the run continues with changes."""
         LINEAGE.append(self.out, [entry])
         _log.info("run_changed", f"the run continues {entry}", shown=True, step=entry.step)
         state = self.state
@@ -235,7 +236,7 @@ class RunRecord:
         self.state.memories = others
 
     def measured(self, values: dict[str, float]) -> dict[str, float]:
-        """``values`` of a step with its speed, the shares of its signals, and the engines' own
+        """Add to a step's metrics its speed, the shares of its signals, and the engines' own
         metrics."""
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         # Time spent on signals, in parallel to rollouts.
@@ -259,8 +260,8 @@ class RunRecord:
         *,
         is_step: bool = False,
     ) -> None:
-        """Write a line of metrics, with what the doctor found. That of a step says where its time
-        went."""
+        """Write a line of metrics, with the doctor's findings. A line about a step also says where
+        the step's time went."""
         assert self._metrics is not None
         self._tick()
         if is_step:
@@ -284,7 +285,7 @@ class RunRecord:
             write(path, (trajectory for group in groups for trajectory in group.trajectories))
 
     def saves_rollouts(self, stage_step: int) -> bool:
-        """Whether the rollouts of a step of a stage are saved."""
+        """Return whether a step's rollouts are saved in full."""
         every = self.schedule.save_rollouts_every
         return every is not None and stage_step % every == 0
 
@@ -294,12 +295,14 @@ class RunRecord:
             self._meter.restart()
 
     def cpu_metrics(self, samples: bool) -> dict[str, float]:
-        """The CPU time of a step's rollouts, if it has any (``samples``)."""
+        """Return the CPU time of a step's rollouts as metrics. Empty if the step has no rollouts
+        (``samples`` is False) or CPU time is not measured."""
         return self._meter.spent() if self._meter is not None and samples else {}
 
     def note_kept(self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool) -> None:
-        """Report which checkpoint OUT/policy holds, with its scores. ``final``: metrics of the
-        final splits. ``is_best``: whether it is the best on the validation stream."""
+        """Report which checkpoint OUT/policy holds, with its scores. ``final`` holds the metrics of
+        the final splits. ``is_best`` is True if the checkpoint is the best on the validation
+        stream."""
         state = read_state(checkpoint)
         validation: Mapping[str, float] = {}
         for row in read_metrics(self.out):
@@ -327,7 +330,8 @@ class RunRecord:
 
     @property
     def is_time_to_save(self) -> bool:
-        """Whether ``schedule.checkpoint_every_s`` has passed since the last checkpoint."""
+        """Return whether ``schedule.checkpoint_every_s`` seconds have passed since the last
+        checkpoint."""
         every_s = self.schedule.checkpoint_every_s
         return every_s is not None and time.monotonic() - self._saved_at >= every_s
 
@@ -340,7 +344,7 @@ class GroupRecords(msgspec.Struct, frozen=True):
     """The records of all groups in a run's folder."""
 
     outcomes: dict[str, int]
-    """Outcome -> number of groups."""
+    """Number of groups with each outcome."""
     pending: list[int]
     """Numbers of groups that had begun, but were not learned from, at the last checkpoint."""
     duplicated: list[int]
@@ -350,7 +354,7 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
     @property
     def balanced(self) -> bool:
-        """Whether every group occurs exactly once."""
+        """True if every group occurs exactly once."""
         return not self.duplicated and not self.missing
 
 

@@ -67,13 +67,14 @@ class CanaryLimits(NamedTuple):
 
 
 class AuditedClient:
-    """A client that remembers, as hashes, which ids went through it, for the check that a
-    trajectory has exactly those (``SelfCheck.ids``). Everything else is delegated to the
-    wrapped client. Rollout workers send what theirs remember to the run."""
+    """A client that remembers, as hashes, which token ids went through it. ``SelfCheck.ids`` uses
+    them to check that a trajectory has exactly these ids. Everything else is delegated to the
+    wrapped client. Rollout workers, whose clients record ids too, send their hashes to the run."""
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """It remembers the ids of the latest ``max_token_staleness + 1`` periods between calls of
-        ``forget``: rollouts of later steps may complete before this step is learned from."""
+        """``max_token_staleness`` sets how long ids are remembered: for the latest
+        ``max_token_staleness + 1`` periods between calls of ``forget``, since rollouts of later
+        steps may complete before this step is learned from."""
         self.name = client.name
         self.window = client.window
         self.price = client.price
@@ -93,7 +94,7 @@ class AuditedClient:
         self._paths[-1].update(paths)
 
     def take(self) -> tuple[int, ...]:
-        """The paths since the last call of ``take``."""
+        """Return the hashes of the paths that were recorded since the last call of this method."""
         paths = tuple(self._paths[-1])
         self._paths[-1].clear()
         return paths
@@ -115,12 +116,12 @@ class EngineScores(NamedTuple):
     path: tuple[int, ...]
     theirs: tuple[float, ...]
     some: Mapping[str, Tensor]
-    """The weights that the engine should have had: some values of each matrix."""
+    """A sample of the values of each matrix in the weights that the engine should have had."""
     version: int
 
 
 class SelfCheck:
-    """The checks of one run."""
+    """The checks of one run that compare the engines with the trainer."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class SelfCheck:
         self.good_version: int | None = None
         """Version of the last weights that every reachable engine demonstrably used."""
         self._scored: dict[str, EngineScores] = {}
-        """Engine name -> its scores, for engines without a fingerprint."""
+        """The latest scores of each engine without a fingerprint, by the engine's name."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
         """Raise TrainError if an engine and the trainer do not have the same policy."""
@@ -311,7 +312,7 @@ class SelfCheck:
                 )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
-        """The trainer's log-probability of each of ``ids``; 0 for the first."""
+        """Return the trainer's log-probability of each of ``ids``; it is 0 for the first one."""
         row = _row(ids, 1)
         ours_T = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)

@@ -60,7 +60,7 @@ class Minibatch(msgspec.Struct, eq=False):
 
     rows: list[TokenSequence]
     denominators: Mapping[str, float] | None
-    """Loss component -> denominator of its sum; None: the sum of its weights."""
+    """Denominator of each loss component, by name; None: the sum of the component's weights."""
 
 
 class StepData(msgspec.Struct, eq=False):
@@ -80,7 +80,7 @@ class StepData(msgspec.Struct, eq=False):
     """The outcome of each group that the step used up; their ``step`` is set when they are
     written."""
     others: dict[str, StepData] = msgspec.field(default_factory=dict)
-    """Name of another policy that is trained -> what it learns from the same rollouts."""
+    """What each other trained policy learns from the same rollouts, by the policy's name."""
 
 
 class StepSource(Protocol):
@@ -102,8 +102,8 @@ class StepSource(Protocol):
         ...
 
     def skipped(self) -> list[GroupRecord]:
-        """Records of items before ``next_item`` that were passed over and are not in the data of a
-        step yet."""
+        """Return the records of skipped items before ``next_item`` that no step's data contains
+        yet."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -131,7 +131,7 @@ class TrainingStage(Protocol):
     optim: OptimizerSpec
     loss: LossSpec
     samples: bool
-    """Whether its data is sampled from the policy, so that the engine must have the newest
+    """Whether the stage's data is sampled from the policy, so that the engine must have the newest
     weights."""
     max_staleness: int
     """Maximum staleness: how many steps the sampling weights may lag behind the trained ones when a
@@ -142,7 +142,7 @@ class TrainingStage(Protocol):
     critic: bool
     """Whether the stage trains a critic."""
     memory: dict[str, float]
-    """State of its algorithm after the latest step. Set it when a run is resumed."""
+    """State of the stage's algorithm after the latest step. Set it when a run is resumed."""
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
@@ -169,12 +169,13 @@ class TrainingStage(Protocol):
     def source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
-        """Open the stage's data source; for ``next_item`` and ``pending`` see
-        ``CheckpointState``."""
+        """Open the stage's data source at a position that a checkpoint stores: the number of the
+        next new item, and the numbers of the items that were in progress."""
         ...
 
     async def roots(self, next_item: int) -> RootCount | None:
-        """How many of the first roots will be recursive; None for a stage without rollouts."""
+        """Count how the first items begin, for a report of how many root calls will be recursive.
+        None for a stage without rollouts."""
         ...
 
 
@@ -215,7 +216,7 @@ class FixedDataStage(ABC):
     async def work(self, step: int) -> StepData: ...
 
     def newer(self, step: int) -> None:  # noqa: B027 (fixed data does not depend on the weights)
-        """Does nothing: no rollouts wait for newer weights."""
+        """Do nothing: no rollouts wait for newer weights."""
 
     def state(self) -> tuple[int, list[int]]:
         return self._state
@@ -356,7 +357,7 @@ class RlStage:
         return sample_rows(groups, self._temperature, step)
 
     def step_data(self, taken: StepGroups, step: int, reader: SignalReader | None) -> StepData:
-        """The data of step ``step``, made of the groups ``taken``."""
+        """Return the data of step ``step``, made from the groups in ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, step, taken.notes)
         data, learnt = self.learned_from(groups, reader)
@@ -417,14 +418,14 @@ class RlStage:
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
     def _composed(self, reader: SignalReader | None) -> Algorithm:
-        """The algorithm with its state and with the signals' scores."""
+        """Return the algorithm with its state and with the signals' scores."""
         algorithm = remembering(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
 
     def _minibatches(self, assigned: AssignedStep) -> list[Minibatch]:
-        """Minibatches with about equally many rollouts. Rollouts are dealt in turn, so that each
-        minibatch has some of every group. The denominators are divided evenly, so that each
-        minibatch is an estimate of the same loss."""
+        """Divide the rollouts into minibatches of about the same size. Rollouts are dealt in turn,
+        so that each minibatch has some of every group. The denominators are divided evenly, so that
+        each minibatch is an estimate of the same loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         with working("packing"):
@@ -465,9 +466,9 @@ class RolloutStepSource:
 
 
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """``optim`` with ``num_steps`` as the length of its schedule, unless it sets one, and a tenth
-    of it as warm-up, at most 10, unless that is given. Raises ConfigError, with the stage's name,
-    if the schedule is shorter than the warm-up."""
+    """Complete the optimizer's options. Unless they are set, the schedule lasts ``num_steps``, and
+    the warm-up is a tenth of that, at most 10 steps. Raises ConfigError, with the stage's name, if
+    the schedule is shorter than the warm-up."""
     if optim.warmup_steps is None:
         optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup(num_steps))
     if optim.num_steps is not None:
@@ -482,7 +483,8 @@ def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec
 
 
 def streams_of(loss: LossSpec) -> frozenset[str]:
-    """Streams that the trainer has to compute before this loss."""
+    """Return the names of the streams that the trainer must compute before it can evaluate this
+    loss."""
     needed = {"ref_logprobs"} if loss.kl_beta else set()
     if loss.old == "pass":
         needed.add("old_logprobs")
@@ -490,8 +492,8 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
 
 
 def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
-    """Raise RolloutsFailed if all rollouts of a step failed. ``notes`` say
-    which were given up."""
+    """Raise RolloutsFailed if all rollouts of a step failed. ``notes`` tell which rollouts were
+    given up."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = [
@@ -546,8 +548,9 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_requests(calls: Sequence[Call]) -> dict[str, float]:
-    """``agent/CAUSE``: calls that outside agents began, by their cause; ``agent/continued``: turns
-    that continued one. Empty if no agent asked."""
+    """Return metrics of agents that asked the policy: ``agent/CAUSE`` counts the calls that outside
+    agents began, by cause, and ``agent/continued`` counts the turns that continued a call. Empty if
+    no agent asked."""
     asked = [call for call in calls if call.cause is not None]
     counts = Counter(f"agent/{call.cause}" for call in asked)
     counts["agent/continued"] = sum(max(len(call.turns) - 1, 0) for call in asked)

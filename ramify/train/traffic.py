@@ -59,8 +59,9 @@ class TrafficTask:
     def __init__(
         self, task: Task, store: Path, *, group: int, temperature: float, seed: int = 0
     ) -> None:
-        """``group`` replies are one item. Only replies that were sampled at ``temperature`` are
-        used. Raises ConfigError if ``store`` is not one of traffic, or has too few rewards."""
+        """``group`` is the number of replies per item. Only replies that were sampled at
+        ``temperature`` are used. Raises ConfigError if ``store`` holds no recorded traffic, or too
+        few replies with a reward."""
         identity = read_identity(store)
         if identity is None:
             raise ConfigError(
@@ -73,7 +74,8 @@ class TrafficTask:
         self.store = Store(store)
         self._task = task
         self.replies, self.skipped = _rewarded(self.store, temperature)
-        """The replies that are learned from, and why others with a reward are not, counted."""
+        """The replies to learn from, and how many other rewarded replies were skipped, by
+        reason."""
         if len(self.replies) < group:
             raise ConfigError(_too_few(store, len(self.replies), self.skipped, group, temperature))
         random.Random(f"traffic/{seed}").shuffle(self.replies)
@@ -105,7 +107,8 @@ class TrafficTask:
             )
 
     async def recorded(self, item: Item, name: str, number: int) -> Trajectory:
-        """Rollout ``number`` of ``item``. One that was deleted meanwhile has no reward."""
+        """Return rollout ``number`` of ``item``. A recording that has been deleted since has no
+        reward."""
         reply = self.replies[item.metadata["replies"][number]]
         try:
             run = await asyncio.to_thread(self.store.load, reply.run)
@@ -183,7 +186,7 @@ def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Co
 
 
 def _why_not(turn: Turn, marks: Sequence[Annotation], temperature: float) -> str:
-    """Why a reply cannot be learned from; empty if it can."""
+    """Return why a reply cannot be learned from; empty if it can."""
     if not turn.reply.token_ids or turn.reply.logprobs is None:
         return "have no token ids"
     sampled_at = next(
@@ -212,7 +215,8 @@ def _too_few(
 
 
 def _rollout(run: Trajectory, reply: RecordedReply, name: str, task: str) -> Trajectory:
-    """The rollout of one reply: a call with one turn, whose prompt is the conversation before."""
+    """Return one reply as a rollout: a call with one turn, whose prompt is the conversation before
+    the reply."""
     source = run.call(reply.call)
     turn, path = source.turns[reply.turn], run.path(source, reply.turn)
     sampled = turn.reply.token_ids or ()

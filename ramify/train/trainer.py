@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class SplitEvaluator(NamedTuple):
-    """How a run evaluates its policy."""
+    """How a run evaluates its policy: by which function, on which splits, and when."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]] | None
     """Map a split to its metrics, prefixed with its name: ``{"validation/reward": 0.8}``. None:
@@ -58,7 +58,7 @@ class SplitEvaluator(NamedTuple):
     final: Sequence[str] = ()
     """Splits to report at the end, for the last and the best policy."""
     keep: Literal["best", "last"] = "best"
-    """Which of the two OUT/policy holds at the end."""
+    """Whether OUT/policy holds the last or the best policy at the end."""
 
 
 class Trainer:
@@ -82,7 +82,7 @@ class Trainer:
         self._guard = guard or TrainingGuard()
         self._source: StepSource | None = None
         self._rollback = ""
-        """Reason to go back to the best checkpoint. Empty: no rollback."""
+        """Reason to go back to the best checkpoint; empty if the stage does not go back."""
         self._thread = self._learners.thread
         self._watch = self._thread.watch
 
@@ -93,9 +93,9 @@ class Trainer:
     # --- the run
 
     def stop(self, by: str) -> None:
-        """End the run, for the reason ``by``, when the step that is learning is over and saved:
-        ``run`` raises RunStopped. Rollouts and evaluations in progress are cut off. Call it in the
-        event loop's thread."""
+        """End the run for the reason ``by``; ``run`` then raises RunStopped. A step that is being
+        learned is completed and saved first. Rollouts and evaluations in progress are cut off. Call
+        it in the event loop's thread."""
         self._watch.stop(by)
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
@@ -342,7 +342,7 @@ class Trainer:
         self.record.begin_next_stage()  # the next one begins with a new optimizer
 
     def _restore_stage(self, stage: TrainingStage, checkpoint: Path) -> None:
-        """Restore what learns in ``stage`` as it was at ``checkpoint``."""
+        """Restore the policies that learn in ``stage`` as they were at ``checkpoint``."""
         self._learners.restore(stage, checkpoint, is_open=True)
         for name, part in stage.kept.items() if self.state.stage_step else ():
             part.load(checkpoint / name)
@@ -356,7 +356,7 @@ class Trainer:
         self, split: str, stage: str, also: Mapping[str, float] | None = None
     ) -> Mapping[str, float]:
         """Evaluate the current policy on ``split``. The validation reward becomes the run's score,
-        if there is one. ``also`` is written in the same row."""
+        if there is one. ``also`` holds metrics to write in the same record."""
         if self._evaluation.of is None:
             return {}
         await self._learners.publish()
@@ -372,9 +372,9 @@ class Trainer:
         return values
 
     async def _report(self) -> None:
-        """Evaluate the final splits for the last policy (``last``) and for the best on the
-        validation stream (``best``). One of them is left in OUT/policy (``evaluate.keep``); the
-        best may be the policy that rollouts began with."""
+        """Evaluate the final splits for the last policy and for the best one on the validation
+        stream, recorded as ``last`` and ``best``. One of them is left in OUT/policy
+        (``evaluate.keep``). The best may be the policy that rollouts began with."""
         checkpoints = self.record.checkpoints
         found = {"last": checkpoints.latest(), "best": checkpoints.best()}
         if found["best"] in (None, found["last"]):

@@ -33,7 +33,7 @@ from ramify.errors import TrainError
 T = TypeVar("T")
 FILE = "stalled.txt"
 _WAITING = (f"{os.sep}asyncio{os.sep}", f"{os.sep}threading.py")
-"""Parts of paths of code that only waits for other code; errors skip such frames."""
+"""Parts of the paths of code that only waits for other code; such frames are left out of errors."""
 _GRACE_S = 10.0
 """How long the event loop may take to notice that a wait was ended, and its work to be
 cancelled."""
@@ -108,7 +108,7 @@ class RunWatchdog:
             _end(wait, self._failed)
 
     def stop(self, by: str) -> None:
-        """End the waits that may be cut off (``can_stop``), and all later ones of that kind, with
+        """End the waits that were begun with ``can_stop``, and all later ones of that kind, with
         RunStopped. Call it in the event loop's thread."""
         self._stopped_by = by
         for wait in self._waits:
@@ -221,8 +221,8 @@ class SerialThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``. Work that has begun is completed even if its caller is
-        cancelled."""
+        """Run ``work`` in this thread and return its result. Work that has begun is completed even
+        if its caller is cancelled."""
         future: Future[T] = Future()
         with self._wake:
             if self._is_closed:
@@ -235,7 +235,7 @@ class SerialThread:
         return await asyncio.wrap_future(future)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more work, and wait for the current one."""
+        """Accept no more work, and wait until the current work is done."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -270,7 +270,8 @@ class WatchedThread:
         self._thread = SerialThread(name)
 
     async def run(self, step: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``work``, which is part of step ``step`` (counted from 1)."""
+        """Run ``work`` in this thread and return its result. The work belongs to step ``step``,
+        counted from 1."""
         name = getattr(work, "__name__", "work").strip("_")
         running = self._thread.run(work, *arguments)
         return await self.watch.bounded(
@@ -312,7 +313,8 @@ def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
-    """Each coroutine that awaits the next, and finally what the last one waits for."""
+    """Yield the stack of a task as text: each coroutine that awaits the next, and finally what the
+    last one waits for."""
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         code = frame.f_code

@@ -99,7 +99,8 @@ class ModelCaller(Protocol):
     async def __call__(
         self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId
     ) -> Reply:
-        """Raises RamifyError if no reply arrived, or if the judges' budget is used up."""
+        """Ask the model and return its reply. Raises RamifyError if no reply arrived, or if the
+        judges' budget is used up."""
         ...
 
 
@@ -180,8 +181,9 @@ class TokenScorer(Protocol):
     """One model that scores tokens; see ``scorer.py``."""
 
     async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
-        """One result per row, in order. ``top`` also requests that many of the most likely tokens
-        at each position. Raises RamifyError if it cannot score; never returns zeros instead."""
+        """Return one result per row, in order. ``top`` is the number of most likely tokens to
+        return at each position. Raises RamifyError if the rows cannot be scored; zeros never stand
+        for a missing score."""
         ...
 
 
@@ -220,8 +222,9 @@ class Signal(Protocol):
     """A source of numbers for turns and tokens, named in a recipe under ``signals``."""
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        """One score per trajectory of ``group``, in order. It never depends on another signal's
-        output. A failure on one trajectory is recorded in that trajectory's ``abstained``."""
+        """Return one score per trajectory of ``group``, in order. It must not depend on another
+        signal's output. A failure on one trajectory is recorded in the ``abstained`` field of its
+        score."""
         ...
 
 
@@ -229,7 +232,7 @@ NO_ITEM = Item("")
 
 
 def steps_of(call: Call) -> tuple[JudgedTurn, ...]:
-    """The turns of ``call`` as a judge sees them, in order."""
+    """Return the turns of ``call`` as a judge sees them, in order."""
     turns = call.turns
     after = [*turns[1:], None]
     return tuple(

@@ -110,13 +110,13 @@ class Hybrid(
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridAlgorithm:
-        """The algorithm of one step, with the scores of its signals."""
+        """Return this algorithm for one step, together with the scores of its signals."""
         return HybridAlgorithm(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        """Assign advantages as if no signal gave any number."""
+        """Assign advantages by the outcome alone, as if no signal gave any number."""
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
@@ -253,7 +253,8 @@ class HybridAlgorithm:
 
 
 def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:
-    """``algorithm`` without its own zero-variance filter, which has been applied already."""
+    """Return a copy of ``algorithm`` that keeps zero-variance groups, since they have been filtered
+    already."""
     if (
         isinstance(algorithm, msgspec.Struct)
         and "drop_zero_variance" in algorithm.__struct_fields__
@@ -276,8 +277,8 @@ def _num_observed(rollout: AssignedRollout) -> int:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Reason -> how many trajectories the signal abstained on for it, and sums of what the signal
-    counted."""
+    """Return metrics of a signal: on how many trajectories it abstained, by reason, and the sums of
+    its counts."""
     totals: Counter[str] = Counter()
     for reading in readings.values():
         if reading.abstained:

@@ -44,7 +44,8 @@ HINTS = Registry("source of hints", "ramify.hints", {})
 
 
 def hints_of(spec: Any) -> HintSource | None:
-    """The hint source that ``spec`` describes; None if ``spec`` is None. Raises ConfigError."""
+    """Build the hint source that ``spec`` describes; None if ``spec`` is None. Raises ConfigError
+    if there is no such source."""
     if spec is None:
         return None
     source: HintSource = HINTS.build(spec)

@@ -78,9 +78,9 @@ class HintVote(NamedTuple):
 
 
 def read_hint(text: str) -> HintVote | None:
-    """The vote and the hint of a reply. None if the reply is outside the format: no sign in the
-    last box, or a 1 without exactly one non-empty hint block. Choosing among several blocks would
-    be a guess."""
+    """Return the vote and the hint in a judge's reply. Returns None if the reply is outside the
+    format: the last box has no sign in it, or the vote is 1 and there is not exactly one non-empty
+    hint block. Choosing among several blocks would be a guess."""
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
     if vote is None:
@@ -91,8 +91,8 @@ def read_hint(text: str) -> HintVote | None:
 
 
 def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
-    """The trajectory up to the judged turn, as text of about ``max_chars`` at most; long texts lose
-    their middle."""
+    """Return the trajectory up to the judged turn as text, with about ``max_chars`` characters at
+    most. Long texts are shortened in the middle."""
     question = view.trajectory.question
     steps = [
         _step(index, step.reply, step.observed, step.error) for index, step in enumerate(view.steps)
@@ -203,7 +203,8 @@ class HintJudge(
 
 
 async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
-    """The texts of all votes. A vote without a reply is an empty text, which is invalid."""
+    """Return the texts of all votes. A vote without a reply becomes an empty text, which counts as
+    invalid."""
     if view.ask is None:
         raise RamifyError(f"judge {judge.model} cannot ask its model: this run has no client pool")
     messages = (Message("system", system), Message("user", request))
@@ -241,8 +242,8 @@ JUDGES = Registry(
 
 
 def judge_of(spec: Any) -> Judge:
-    """The judge that a recipe names: an instance, a name, ``module:Class``, or a mapping with
-    ``name`` and options."""
+    """Return the judge that a recipe names. ``spec`` is an instance, a name, ``module:Class``, or a
+    mapping with ``name`` and options."""
     judge: Judge = JUDGES.build(spec)
     if not callable(getattr(judge, "judge", None)):
         raise ConfigError(
@@ -252,8 +253,9 @@ def judge_of(spec: Any) -> Judge:
 
 
 def known_judge(spec: Any) -> Any:
-    """``spec``, or the judge built from it if it is a mapping (from a checkpoint). A name is built
-    once as a check, so that an unknown one fails at the start."""
+    """Check a judge's configuration, and return it. A mapping (from a checkpoint) is replaced by
+    the judge that it describes. A name is built once as a check, so that an unknown one fails at
+    the start."""
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
 
@@ -262,7 +264,7 @@ Merge = Literal["mean", "majority"]
 
 
 def merged(votes: Sequence[int], merge: Merge) -> float | None:
-    """Merge valid votes into one number; None if there are none."""
+    """Merge valid votes into one number; None if there are no votes."""
     if not votes:
         return None
     if merge == "mean":
@@ -336,7 +338,8 @@ class ProcessRewardSignal(
 
 
 async def judged(judge: Judge, view: JudgeView) -> JudgeVerdict:
-    """The verdict of ``judge``; an invalid one that names the error if it failed."""
+    """Return the verdict of ``judge``. If the judge fails, the verdict is invalid and names the
+    error."""
     try:
         return await judge.judge(view)
     except ConfigError:  # a missing key, for example: no other request would be answered either

@@ -58,7 +58,7 @@ class JudgeCallers:
         return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:
-        """(name of the client, its reply); a cached reply costs nothing."""
+        """Ask a model and return the client's name and the reply. A cached reply costs nothing."""
         client = self._own.get(model) or self.pool.client(model)
         digest = prompt_hash(client.name, request)
         cached = self._cache.get(digest) if self._cache is not None else None
@@ -113,7 +113,8 @@ class _TrajectoryCaller:
 
 
 class LedgerBudget:
-    """The budget of one request: reserved in each of ``ledgers`` before it is sent."""
+    """The budget of one request. It is reserved in each of ``ledgers`` before the request is
+    sent."""
 
     def __init__(self, client: Client, request: Request, *ledgers: Ledger) -> None:
         most = Usage(
@@ -178,8 +179,8 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> 
 
 
 def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[Annotation]:
-    """The annotations of one signal. Non-finite numbers are never stored; the trajectory's errors
-    report them."""
+    """Return the annotations of one signal. Non-finite numbers are never stored; the trajectory's
+    errors report them."""
     if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
         yield Annotation(signal, trajectory.root.id, values={signal: reading.outcome})
     for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):

@@ -43,8 +43,8 @@ _ERROR = re.compile(
 
 
 def has_tool(call: Call, turn: int) -> bool:
-    """Whether the turn used a tool: it ran cells, made native tool calls, or is followed by a tool
-    message."""
+    """Return whether the turn used a tool: it ran cells, made native tool calls, or is followed by
+    a tool message."""
     used = call.turns[turn]
     following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
     return bool(used.cells or used.reply.message.tool_calls) or any(
@@ -53,7 +53,7 @@ def has_tool(call: Call, turn: int) -> bool:
 
 
 def num_observations(call: Call) -> int:
-    """Number of the call's turns that used a tool and observed the result."""
+    """Return how many of the call's turns used a tool and observed the result."""
     return sum(has_tool(call, index) for index in range(len(call.turns)))
 
 
@@ -215,7 +215,8 @@ class FormatSignal(
     pattern: str
     """Regular expression that a reply must contain; a dot also matches newlines."""
     last: str = ""
-    """The same for the last reply of a call; empty: ``pattern`` applies."""
+    """Regular expression that the last reply of a call must contain; empty if ``pattern`` applies
+    to it as well."""
     good: float = 0.0
     bad: float = -1.0
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ramify.train.backends.single import SingleBackend
 
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""A function -> its result, computed in some thread."""
+"""Runs a function in a certain thread, and returns its result."""
 REFERENCE = "reference"
 """Subfolder of a run with its initial policy."""
 CHUNK = 64
@@ -265,14 +265,15 @@ class RunTeachers:
         in_engine: Run | None = None,
         is_copy: bool = False,
     ) -> None:
-        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the policy being
-        trained; ``weights`` yields its current weights, and ``save`` writes them to a folder.
-        ``is_copy``: the trained weights live elsewhere, as in a sharded run, and ``policy`` is a
-        copy that only samples. ``client_of`` connects to an engine by name. ``in_engine`` runs a
-        function between two engine steps, if the engine samples from the very module that is
-        trained.
+        """``sources`` maps the name of each teacher to the decay of its average, which only ``ema``
+        uses. ``policy`` is the policy being trained; ``weights`` yields its current weights, and
+        ``save`` writes them to a folder. ``is_copy`` is True if the trained weights live elsewhere,
+        as in a sharded run, and ``policy`` is a copy that only samples. ``client_of`` connects to
+        an engine by name. ``in_engine`` runs a function between two engine steps, if the engine
+        samples from the very module that is trained.
 
-        Raises ConfigError for a checkpoint that does not exist or has another vocabulary."""
+        Raises ConfigError for a checkpoint that does not exist or has another vocabulary.
+        """
         self._sources = dict(sources)
         self._policy = policy
         self._backend_of = backend_of
@@ -300,8 +301,8 @@ class RunTeachers:
         return self._scorers
 
     def measured(self) -> dict[str, float]:
-        """Compute seconds, tokens of rows and computed tokens, summed over all scorers since the
-        run began."""
+        """Return compute seconds, tokens of rows and computed tokens, summed over all scorers since
+        the run began."""
         names = {
             "busy_s": "teacher_s",
             "row_tokens": "teacher_row_tokens",
@@ -318,11 +319,13 @@ class RunTeachers:
 
     @property
     def has_state(self) -> bool:
-        """Whether a checkpoint must store something: only the average cannot be recomputed."""
+        """True if a checkpoint must store the teachers' state. Only the moving average cannot be
+        recomputed."""
         return "ema" in self._sources
 
     def save(self, folder: Path) -> None:
-        """Write the state that cannot be recomputed: the average after the last step."""
+        """Write the state that cannot be recomputed: the moving average of the weights after the
+        last step."""
         from ramify.models.load import save_policy
 
         save_policy(self.models["ema"], folder)
@@ -340,7 +343,7 @@ class RunTeachers:
         self.models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
-        """Update the average and create missing scorers; runs in the teachers' thread."""
+        """Update the moving average and create missing scorers. Runs in the teachers' thread."""
         from ramify.models.weights import load_weights
 
         for name, decay in self._sources.items():
@@ -409,7 +412,7 @@ class RunTeachers:
         return teacher
 
     def _average(self, decay: float) -> None:
-        """Update the average: w ← (1 − decay) w + decay · policy"""
+        """Update the moving average of the weights: w ← (1 − decay) w + decay · policy."""
         import torch
 
         averages = dict(self.models["ema"].model.named_parameters())

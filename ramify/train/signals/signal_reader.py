@@ -92,7 +92,7 @@ class RunSignals:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[SignalReader]:
-        """A reader for the duration of the rollouts."""
+        """Return a context manager that opens a reader for the duration of the rollouts."""
         async with contextlib.AsyncExitStack() as stack:
             judges = None
             if self._pool is not None:
@@ -128,15 +128,16 @@ class SignalReader:
     ) -> None:
         self.context = context
         self._scores: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
-        """Signal -> trajectory id -> score, for all groups that are not forgotten yet."""
+        """Scores by name of the signal and id of the trajectory, for all groups that are not
+        forgotten yet."""
         self._signals = signals
         self._hybrid = hybrid
         self._teachers = teachers
         self._judges = judges
         self._active: dict[str, Signal] = {}
-        """Signals that have weight in this step, or no term."""
+        """Signals to read in this step: those with non-zero weight, and those without a term."""
         self._running: dict[str, tuple[int, float]] = {}
-        """Signal -> (number of groups it is reading now, since when)."""
+        """For each signal that is reading: how many groups, and since when."""
         self._seconds = dict.fromkeys(signals, 0.0)
         self._before: dict[str, float] = {}
         self._reported: set[str] = set()
@@ -185,7 +186,7 @@ class SignalReader:
                     scores.pop(trajectory.id, None)
 
     def composed(self, algorithm: Algorithm) -> Algorithm:
-        """The recipe's hybrid algorithm for this step, with the scores."""
+        """Return the recipe's hybrid algorithm for this step, together with the scores."""
         assert isinstance(algorithm, Hybrid)
         return algorithm.with_readings(self.readings, self.context.step)
 
@@ -222,7 +223,7 @@ class SignalReader:
         }
 
     def _report_without_judge(self, name: str, scores: Sequence[SignalScore]) -> None:
-        """Warn of a judge that said nothing of use about any rollout of the step."""
+        """Warn if a judge gave no usable verdict on any rollout of the step."""
         reasons = {score.abstained for score in scores}
         if not scores or not reasons <= {"unanswered", "outside the format"}:
             return
@@ -232,7 +233,7 @@ class SignalReader:
         self._report(f"signal '{name}' has no verdict for any of {len(scores)} rollouts; {what}")
 
     def _totals(self) -> dict[str, float]:
-        """Teachers' and judges' counters since the run began."""
+        """Return the teachers' and judges' counters since the run began."""
         totals = dict(self._teachers.measured()) if self._teachers is not None else {}
         if self._judges is not None:
             totals["judge_calls"] = float(self._judges.ledger.spent.calls)

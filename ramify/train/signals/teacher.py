@@ -171,8 +171,8 @@ class TeacherSignal(
         hints: TrajectoryHints,
         writing: PromptRenderer | None,
     ) -> list[_HintedRow]:
-        """One row per turn and candidate hint. If a hint cannot be inserted, the failure is counted
-        and the signal abstains."""
+        """Return one row per turn and candidate hint. If a hint cannot be inserted, the failure is
+        counted and the signal abstains."""
         rows = []
         for place, candidates in hints.at.items():
             call = trajectory.call(place[0])
@@ -198,8 +198,8 @@ class TeacherSignal(
     def _spans(
         self, path: TokenPath, call: Call, place: TurnId, hints: TrajectoryHints
     ) -> list[TokenSpan]:
-        """The spans of ``path`` to score for a hint at ``place``. If several turns have hints, each
-        hint is only for its own turn."""
+        """Return the spans of ``path`` to score for a hint at ``place``. If several turns have
+        hints, each hint applies only to its own turn."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
         about = [turn for id, turn in hints.reading.notes if id == call.id]
         if self.turns == "named" and about:
@@ -215,7 +215,7 @@ class TeacherSignal(
         hint: str,
         writing: PromptRenderer | None,
     ) -> tuple[ScoringRow, ScoringRow, list[TokenSpan]]:
-        """(the teacher's row, the row without the hint, the spans to score)."""
+        """Return the teacher's row, the row without the hint, and the spans to score."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
@@ -243,10 +243,11 @@ class TeacherSignal(
         hint: str,
         writing: PromptRenderer | None,
     ) -> list[int]:
-        """The ids of ``prompt`` with the hint at the end of its last message.
+        """Return the ids of ``prompt`` with the hint at the end of its last message.
 
         The messages are rendered with and without the hint, and only the ids that differ are
-        replaced."""
+        replaced.
+        """
         if writing is None:
             raise _CannotInsert("no renderer")
         messages = trajectory.conversation(call, turn)[:-1]
@@ -315,14 +316,15 @@ class TeacherSignal(
 
     @property
     def _num_support(self) -> int:
-        """How many of the policy's most likely tokens are candidates; 0 if the teacher's are."""
+        """How many of the policy's most likely tokens are candidates; 0 if the candidates are the
+        teacher's most likely tokens."""
         return (self.top or 0) if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """The policy's scores of the plain rows; empty if not needed. Rows of one trajectory are
-        the same."""
+        """Return the policy's scores of the rows without hints; empty if they are not needed. Rows
+        of the same trajectory have the same tokens."""
         if not (compares or self._num_support or self.student == "recomputed"):
             return [TokenScores([])] * len(rows)
         top = (
@@ -336,11 +338,13 @@ class TeacherSignal(
         return list(await context.scorers["live"].score(plain, top=top))
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """The roots of the group as they were sampled, if the loss has a KL to this same teacher.
+        """Return the root calls of the group as they were sampled, if the loss has a KL to this
+        same teacher.
 
-        Packed together with the teacher's rows they cost no extra prompt, and training saves
-        this pass. Not used if candidates are requested, since those would be computed for these
-        rows as well."""
+        Packed together with the teacher's rows they cost no extra prompt, and training saves this
+        pass. Empty if candidates are requested, since those would be computed for these rows as
+        well.
+        """
         if not context.wants_reference or self.source != "reference" or self.top:
             return
         for index, trajectory in enumerate(group.trajectories):
@@ -366,7 +370,8 @@ class TeacherSignal(
         teacher: Sequence[TokenScores],
         student: Sequence[TokenScores],
     ) -> list[int]:
-        """The index of one row for each trajectory and turn."""
+        """Return the index of one row for each trajectory and turn: that of the first hint, or of
+        the hint with the largest ``overlap``, as the option ``choose`` says."""
         by_place: dict[tuple[int, TurnId], list[int]] = {}
         for index, row in enumerate(rows):
             by_place.setdefault((row.number, row.place), []).append(index)
@@ -437,7 +442,7 @@ class _HintedRow(NamedTuple):
     hint: str
     row: ScoringRow
     plain: ScoringRow
-    """The same row without the hint."""
+    """This row without the hint."""
     spans: list[TokenSpan]
 
 

@@ -22,7 +22,7 @@ from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 
 Readings = Mapping[str, Mapping[str, SignalScore]]
-"""Signal -> trajectory id -> its score."""
+"""Scores by name of the signal and id of the trajectory."""
 Numbers = dict[TurnId, list[float]]
 """[N] numbers per turn, of one trajectory."""
 OUTCOME = "outcome"
@@ -111,7 +111,7 @@ class WeightedTerm:
         self.weight = weight
         self.numbers: dict[str, Numbers] = {}
         self.losses: dict[str, dict[TurnId, dict[str, Any]]] = {}
-        """Trajectory id -> turn -> the streams of ``kd``."""
+        """Inputs of the distillation loss ``kd``, by id of the trajectory and turn."""
 
     def acts_on(self, id: str) -> bool:
         """Return whether the term affects the trajectory with this id: it adds a non-zero number to
@@ -128,7 +128,7 @@ class WeightedTerm:
         weights: Mapping[str, float],
         passed: float,
     ) -> dict[str, float]:
-        """Compute the numbers for all groups; returns the term's metrics."""
+        """Compute the term's numbers for all groups, and return its metrics."""
         name = self.term.signal
         num, num_bad, num_hinted, num_nonzero = 0, 0, 0, 0
         pairs: list[tuple[float, float]] = []
@@ -221,8 +221,8 @@ class WeightedTerm:
 
 
 def _normalised(term: HybridTerm, scored: Sequence[RoutedScore]) -> list[dict[TurnId, float]]:
-    """Numbers on turns, with the outcome added, normalised within the group. Turn i of a call is
-    compared with turn i of the same call of other trajectories."""
+    """Return the numbers on turns, with the outcome added, normalised within the group. Turn i of a
+    call is compared with turn i of the same call in the other trajectories."""
     rows = [
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in scored
@@ -231,7 +231,7 @@ def _normalised(term: HybridTerm, scored: Sequence[RoutedScore]) -> list[dict[Tu
 
 
 def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
-    """Each turn's number, repeated for each of its sampled tokens."""
+    """Repeat the number of each turn for each of its sampled tokens."""
     by_turn: Numbers = {}
     for call in trajectory.calls:
         for index, _, num in sampled(call):
@@ -253,7 +253,8 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
 
 
 def not_finite(reading: SignalScore) -> str:
-    """The first non-finite number of ``reading``, and which turn it belongs to; empty if none."""
+    """Describe the first non-finite number in ``reading`` and the turn it belongs to; empty if
+    there is none."""
     for place, value in reading.turns.items():
         if not math.isfinite(value):
             return f"{value} for call {place[0]}, turn {place[1]}"
