@@ -133,7 +133,8 @@ class Algorithm(Protocol):
 
 
 def needs_of(algorithm: Any) -> AlgorithmNeeds:
-    """What ``algorithm``, or the algorithm that it wraps (``outcome``), needs."""
+    """Return what ``algorithm`` needs in addition to the groups. An algorithm that wraps another
+    one (``outcome``) needs what the inner one needs."""
     needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
         algorithm, needs_of, AlgorithmNeeds()
     )
@@ -156,7 +157,8 @@ def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
 
 
 def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
-    """``algorithm`` with ``memory`` restored, or ``algorithm`` itself if it keeps no state."""
+    """Return a copy of ``algorithm`` with its state restored from ``memory``. An algorithm without
+    state is returned unchanged."""
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
         return _replaced(algorithm, "memory", dict(memory))

@@ -229,7 +229,8 @@ def _scaled(
 def _metrics(
     steps: Mapping[str, AssignedStep], by_part: Mapping[str, Sequence[Group]]
 ) -> dict[str, float]:
-    """The metrics of the algorithms: sums or means over rollouts, and those of each task."""
+    """Combine the metrics of all tasks: counts are summed, other metrics are averaged over
+    rollouts. The metrics of each single task are included."""
     found = {part: step.metrics for part, step in steps.items()}
     sizes = {
         part: sum(bool(each.rewards) for group in groups for each in group.trajectories)
@@ -244,7 +245,8 @@ def _metrics(
 
 
 def _means(found: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]) -> dict[str, float]:
-    """The mean of each metric over the tasks that have it, weighted by ``sizes``."""
+    """Average each metric over the tasks that report it, weighted by ``sizes``, the number of
+    rollouts of each task."""
     means = {}
     for name in dict.fromkeys(name for metrics in found.values() for name in metrics):
         having = [(found[part][name], sizes[part]) for part in found if name in found[part]]

@@ -117,10 +117,11 @@ def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> l
 
 
 def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """As ``per_role``, but compare own rewards among attempts at the same sub-task: the same
-    question over the same context, asked by other trees of the group. This has less variance if
-    parents split their work alike. A sub-task that no other tree attempted is compared with the
-    other attempts in the same tree, or else as in ``per_role``."""
+    """Like ``per_role``, but compare a call's own reward among attempts at the same sub-task: the
+    same question over the same context, asked in other trees of the group. This has less variance
+    if parents split their work alike. If no other tree attempted the sub-task, the call is compared
+    with other attempts in its own tree. If there are none either, it is compared as in
+    ``per_role``."""
     if len(trees) == 1:
         return [_single_tree(trees[0], gamma, _subtask)]
     by_subtask, by_role = _Peers(trees, _subtask), _Peers(trees, _role)
@@ -138,12 +139,15 @@ def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) 
 def leave_one_child_out(
     trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0
 ) -> list[Numbers]:
-    """As ``per_role``, but compare a call's own reward with those of its siblings.
+    """Like ``per_role``, but compare a call's own reward with those of its siblings.
 
-    A parent's success is passed to all its children, and better children get more. An only child
-    is compared with the calls of its role and depth in other trees. Unbiased if siblings do not
-    depend on each other, as in one batch. Parent's A = 2, γ = 1, children's rewards 1, 3, 5, less
-    the others' mean: 2 + (1-4) = -1, 2 + (3-3) = 2, 2 + (5-2) = 5."""
+    A parent's success is passed to all its children, and better children get more. An only child is
+    compared with the calls of its role and depth in other trees. This is unbiased if siblings do
+    not depend on each other, as in one batch.
+
+    For example, a parent has the advantage 2, γ is 1, the baseline is the mean of the others, and
+    the children have rewards 1, 3 and 5. They get 2 + (1-4) = -1, 2 + (3-3) = 2 and 2 + (5-2) =
+    5."""
     if len(trees) == 1:
         return [_single_tree(trees[0], gamma, _parent)]
     siblings, by_role = _Peers(trees, _parent), _Peers(trees, _role)
@@ -189,13 +193,13 @@ def _root(tree: Tree) -> str:
 
 
 def roots_of(tree: Tree) -> list[str]:
-    """Ids of the calls that a group compares by their own rewards: the root, or each of several
-    agents."""
+    """Return the ids of the calls that are compared directly by their rewards: the root, or in a
+    rollout with several agents each agent's call."""
     return [id for id, node in tree.items() if node.is_agent] or [_root(tree)]
 
 
 def returns_of(tree: Tree, gamma: float) -> Numbers:
-    """R(call) = own reward + γ · R(parent)."""
+    """Return the return of each call: its own reward plus γ times the return of its parent."""
     returns: Numbers = {}
     for id, node in tree.items():
         returns[id] = node.reward + (
@@ -379,10 +383,11 @@ class LengthLimits(NamedTuple):
 
 
 def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """DAPO (2503.14476) eq. 13: 0 up to max_tokens - buffer, then a linear fall to -1 at
-    max_tokens, and -1 beyond.
+    """Return the soft overlong penalty of DAPO (2503.14476, eq. 13). It is 0 up to ``max_tokens`` -
+    ``buffer`` tokens, then falls linearly to -1 at ``max_tokens``, and is -1 beyond.
 
-    max_tokens 100, buffer 20:  80 -> 0,  90 -> -0.5,  100 -> -1,  150 -> -1."""
+    For example, with ``max_tokens`` 100 and ``buffer`` 20, rollouts of 80, 90, 100 and 150 tokens
+    get 0, -0.5, -1 and -1."""
     if buffer <= 0:
         return -1.0 if num_tokens > max_tokens else 0.0
     return min(0.0, max(-1.0, (max_tokens - buffer - num_tokens) / buffer))
@@ -437,8 +442,8 @@ def _last_error(trajectory: Trajectory) -> str:
 
 
 def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, CreditNode]:
-    """Call id -> node, each parent before its children. ``weights`` are the task's, by reward
-    name."""
+    """Return the call tree of a rollout, as a mapping from call id to node in which each parent
+    comes before its children. ``weights`` has the task's weight for each named reward."""
     tree: dict[str, CreditNode] = {}
     agents = _agents(trajectory)
     for call in in_order(trajectory):

@@ -85,7 +85,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         return checked(self.compare, values, self.compare(values))
 
     def _own(self, trees: Trees) -> Sequence[Numbers]:
-        """Map each call below a root to the advantage of its reward over those of other calls."""
+        """Return for each tree the advantages of all calls below the root, by comparing their own
+        rewards with those of other calls. With ``credit="root"``, calls have no advantage of this
+        kind."""
         if self.credit == "root":
             return [{} for _ in trees]
         return own_advantages(trees, self.compare)
@@ -190,7 +192,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
             yield from self._credits(each, values, trees, index, own, part)
 
     def _of_fork(self, values: list[float], trees: Sequence[float], index: int) -> Sequence[float]:
-        """The advantages of the continuations of a fork, which have ``values``."""
+        """Return the advantages of the continuations of one fork, given their ``values``."""
         return self._compared(values)
 
     def _share(self, place: int, num: int) -> float:
@@ -201,8 +203,8 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
 
 class VineEstimator(BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="vine"):
     """Estimate the value of a state from continuations sampled at that state (VinePPO 2410.01679,
-    SPO 2505.23564). A turn's advantage is the value after the turn minus the value before it. Only
-    the first continuation of each fork is trained on.
+    SPO 2505.23564): a turn's advantage is the value after the turn minus the value before it, and
+    only the first continuation of each fork is trained on.
 
         A = V(state after) - V(state before)    V: mean reward of continuations from that state
 
@@ -300,7 +302,7 @@ class StateGroupEstimator(
         return found
 
     def _states(self, root: Call) -> list[Hashable]:
-        """The state before each turn."""
+        """Return the state before each turn of the root."""
         states: list[Hashable] = []
         history: tuple[Hashable, ...] = ()
         for turn in root.turns:

@@ -227,7 +227,7 @@ class ScoredStep:
     def __init__(
         self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
     ) -> None:
-        """``weights`` are the task's weights of its named rewards."""
+        """``weights`` has the task's weight for each named reward."""
         self._given = groups
         self._options = options
         self._scored = [_scored(group, weights, options) for group in groups]
@@ -350,7 +350,7 @@ def _check_numbers(credit: str, group: ScoredGroup) -> None:
 
 
 def _usable(group: Group) -> Group:
-    """``group`` without the rollouts that cannot be learnt from."""
+    """Return a copy of ``group`` without the rollouts that cannot be learned from."""
     kept = [trajectory for trajectory in group.trajectories if not why_unscored(trajectory)]
     return msgspec.structs.replace(group, trajectories=kept)
 
@@ -372,7 +372,8 @@ def _notes(groups: Sequence[Group]) -> list[str]:
 
 
 def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:
-    """The usable rollouts of ``group``, with the rewards that are compared."""
+    """Return the usable rollouts of ``group`` with the rewards to compare, which include the length
+    penalties."""
     group = _usable(group)
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
@@ -392,7 +393,8 @@ def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptio
 def _for_length(
     rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
 ) -> list[float]:
-    """``rewards`` after the length penalty and the soft overlong penalty."""
+    """Apply the length penalty and the soft overlong penalty to ``rewards``, if the options set
+    them."""
     if options.length_weight and lengths:
         longest = LengthLimits(
             *(max(1, *(length[index] for length in lengths)) for index in range(3))

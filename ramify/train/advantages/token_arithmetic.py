@@ -101,8 +101,9 @@ def starts_of(turns: Doubles) -> Ints:
 
 
 def whiten(values: Doubles, epsilon: float | None = None) -> Doubles:
-    """(x - mean) / std, with the unbiased std; all 0 if the values do not differ. ``epsilon`` is
-    added to the std; None: 1e-8 is added to the variance."""
+    """Subtract the mean of ``values`` and divide by their unbiased standard deviation. ``epsilon``
+    is added to the standard deviation. If it is None, 1e-8 is added to the variance instead. The
+    result is 0 if the values do not differ."""
     if len(values) < 2:
         return np.zeros_like(values)
     variance = values.var(ddof=1)
@@ -199,7 +200,7 @@ def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def normalised(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
-    """``rows`` normalised by the method that ``norm`` names."""
+    """Normalise ``rows`` by the method that ``norm`` names."""
     if norm == "step_index":
         return step_index(rows)
     return group(rows) if norm == "group" else [dict(row) for row in rows]

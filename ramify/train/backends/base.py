@@ -220,7 +220,8 @@ class ReferenceModel(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Like ``Backend.logprobs``."""
+        """Return the log-probabilities of the entries under this model: an array [E] for each
+        batch."""
         ...
 
 
@@ -246,16 +247,19 @@ class TrainedModel(Protocol):
         ...
 
     def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
-        """The policy saved in ``folder``. ``is_base``: nothing had been trained when it was
-        saved."""
+        """Load the policy saved in ``folder`` as a reference that is not trained. ``is_base`` is
+        True if nothing had been trained when the policy was saved."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> tensor, as in a model without adapters."""
+        """Yield the names and tensors that the model would have without adapters. Each weight has
+        its adapter added."""
         ...
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Like ``weights``, but nothing is computed or gathered yet; see ``lora.unmerged``."""
+        """Yield the same weights as ``weights``, before anything is computed or gathered: the name
+        of each, a tensor of its shape, and a function that makes the weight, or None if the tensor
+        is the weight itself."""
         ...
 
     def release_memory(self) -> None:
@@ -319,8 +323,8 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name -> parameter, with Hugging Face names. These are views, valid until the next
-        ``optim_step``."""
+        """Yield the name and the tensor of each parameter, with Hugging Face names. The tensors are
+        views, valid until the next ``optim_step``."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -340,8 +344,8 @@ class Backend(Protocol):
 
 
 def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
-    """``compute`` with ``precision`` set to fp32 or bf16, for a policy loaded as ``dtype``: bf16 if
-    that has 16 bits, else fp32. A run decides in ``train/policy_defaults.py``."""
+    """Replace ``precision="auto"`` by a definite precision. It is bf16 if the policy was loaded in
+    a 16-bit ``dtype`` and the device supports bf16, and otherwise fp32."""
     if compute.precision != "auto":
         return compute
     is_half = dtype.itemsize == 2

@@ -144,8 +144,9 @@ class FsdpBackend:
         return None
 
     def load(self, folder: Path) -> None:
-        """Like ``Backend.load``. Bit by bit if the number of ranks is the same; otherwise sums are
-        rounded differently."""
+        """Restore the state saved in ``folder``. It is restored bit by bit if the number of ranks
+        is the same; otherwise later sums are rounded differently. Raises ConfigError if the state
+        does not fit this backend."""
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
@@ -164,11 +165,13 @@ class FsdpBackend:
         self._steps = state["num_steps"]
 
     def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """``logprobs``; with ``base`` those of the model without its adapters."""
+        """Return the log-probabilities of the entries of each batch. With ``base``, the model
+        computes without its adapters."""
         return self._collect("logprobs", batches, base)
 
     def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """The ranks' results for each batch, in the order of ``batches``."""
+        """Let the ranks compute ``verb`` on their batches, and return one result per batch, in the
+        order of ``batches``."""
         if not batches:
             return []
         shares, each = self._shares(batches)
@@ -289,7 +292,7 @@ class FsdpModel:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of the policy, as in the model without adapters."""
+        """The shape of every parameter of the policy, by its name in the model without adapters."""
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {
             adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)
@@ -332,7 +335,8 @@ class FsdpModel:
         yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full accumulated gradient) of every trained parameter, for diagnosis."""
+        """Yield the name and the full accumulated gradient of every trained parameter, for
+        diagnosis."""
         trained = self.own.of(self.key).trained[0]
         yield from self._gathered(list(trained), gradients=True)
 
@@ -384,7 +388,7 @@ class FsdpModel:
         return AdaptedMatrix(partial(self._base, name), pair, scale, torch.float32)
 
     def _base(self, name: str) -> Tensor:
-        """A weight of the model without adapters."""
+        """Return the weight ``name`` of the model without adapters."""
         if name in self._frozen:
             return self._frozen[name].detach()
         return self._one(self._own_names[name])
@@ -400,7 +404,7 @@ class FsdpModel:
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names in order, in groups that are small enough to handle at once."""
+    """Split the names of ``tensors`` into groups that are small enough to be gathered at once."""
     group: list[str] = []
     size = 0
     for name, tensor in tensors.items():

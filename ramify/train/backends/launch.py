@@ -333,8 +333,9 @@ class _RankChannel(NamedTuple):
 def _accept_ranks(
     listener: Listener, size: int, look: Callable[[int], None]
 ) -> dict[tuple[int, str], _RankChannel]:
-    """Return (rank, kind) -> channel for every other rank. ``look`` is called with each missing
-    rank, and raises if that rank has exited. Raises TrainError if a rank does not join in time."""
+    """Accept connections until every other rank has joined. Returns the channels by rank and kind
+    of channel. ``look`` is called with each missing rank, and raises if that rank has exited.
+    Raises TrainError if a rank does not join in time."""
     joined: dict[tuple[int, str], _RankChannel] = {}
     wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
     until = time.monotonic() + _START_S

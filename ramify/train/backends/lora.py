@@ -27,7 +27,7 @@ _ORIGINAL = "parametrizations.weight.original"
 
 
 class LoraAdapter(nn.Module):
-    """Parametrization of a weight: W -> W + scale · B A."""
+    """Parametrization that adds an adapter to a weight W, which becomes W + scale · B A."""
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()

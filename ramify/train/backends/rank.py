@@ -223,7 +223,7 @@ class RankModels:
         return found if self.index == 0 else None
 
     def release_memory(self) -> None:
-        """Like ``TrainedModel.release_memory``, on this rank."""
+        """Return cached memory of this rank's GPU to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -358,8 +358,8 @@ def idle(batch: Batch) -> Batch:
 
 
 def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Rank -> indices of its batches: the longest batch first, each to the rank with the fewest
-    tokens so far."""
+    """Distribute batches over ranks, and return the indices of each rank's batches. The longest
+    batches go first, each to the rank with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(batches)), key=lambda index: (-len(batches[index]), index)):

@@ -278,7 +278,7 @@ def _rows(parameter: DTensor) -> slice:
 
 
 def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
-    """Number of ranks with the same part -> such parts."""
+    """Group this rank's parts of the tensors by the number of ranks that hold the same part."""
     found: dict[int, list[Tensor]] = {}
     for each in tensors:
         parts = 1
@@ -307,8 +307,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
-    """``rows``: this rank's rows of several matrices with ``num_rows`` rows each. Returns the same
-    rows of the orthogonalized matrices."""
+    """Orthogonalize several matrices that are sharded by rows. ``rows`` has this rank's rows of
+    each matrix, which has ``num_rows`` rows in total. Returns the same rows of the result."""
     group = mesh.get_group(mesh.ndim - 1)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     columns = rows[0].shape[1]

@@ -129,7 +129,8 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of everything in a checkpoint. Raises ConfigError if there is none."""
+    """Return the shape of everything in a checkpoint, by name. Raises ConfigError if there is no
+    checkpoint."""
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
@@ -199,8 +200,8 @@ def _state(
 
 
 def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
-    """Stored name -> tensor: the two matrices of a packed parameter, or the tensor itself. They are
-    views of its memory."""
+    """Return what is stored for a parameter, by name: the two matrices of a packed parameter, or
+    the tensor itself. The results are views of its memory."""
     if packed is None:
         return {name: tensor}
     if not isinstance(tensor, DTensor):

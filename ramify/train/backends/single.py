@@ -274,7 +274,7 @@ class SingleBackend:
 
     @property
     def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
-        """(name -> trained parameter, their optimizers)"""
+        """The trained parameters by name, and their optimizers."""
         return {
             name: each for name, each in self.model.named_parameters() if each.requires_grad
         }, self._optimizers
