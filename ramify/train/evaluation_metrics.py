@@ -120,7 +120,8 @@ def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
 
 
 def _scored(groups: Sequence[Group]) -> Iterator[Group]:
-    """Groups with the attempts that could be judged, without those that have none."""
+    """Yield the groups with only those attempts that could be judged. Groups without any such
+    attempt are left out."""
     for group in groups:
         judged = [trajectory for trajectory in group.trajectories if trajectory.rewards]
         if judged:

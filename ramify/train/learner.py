@@ -169,8 +169,8 @@ class Learner:
         }
 
     def load_reference(self, out: Path, *, is_new: bool) -> None:
-        """Load the policy that rollouts began with, saved next to the checkpoints; ``is_new``:
-        save it first, since they begin now."""
+        """Load the policy that rollouts began with, which is stored next to the checkpoints.
+        ``is_new`` is True if rollouts begin now, so that it must be saved first."""
         folder = out / self.paths.reference
         if is_new:
             self.save_policy(folder)
@@ -258,7 +258,7 @@ class Learner:
                 ).astype(np.float32)
 
     def learn(self, stage: TrainingStage, part: Minibatch) -> dict[str, float]:
-        """One optimizer step."""
+        """Make one optimizer step."""
         backend = self.publisher.backend
         assert backend is not None
         whole = stage.loss.sequence if stage.loss.is_over_sequences else None
@@ -406,7 +406,7 @@ class Publisher:
 
 
 def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
-    """``work``, which counts as a weight sync in the account of the step's time."""
+    """Wrap ``work`` so that its time counts as weight sync in the account of the step's time."""
 
     @functools.wraps(work)
     def counted(*arguments: Any) -> T:

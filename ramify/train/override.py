@@ -257,7 +257,8 @@ def _section(value: Any, head: str, parts: Sequence[Assignment], depth: int) -> 
 def _named(
     value: Any, groups: Mapping[str, list[Assignment]], fresh: Mapping[str, Any], problem: str
 ) -> list[Assignment]:
-    """The assignments that cause ``problem``: those without which it is another one, or none."""
+    """Return the assignments that cause ``problem``. Without them, there is another problem or
+    none."""
     causes: list[Assignment] = []
     for head, group in groups.items():
         try:

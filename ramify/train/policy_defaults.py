@@ -204,7 +204,7 @@ def _changed(value: S, **fields: Any) -> S:
 
 
 def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
-    """(dotted name, value) of the fields of ``now`` that differ from ``given``."""
+    """Yield the fields of ``now`` that differ from ``given``: dotted name and value."""
     if not isinstance(now, msgspec.Struct) or not isinstance(given, msgspec.Struct):
         return []
     found: list[tuple[str, Any]] = []

@@ -104,7 +104,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with the keys of ``defaults`` that it lacks, at every depth."""
+    """Return a copy of ``config`` with the keys of ``defaults`` that it lacks, at every depth."""
     completed = {**defaults, **config}
     for name, value in config.items():
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
@@ -113,8 +113,9 @@ def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """The run that made a checkpoint, or the latest checkpoint in a run's folder. Raises
-    ConfigError."""
+    """Return the run that made a checkpoint, with overrides. The path is a checkpoint, or a run's
+    folder, which stands for its latest checkpoint. Raises ConfigError if there is none, or if a
+    value is missing because it may be a secret and no override gives it."""
     config = dict(read_state(find(Path(path))).config)
     overridden = [assignment.partition("=")[0] for assignment in overrides]
     unknown = next((name for name in cut_out(config) if name not in overridden), None)

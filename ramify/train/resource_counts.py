@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def counted(run: Run, spec: PlacementSpec) -> dict[str, int]:
-    """Role -> number of processes; the trainer has at least the run's own process. Raises
-    ConfigError if placement and run disagree."""
+    """Return the number of processes of each role, by name. The trainer has at least the run's own
+    process. Raises ConfigError if the placement and the rest of the run disagree."""
     inference = run.inference
     by_run = {
         "trainer": (run.compute.shard.ranks or 0) if run.compute.backend == "fsdp" else 1,
@@ -86,7 +86,7 @@ def settled(run: Run) -> tuple[Run, list[PlacementSlot]]:
 
 
 def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
-    """The ``InferenceSpec`` of a process that only calls the engines running at ``urls``."""
+    """Return the ``InferenceSpec`` of a process that only calls the engines running at ``urls``."""
     return InferenceSpec(
         engine=spec.engine,
         urls=urls,

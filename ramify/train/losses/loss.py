@@ -211,7 +211,7 @@ def compute(loss: LossSpec, entries: LossEntries) -> tuple[Tensor, LossTally]:
 
 
 def per_entry(loss: LossSpec, entries: LossEntries) -> Tensor:
-    """[E] each entry's share of the loss, for diagnosis."""
+    """Return each entry's share of the loss, [E], for diagnosis."""
     parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
     return sum(parts[1:], parts[0])
 
@@ -219,8 +219,8 @@ def per_entry(loss: LossSpec, entries: LossEntries) -> Tensor:
 def _components(
     loss: LossSpec, entries: LossEntries, tally: LossTally
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, each entry's share of the component). An entry without weight adds 0, whatever its
-    log-probability."""
+    """Yield each component's name and each entry's share of it. An entry without weight adds 0,
+    whatever its log-probability."""
     for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
         if name in entries.denominators:
             weight = entries.streams[name] / entries.denominators[name]
@@ -424,7 +424,7 @@ class LossTally:
             self.maxima[name] = before.maximum(value)
 
     def plain(self) -> PlainTally:
-        """A copy with plain numbers."""
+        """Return a copy of this tally with plain numbers."""
         return PlainTally(
             {name: (float(total), float(count)) for name, (total, count) in self.sums.items()},
             {name: float(value) for name, value in self.maxima.items()},
@@ -459,13 +459,15 @@ class LossTally:
 
 
 def chooses(loss: LossSpec) -> bool:
-    """Whether batches must go through ``choose`` first."""
+    """Return True if the loss selects tokens among the whole step, so that its batches must go
+    through ``choose`` first."""
     return isinstance(loss.policy, TokenSelectingLoss)
 
 
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
-    """``batches`` with the stream ``chosen``. ``logprobs``: for each batch, [E] log-probabilities
-    under the current policy."""
+    """Return the batches with an additional stream ``chosen``, which marks the tokens that the
+    policy loss selects. ``logprobs`` holds, for each batch, the log-probabilities under the current
+    policy, [E]."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     with_mask = list(zip(batches, weighs, strict=True))
     now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))

@@ -111,9 +111,9 @@ class RolloutWorkers:
         restarts: int = 3,
         heartbeat_s: float = 60.0,
     ) -> None:
-        """``seen`` receives the hashes of the ids that went through engines. ``restarts``: how
-        often a worker may end without having completed a rollout in between. ``heartbeat_s``: a
-        worker that is silent for longer is ended, and counts as lost."""
+        """``seen`` receives the hashes of the ids that went through engines. ``restarts`` is how
+        often a worker may end in a row without having completed a rollout. ``heartbeat_s`` is a
+        limit in seconds: a worker that is silent for longer is ended, and counts as lost."""
         self._hosts = hosts
         self._num = num
         self._spec = spec

@@ -55,7 +55,7 @@ class DifficultyPool:
         self.note(GROUPS.read(self._folder))
 
     def note(self, records: Iterable[GroupRecord]) -> None:
-        """Note outcomes, in order."""
+        """Record the outcomes of groups, in order."""
         for record in records:
             if record.outcome in _DECIDED:
                 self._items[record.item] = record.outcome
@@ -63,7 +63,7 @@ class DifficultyPool:
                     self._parts[part_of(record.item)].append(record.outcome)
 
     def passes_over(self, number: int, item: str) -> bool:
-        """Return True if the item with this number and id is passed over now."""
+        """Return True if the item with this number and id should be skipped now."""
         if not self.is_settled(item):
             return False
         digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()

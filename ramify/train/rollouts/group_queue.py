@@ -213,7 +213,7 @@ class GroupQueue:
     # --- for the stage
 
     async def take(self, step: int) -> StepGroups:
-        """The groups of step ``step``, once they are complete. Raises unexpected errors of
+        """Return the groups of step ``step`` once they are complete. Raises unexpected errors of
         rollouts."""
         self._set_step(step)
         with report_progress(
@@ -248,7 +248,7 @@ class GroupQueue:
         )
 
     def skipped(self) -> list[GroupRecord]:
-        """Records of the items that were passed over since the last call or step."""
+        """Return the records of the items that were skipped since the last call or step."""
         records, self._skipped = self._skipped, []
         return records
 
@@ -304,7 +304,7 @@ class GroupQueue:
             )
 
     def _next(self) -> tuple[int, Item]:
-        """The next item to ask, and its number."""
+        """Return the next item to roll out, and its number."""
         if self._pending:
             number = self._pending.popleft()
             self._next_item = max(self._next_item, number + 1)

@@ -353,9 +353,9 @@ class Rollouter:
         gauge: Gauge | None = None,
         rollout_worker: RolloutWorkers | None = None,
     ) -> None:
-        """``greedy``: add one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
-        measures the engine's cache pressure. ``rollout_worker``: runs the rollouts in other
-        processes; None: in this one."""
+        """``greedy`` adds one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
+        measures the engine's cache pressure. ``rollout_worker`` runs the rollouts in other
+        processes; None for this process."""
         self._rollout_worker = rollout_worker
         self._rlm = rlm
         self._task = task
@@ -409,7 +409,7 @@ class Rollouter:
                 await asyncio.to_thread(self._rlm.store.append, run, events)
 
     async def roots(self, items: Sequence[Item]) -> RootCount:
-        """How the roots of ``items`` will begin. This calls no model."""
+        """Count how the root calls of ``items`` will begin. This calls no model."""
         options = self._options
         if isinstance(self._task, TrafficTask):
             return RootCount(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
