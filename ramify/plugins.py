@@ -388,8 +388,8 @@ def place_of(kind: type) -> str:
 
 
 def name_places(part: Any, data: Any) -> None:
-    """Name a class of a plug-in in ``data`` by its place, not by its tag, which another process
-    that resumes the run would not know."""
+    """Replace the names of plug-in classes in ``data``, the serialized form of ``part``, by import
+    locations. A process that resumes the run may not know a plug-in's registered name."""
     if isinstance(part, Mapping):
         for name, each in part.items():
             name_places(each, data[name])
@@ -504,8 +504,9 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _about(entry: Any) -> str:
-    """First sentence of the docstring of ``entry``. One of ours that is a location is not imported,
-    as a package that it needs may be missing."""
+    """Return the first sentence of an entry's docstring. For an entry of Ramify that is given as a
+    location, it is read from the source without an import, because a package that the module needs
+    may be missing."""
     if isinstance(entry, str):
         text = _doc_in_source(entry)
     elif isinstance(entry, ModuleType | type) or callable(entry):

@@ -133,8 +133,8 @@ class ProgressTask:
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressTask]:
-    """Report a task for as long as the block runs, however it ends. ``first`` of it was done
-    earlier."""
+    """Report the progress of a task while the block runs, however it ends. ``total`` is the amount
+    of work in ``unit``, of which ``first`` was done before."""
     task = ProgressTask(what, total, unit, note, first)
     task._notify()
     try:

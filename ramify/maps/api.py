@@ -90,14 +90,14 @@ async def amap(
     model         as for ``RLM``, or an ``RLM``, whose limits then hold for each row
     out           .jsonl, .csv or .parquet file; without it, the result has a ``table``
     answer_type   type or JSON schema of an answer; the properties of an object become columns
-    columns       columns that the model reads; all if none is named
+    columns       columns that the model reads; all by default
     table         table of a SQLite file
     prefix        text before the names of the new columns
     max_calls, max_tokens, max_cost
                   limits of all rows together; 5 dollars unless ``max_cost`` is given
-    retry_failed  ask the rows again that have an error
+    retry_failed  ask rows that have an error once more
     strict        stop at the first row with an error
-    sample        ask only so many rows, drawn at random; ``MapResult.estimate`` extrapolates
+    sample        number of rows to ask, drawn at random; ``MapResult.estimate`` extrapolates
     placement     ``ray``: on a Ray cluster (``RAY_ADDRESS``, else one on this machine); ``rows``
                   are then files or URLs, ``out`` is a folder of parts, and ``model`` is a name
     workers       workers on the cluster; up to one for each CPU by default
@@ -105,10 +105,10 @@ async def amap(
                   Anthropic: half the price, within a day; needs a store
     batch_rows    most rows of one batch; as many as the provider accepts by default
     store         where the map is kept, so that the same call continues it; nowhere by default
-    options       those of ``RLM``, if ``model`` is none: ``sub_model``, ``limits`` of each row, …
+    options       options of ``RLM``, unless ``model`` is one: ``sub_model``, ``limits`` per row, …
 
     Order is kept, and equal rows are asked once. A row that fails has its error in a column. Raises
-    ConfigError before anything is asked; what ended the map early is in ``MapResult.stop``.
+    ConfigError before anything is asked. ``MapResult.stop`` says why a map ended early.
 
     Example:
         result = await ramify.amap("Is this a complaint?", "tickets.csv", "openai:gpt-5-mini")

@@ -4,11 +4,11 @@
                                             part-00000-000001: rows 500 to 999
     contracts/    (folder) ──> 500 texts are a part
 
-A part is known by its file and its place in it, so a part that is read again, by another worker or
-another start of the map, has the same rows and the same name. ``RowFiles`` is a datasource of Ray
-Data, which opens the files, tries again, and places the read tasks. A row is read as it is without
-Ray (``rows.py``): Arrow's own reader of JSON would change dates and mixed columns. Not here: what
-is done with a part (``ray_worker.py``).
+The name of a part consists of the number of its file and its position in the file. A part that is
+read again, by another worker or when the map is started again, has the same rows and the same name.
+``RowFiles`` is a datasource of Ray Data, which opens the files, retries, and places the read tasks.
+Rows are read by the same code as without Ray (``rows.py``), because Arrow's reader of JSON would
+change dates and mixed columns. Not here: what is done with a part (``ray_worker.py``).
 """
 
 from __future__ import annotations

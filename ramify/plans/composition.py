@@ -116,7 +116,8 @@ def cross(
     *,
     ordered: bool = False,
 ) -> Plan:
-    """Pair the values of ``key`` of items that satisfy two conditions.
+    """Return a plan that pairs the values of field ``key``: each value of an item that meets the
+    condition ``left`` with each value of an item that meets ``right``.
 
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'

@@ -114,10 +114,10 @@ def aggregate(
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """List the pairs that the question asks for. A leaf says of each record whom it is about, and
-    what of it the condition depends on. Another one reads how often each has what, and says which
-    side of a pair it fits, so a condition may be about several records. The pairs are made without
-    calls.
+    """Return a plan for questions that ask for pairs. A first model call names, for each record,
+    whom it is about and the value that the condition depends on. These values are counted. A second
+    call reads the counts and decides who fits which side of a pair, so a condition may depend on
+    several records. Code then makes the pairs.
 
     >>> str(plans.pairwise().type)
     'list of pair of text and text'

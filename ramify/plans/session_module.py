@@ -54,7 +54,8 @@ class SessionPart(str):
 
 
 class _Options:
-    """Options that are sent to the host. ``_by`` is their kind there."""
+    """Base of the options that code in a session passes to plan functions. They are sent to the
+    host, which knows the kind of options by the name ``_by``."""
 
     _by = ""
 
@@ -139,8 +140,9 @@ def __getattr__(name: str) -> Any:
 
 
 def search(text: Any = None, question: str | None = None, **options: Any) -> Any:
-    """The answer to the question from the passage that answers it; None if none does. Options:
-    top=20 (parts that are read, the best by BM25; 0 for all), part_tokens, by, cut."""
+    """Answer the question from the passage of the text that contains the answer; None if no passage
+    does. Options: top=20 (number of parts that are read, the best by BM25; 0 for all), part_tokens,
+    by, cut."""
     return _ready("search", text, question, options)
 
 

@@ -97,7 +97,8 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class CrossPairs(SymbolicStep, frozen=True, tag="cross"):
-    """Pairs the different values of a field, of items that satisfy two conditions.
+    """Pairs each value of a field, from items that meet one condition, with each different value
+    from items that meet another. Without conditions, all items count.
 
     >>> plans.CrossPairs("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]

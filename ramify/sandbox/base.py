@@ -604,7 +604,8 @@ def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
 
 
 def check_provider(spec: SandboxSpec) -> None:
-    """Raise ConfigError if there is no such provider. One of ours is not imported for this."""
+    """Raise ConfigError if the spec's sandbox provider does not exist. A plug-in is imported for
+    this check; a built-in provider is not."""
     if spec.provider not in SANDBOXES.ours:
         _provider(spec.provider)
 

@@ -230,7 +230,8 @@ class ServedPolicy:
     """Answers requests with one policy, whose exact token ids of earlier replies it remembers."""
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """The first reply to each request is counted in ``progress`` already."""
+        """``progress`` counts the replies in progress. The first reply to each request is counted
+        before this class gets the request."""
         self.name = name
         self._progress = progress
         self.window = client.window

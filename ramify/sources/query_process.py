@@ -41,8 +41,8 @@ class QueryAnswer(msgspec.Struct, frozen=True):
 
 
 class QueryProcesses:
-    """Pool of processes that run the function ``serve``, given as ``module:name``. They get no
-    environment variables of this process but its search paths if ``is_bare``: no key is in them."""
+    """Pool of processes that run the function ``serve``, given as ``module:name``. With
+    ``is_bare``, they inherit only the search paths from the environment, and so no key."""
 
     def __init__(self, serve: str, *, is_bare: bool = False) -> None:
         self._processes = IdleProcesses(functools.partial(start, serve, is_bare=is_bare))

@@ -102,7 +102,7 @@ class ValueTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContext) -> int:
-        """Return the descriptor of a file with the encoded context."""
+        """Return a descriptor of a file that contains the encoded context."""
         if context.fd is not None:
             return context.fd
         if self._file < 0:

@@ -185,7 +185,8 @@ class Journal:
 
     @property
     def trouble(self) -> StoreError | None:
-        """Why the reserve was used up: the run should end soon."""
+        """The error that used up the reserved disk space, so that the run should end soon; None if
+        there was none."""
         return self.file.trouble
 
     def append(self, event: AnyEvent) -> None:

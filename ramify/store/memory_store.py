@@ -85,8 +85,9 @@ class MemoryStore(RunStore):
         return review
 
     def remove(self, run: str) -> int:
-        """Delete a run, and the blobs that no run needs once no run is being written, since a run
-        puts a blob just before it refers to it. Returns the bytes freed."""
+        """Delete a run and return the bytes freed. Blobs that no other run refers to are deleted
+        too, but only while no run is being written: a run stores a blob just before it refers to
+        it."""
         with self._lock:
             id = self._free(run)
             self._reviews.pop(id, None)

@@ -248,8 +248,9 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d)(?:t(\d\d):(\d\d))?)?)?")
 
 
 def _span(value: str, now: float) -> tuple[float, float] | None:
-    """Return the first second and the second after the last one of a day, month, year or minute
-    in local time, or of the time since an age. None if it cannot be read."""
+    """Return the start of a period and its end (exclusive) in seconds of Unix time; None if
+    ``value`` cannot be read. The period is a day, month, year or minute in local time, or
+    everything since an age such as ``2h``."""
     today = datetime.fromtimestamp(now).replace(hour=0, minute=0, second=0, microsecond=0)
     if value in ("today", "yesterday"):
         first = today - timedelta(days=value == "yesterday")

@@ -1,14 +1,15 @@
-"""Journals and trajectories without their texts: the one reading of listings and of the page.
+"""Journals and trajectories read without their texts, for listings and for the page of a run.
 
     journal lines ──> AnyShortEvent ──┬─> summarise: one row of a listing   (store.py)
                                       └─> RunTree: the page of a run        (viewer/run_tree.py)
     trajectory lines ──> ShortTrajectory ──> one row of a listing           (viewer/run_library.py)
 
-Most of a journal is prompts, replies, token ids and outputs, which neither shows. The decoder skips
-fields that a type does not name, so the types here are decoded several times faster than the full
-ones. Each is checked against the full one when this module is imported (``types/short_form.py``).
+Most of a journal is prompts, replies, token ids and outputs, which neither of them shows. The
+decoder skips fields that a type does not name, so the types here are decoded several times faster
+than the full ones. Each is checked against the full one when this module is imported
+(``types/short_form.py``).
 
-Not here: full events (see ``journal.py``), and what is made of the short ones.
+Not here: full events (see ``journal.py``), and what is computed from the short ones.
 """
 
 from __future__ import annotations

@@ -30,5 +30,5 @@ def read_identity(store: Path) -> PolicyIdentity | None:
 
 
 def write_identity(store: Path, identity: PolicyIdentity) -> None:
-    """Mark the store in this folder as one of the traffic of ``identity``."""
+    """Record in a folder that its store contains the traffic of the policy ``identity``."""
     (store / _FILE).write_bytes(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")

@@ -259,9 +259,10 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 def _divided(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Divide rows into ``splits`` by a hash of question and context: a tenth for each but the
-    first, which gets the rest. Few rows may leave a split empty, which then gets the question with
-    the largest hash of the largest split. Returns the numbers of the rows of each split."""
+    """Divide rows among ``splits``, and return the row numbers of each split. The split depends on
+    a hash of question and context, so equal questions stay together. Each split but the first gets
+    a tenth of the hashes, and the first gets the rest. If a split would be empty, it gets the
+    question with the largest hash from the largest split."""
     same: dict[bytes, list[int]] = {}
     for number in range(len(rows)):
         item = _item(name, rows, number, make)

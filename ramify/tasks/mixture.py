@@ -145,7 +145,8 @@ class MixedItems(LazySequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Until a part, or each of them if parts repeat, would begin again."""
+        """Return the number of items before a part would start over. If parts may repeat, it is the
+        number until every part has been used once."""
         period = len(self._order)
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
         return max(sizes) if self._repeats else min(sizes)

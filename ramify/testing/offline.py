@@ -243,8 +243,8 @@ class OfflineModel(
         return _UNKNOWN
 
     def _plan_leaf(self, turn: PlanLeafTurn, messages: Sequence[Message]) -> str:
-        """Return the reply of a leaf of a ready plan. It reads as any other leaf does, with the
-        same accuracy."""
+        """Return the reply to one model call of a ready plan. It is wrong with the same probability
+        as any other reply to a prompt of this length."""
         suite = self._suite(turn.question)
         if suite is None:
             return written(turn, _UNKNOWN)

@@ -142,8 +142,8 @@ class BranchSampler:
 
 
 def forking(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Return arguments with which ``attempt`` forks as ``options`` say. ``limits`` are those of a
-    rollout without forks."""
+    """Return arguments that make an attempt fork according to ``options``; none if that is None.
+    ``limits`` are those of a rollout without forks, and are raised for the continuations."""
     if options is None:
         return {}
     return {"search": BranchSampler(options), "limits": options.widened(limits)}

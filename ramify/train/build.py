@@ -155,7 +155,8 @@ def _record(
     trained: TrainedModel,
     listener: Callable[[StepMetrics], None] | None,
 ) -> RunRecord:
-    """What the run writes, and what it measures in addition to its steps."""
+    """Make the record of a training run, which writes its files, and choose the extra metrics that
+    are measured with each step."""
     from ramify.inference.local.local_client import LocalClient
 
     run, client = parts.run, rollouts.client

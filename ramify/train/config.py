@@ -483,7 +483,8 @@ def with_objective(run: Run, name: str) -> Run:
 
 
 def with_sandbox(run: Run, provider: str) -> Run:
-    """Return ``run`` with another provider of its sandbox. Limits that all providers have stay."""
+    """Return a copy of ``run`` that uses another sandbox provider. Limits that every provider has
+    are kept."""
     common = {name: getattr(run.sandbox, name) for name in SandboxSpec.__struct_fields__}
     check_provider(spec := SandboxSpec(**{**common, "provider": provider}))
     return msgspec.structs.replace(run, sandbox=provider_spec(spec))

@@ -154,7 +154,8 @@ class Learners:
         return values
 
     def count_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Count a step that was learnt, and note the state of its algorithms."""
+        """Record that an optimizer step was made, with the state that the algorithms keep between
+        steps."""
         memories = {learner.name: own.memory for learner, _, own in self._of(stage, work)}
         self._record.count_step(memories.pop(""), memories)
 

@@ -154,7 +154,9 @@ def _refusal(state: CheckpointState, change: ConfigChange) -> str:
 
 
 def _policy_refusal(state: CheckpointState, field: str) -> str:
-    """Why a field of another policy cannot change; these begin with the rollouts."""
+    """Return why a field of another trained policy cannot change; empty if it can. Other policies
+    are trained only in the stage ``rl``, so their fields are fixed only if the checkpoint is in
+    that stage."""
     _, name, *rest = field.split(".")
     stages = [each for each in STAGES if state.config.get(each) is not None]
     if stages[state.stage : state.stage + 1] != ["rl"]:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutParts:
-    """What rollouts run with."""
+    """Everything that rollouts of a training run need: engines, the RLM, worker processes and
+    models."""
 
     client: LocalClient | HttpEngines
     audited: AuditedClient

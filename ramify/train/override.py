@@ -291,7 +291,8 @@ def _value(owner: msgspec.Struct, field: str, assignment: Assignment, choices: C
 
 
 def _not_a_section(assignment: Assignment, kind: Any) -> str:
-    """How a section of options is set, for a text that is none; empty if ``kind`` is not one."""
+    """Return how to set a section of options, for an assignment whose text is not JSON; empty if
+    ``kind`` is not a section."""
     structs = [
         each
         for each in (kind, *typing.get_args(kind))

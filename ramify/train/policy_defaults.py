@@ -74,7 +74,8 @@ def is_pretrained(policy: PolicySpec) -> bool:
 
 
 def usual_warmup(num_steps: int) -> int:
-    """Warm-up steps of a stage of a checkpoint with so many optimizer steps."""
+    """Return the usual number of warm-up steps for a training stage with ``num_steps`` optimizer
+    steps."""
     return min(10, num_steps // 10)
 
 
@@ -220,7 +221,8 @@ def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
 
 
 def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
-    """The warm-up that ``stages.scheduled`` will set in the stage ``name``, if it will."""
+    """Return the default warm-up of the stage ``name`` as a list with one (field, value) pair;
+    empty if the run sets one or the stage needs none."""
     stage = getattr(run, name)
     if name not in _RATES or stage is None or stage.optim.warmup_steps is not None:
         return []

@@ -83,7 +83,8 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class GuardState(msgspec.Struct, kw_only=True):
-    """State of the doctor within a stage."""
+    """What the guard of a training run remembers within a stage, to detect collapse or
+    divergence."""
 
     best: float | None = None
     """Best validation reward."""
@@ -113,7 +114,8 @@ class GuardState(msgspec.Struct, kw_only=True):
 
 
 class GuardVerdict(msgspec.Struct):
-    """The doctor's result for one step or evaluation."""
+    """What the guard found in one training step or evaluation, and whether the stage stops or goes
+    back to a checkpoint."""
 
     metrics: dict[str, float]
     found: list[Finding] = []

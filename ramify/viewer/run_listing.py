@@ -44,7 +44,7 @@ class RunListing:
         self._others_version = 0
 
     def rows(self) -> dict[str, Any]:
-        """All runs, and the rest of the list."""
+        """Return all runs of the library, and the other fields of its listing."""
         with self._lock:
             runs, others = self._look()
             return {"runs": runs, **others}

@@ -167,7 +167,8 @@ class RunLocations:
         return self._maps.of(path)
 
     def path(self, key: str) -> Path | None:
-        """Return the file or folder with address ``key``; None if it is not such an address.
+        """Return the path of the file or folder with address ``key``; None if ``key`` addresses
+        something else.
 
         Raises StoreError if the file or folder no longer exists.
         """

@@ -187,7 +187,7 @@ class CallDetails:
 
 
 class _Reading:
-    """One call, read up to some line of the journal."""
+    """The state of one call, as read from the journal so far."""
 
     def __init__(self, run: StoredRun, tree: RunTree, node: CallNode) -> None:
         self._run = run

@@ -74,7 +74,7 @@ class WatchedRun:
 
     @property
     def review_id(self) -> str:
-        """Name of the run among the reviews of its file."""
+        """Name under which reviews of this run are stored in its file."""
         return self.source.id if self.line is None else self.tree.run.id
 
     @property

@@ -93,7 +93,8 @@ def check_header(text: bytes) -> None:
 
 
 def _bare(text: bytes) -> bytes:
-    """Return JSON without its strings. Works in pieces, between which other threads run."""
+    """Return JSON text without its strings. It is processed in pieces, so that other threads can
+    run in between."""
     parts, at = [], 0
     while at < len(text):
         end = _WHOLE_STRINGS.match(text, at, at + _PIECE_BYTES).end()  # type: ignore[union-attr]

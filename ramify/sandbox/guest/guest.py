@@ -270,8 +270,9 @@ class Guest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """End a process that the cell forked and that reached the cell's end: it is not the
-        session."""
+        """Exit from a process that a cell has forked and that ran to the end of the cell. Only the
+        original process continues as the session. ``error`` is the cell's error, written to the
+        output."""
         if error:
             self.output.spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)

@@ -68,7 +68,8 @@ class IndexedText:
         return self._lines_at[-1]
 
     def counts(self) -> tuple[bytes, bytes]:
-        """Return ``chars_at`` and ``lines_at`` as bytes. ``counts_of`` reads them again."""
+        """Return the character counts and the line counts before each block, as arrays of 64-bit
+        numbers in bytes. ``counts_of`` restores them."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read(self, low: int, high: int) -> bytes:

@@ -218,7 +218,8 @@ class GuestNotebook:
     # -- names
 
     def bind(self, name: str, value: Any, reserved: bool) -> None:
-        """Bind a name for the host."""
+        """Set a variable of the namespace for the host. A reserved name is restored if a cell
+        overwrites it."""
         if reserved:
             self._reserved[name] = value
         else:

@@ -151,7 +151,8 @@ class FileOutputSpool:
             self.at = 0
 
     def attach(self) -> None:
-        """Make the file descriptors 1 and 2 again; a cell may have closed or redirected them."""
+        """Point the file descriptors 1 and 2 at this file again, because a cell may have closed or
+        redirected them."""
         os.dup2(self.fd, 1)
         os.dup2(self.fd, 2)
 

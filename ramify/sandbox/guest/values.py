@@ -511,7 +511,8 @@ class ValueDecoder:
 
 
 def encoded(blobs: Sequence[Any]) -> list[Buffer]:
-    """Return the blobs of an encoder that defers as bytes."""
+    """Convert the blobs of a deferring encoder to bytes. Such an encoder leaves texts unencoded
+    until they are needed."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 

@@ -235,7 +235,7 @@ def _decoded(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Yield neighbours that are short together, and long items alone."""
+    """Group neighbouring short items, and yield each group, or a long item alone."""
     group: list[msgspec.Raw] = []
     size = 0
     for item in items:

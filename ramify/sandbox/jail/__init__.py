@@ -1,1 +1,1 @@
-"""Runs in the fork server of a jail and in the first steps of its sessions: the walls."""
+"""The jail's confinement: code that runs in its fork server and in a session before user code."""

@@ -164,7 +164,8 @@ def _leave_undone(**_: Any) -> None:
 
 
 def end_skipping() -> None:
-    """Let the hooks that are registered from now on run after forks."""
+    """Stop ignoring ``os.register_at_fork``: hooks that are registered from now on run after
+    forks."""
     os.register_at_fork = _register_at_fork
 
 

@@ -173,9 +173,10 @@ def _without(index: int, bits: int) -> list[Step]:
 
 
 def _opening(flags: int) -> list[Step]:
-    """Landlock before Linux 6.2 does not cover the right to truncate a file, so truncating requires
-    write access as well. Access mode 3 opens a file for neither reading nor writing, and PATH for
-    nothing, which Landlock would not deny at any version."""
+    """Return the filter steps for a system call that opens a file, whose argument ``flags`` has the
+    open flags. Truncating requires write access too, because Landlock before Linux 6.2 does not
+    cover the right to truncate. Access mode 3 (neither reading nor writing) and ``O_PATH`` are
+    refused, because no version of Landlock denies them."""
     return [
         _argument(flags),
         (_ANY_BIT, 0, 1, _O_OTHER),

@@ -432,8 +432,9 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
 
 
 def _answer_trial(listener: int, file: int) -> bool:
-    """Refuse a request for a process, and give a descriptor on request. Returns False once that is
-    done, or the trial has ended."""
+    """Answer one request of the trial session: refuse to create a process, or give it the file
+    descriptor that it asks for. Returns False if that was the last request or the session has
+    ended."""
     try:
         request = primitives.receive_request(listener)
     except OSError as error:

@@ -175,7 +175,8 @@ class ForkRequestListener:
         self._holders += 1
 
     def drop(self) -> None:
-        """Remove a session of the tree that has ended."""
+        """Remove one session, which has ended, from the count of sessions whose requests arrive
+        here. The last one closes the listener."""
         self._holders -= 1
         if not self._holders:
             self.close()
@@ -287,8 +288,8 @@ possible descriptor is replaced."""
 
 
 def has_one_thread(pid: int) -> bool:
-    """Return True if ``pid`` has one thread: a second one could use the grant, or be lost in the
-    branch."""
+    """Return True if process ``pid`` has exactly one thread. A second thread could use the
+    permission to fork, or would be missing in the forked session."""
     return _status(pid)[_NUM_THREADS] == b"1"
 
 

@@ -383,7 +383,8 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _take(self, data: bytes) -> None:
-        """Handle the frames that ``data`` completes, each when the session wants more."""
+        """Handle each message that ``data`` completes. Waits before each one while the session has
+        paused the channel."""
         for view in self._assembler.feed(memoryview(self._decoded(data))):
             if not self._flows.is_set():
                 await self._flows.wait()

@@ -300,8 +300,9 @@ class ForkServer:
         self.control.send({"op": "failed", "id": id, "message": message})
 
     def _become_template(self, control: int, context: int, num_files: int) -> None:
-        """Decode the context whose encoded form is in the file ``context``, and serve. The host
-        sends descriptors for ``num_files`` files, to which its texts refer."""
+        """Turn this process into a template server: decode the context from the file descriptor
+        ``context``, then serve forks that have it in memory. The host sends ``num_files`` more
+        descriptors, of files that hold texts of the context."""
         quiet_signals()
         tie_to_parent(self.pid)
         self.control.sock.close()

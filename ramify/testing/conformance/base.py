@@ -103,8 +103,8 @@ def true(fact: object, what: str) -> None:
 
 
 async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The host of the checks: ``echo`` returns its argument, ``sleep`` waits, ``fail`` raises an
-    error."""
+    """Answer calls in the sandbox checks: ``echo`` returns its argument, ``sleep`` waits, and
+    ``fail`` raises an error."""
     if name == "sleep":
         await asyncio.sleep(args[0])
     if name == "fail":

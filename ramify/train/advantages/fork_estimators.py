@@ -1,21 +1,21 @@
 """Estimators with one advantage per turn: over forks of a rollout (``branch``, ``vine``,
 ``entropy_branch``), and over equal states (``state_group``).
 
-    group of two rollouts                        value of a segment = its line's reward, or the
+    group of two rollouts                        value of a segment = its path's reward, or the
                                                  mean over the continuations after it
     tree 1   ── 0.5 ──┬── 1                      branch: 0.5 - 0.25 |  1 - 0
                       └── 0                                         |  0 - 1
-    tree 2   ── 0.25 ─┬── 0.5 ...                each less the mean of the others at its fork
+    tree 2   ── 0.25 ─┬── 0.5 ...                each value minus the mean of its siblings
 
-A segment is what was sampled between two forks (``types/forked_root.py``), and the roots' first
-segments of a group are compared like the continuations of a fork: they share the question. Each
-continuation of K carries 1/K of its origin's weight, so the tokens before a fork count once and
+A segment is what was sampled between two forks (``types/forked_root.py``). The first segments of a
+group's roots share the question, so they are compared like the continuations of one fork. Each of K
+continuations carries 1/K of the weight before the fork, so the tokens before a fork count once and
 those after it as one rollout in total. ``docs/algorithms.md`` derives that the update is then
 unbiased.
 
-A call that a turn made has its turn's advantage and weight, plus its own reward less that of the
-calls of its role in other trees, as with ``per_role``. Decides the numbers. Not here: where a
-rollout forks (see ``branch_sampler.py``).
+A call that a turn made gets the turn's advantage and weight. Its own reward, compared with those of
+the same role's calls in other trees as with ``per_role``, is added to the advantage. Decides the
+numbers. Not here: where a rollout forks (see ``branch_sampler.py``).
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> AssignedStep:
-        """Compare as ``compare`` does the calls that ``credit`` selects."""
+        """Assign advantages: ``credit`` chooses which calls of a group are compared, and
+        ``compare`` subtracts their baseline."""
         step = ScoredStep(groups, weights, self)
         credit = _credit_of(self.credit)
         for group in step.groups:

@@ -150,7 +150,7 @@ class MeanTokens(NamedTuple):
         return self.value if self.steps else self.after(groups).value
 
     def after(self, groups: Sequence[Sequence[Counts]]) -> MeanTokens:
-        """The mean after a step with these rollouts."""
+        """Return the running mean that includes one more step, whose rollouts are ``groups``."""
         sizes = [_size(group) for group in groups]
         num = sum(size.rollouts for size in sizes)
         if not num:

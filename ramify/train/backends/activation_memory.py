@@ -131,8 +131,9 @@ def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
 
 
 class _Speed(NamedTuple):
-    """Rough speeds of a device, which decide when sharing pays. Measured on one CPU core; a GPU's
-    are data-sheet values, where all stretches of one level are a single call."""
+    """Rough speeds of a device, which decide when computing a shared prefix once is worth its
+    overhead. CPU speeds were measured on one core; GPU speeds come from data sheets, for one kernel
+    call per depth of the prefix tree."""
 
     products: float
     """FLOP per second of matrix products."""

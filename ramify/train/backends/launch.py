@@ -96,8 +96,9 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
 
 
 def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """The number of ranks. ``elsewhere``: not all ranks are on this machine, so its GPUs do not
-    matter. Raises ConfigError, before anything is started, if that many ranks are not possible."""
+    """Check that the configured ranks can be started, before anything is started, and return their
+    number. ``elsewhere`` means that some ranks run on other machines, so the number of local GPUs
+    does not matter. Raises ConfigError if they cannot be started."""
     import torch
     import torch.distributed as dist
 

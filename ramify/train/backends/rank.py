@@ -214,7 +214,8 @@ class RankModels:
                 made.buffers[name].copy_(buffer)
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
-        """Full tensors, or gradients, for rank 0; None on other ranks."""
+        """Collect the full weights ``names``, or their gradients, on rank 0, which returns them.
+        Other ranks take part and return None."""
         found = []
         for name in names:
             tensor = self._models[key].sharded.gather(name, gradients)

@@ -255,8 +255,9 @@ class BatchWriter:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """Add the entries of sequence ``index``. ``places``: where each stretch begins along its
-        path, and the offset from there to its tokens in the batch."""
+        """Add the entries of the sequence with number ``index``. ``places`` gives, for each piece
+        of the sequence, where the piece begins, and what to add to a position in it to get the
+        index of its token in the batch."""
         sequence = self._sequences[index]
         tokens = entries(sequence)
         plain = np.zeros(len(tokens), np.bool_)
@@ -314,8 +315,9 @@ class _Columns:
     def add_kept(
         self, kept: SamplingSupport | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """Add the sampling support of ``tokens``. It is empty for imitated tokens, and if nothing
-        was truncated."""
+        """Add the ids that could be sampled at each of ``tokens`` (top-p or top-k sampling). The
+        list is empty for tokens that are imitated (``plain``), and if the sampler did not restrict
+        the ids."""
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
             return

@@ -141,7 +141,8 @@ def _sequence(
 
 
 def _column(length: int, credits: list[tuple[TokenSpan, TokenCredit]], name: str) -> Floats | None:
-    """[T] values of the stream ``name``, 0 where no turn has them; None if no turn has any."""
+    """Build the per-token array [T] called ``name`` from the credit of each turn. Tokens outside
+    these turns have 0. Returns None if no turn has such values."""
     column = None
     for span, credit in credits:
         values = getattr(credit, name)

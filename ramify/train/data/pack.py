@@ -113,10 +113,10 @@ def pack(
 def attach(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
-    """Add the stream ``name`` to ``sequences``, from which ``batches`` were packed: ``values`` has
-    [E] for each batch. It is 0 where a token carries no loss. For a token with two entries
-    (``batch.py``) it is the value of the entry with the sampling distribution, which ratios, a KL
-    and distillation compare with; cross-entropy reads no stream."""
+    """Copy per-entry values of packed batches back to ``sequences``, as their per-token stream
+    ``name``. ``values`` has an array [E] for each batch. Tokens without a loss get 0. If a token
+    has two entries (one that is reinforced, one that is imitated), the value of the reinforced one
+    counts: ratios, KL and distillation use it, and cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):

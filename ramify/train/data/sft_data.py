@@ -302,7 +302,8 @@ of the training split."""
 
 
 def texts_of(scaffold: Scaffold) -> DemonstrationTexts:
-    """Return what a run with ``scaffold`` writes around the replies of a demonstrator."""
+    """Return the texts that a scaffold adds around the replies in a demonstration: the first
+    message, the reports of results, the system prompt and the native tools."""
     return DemonstrationTexts(
         scaffold.first_message, scaffold.report, scaffold.system_prompt(), scaffold.native_tools
     )

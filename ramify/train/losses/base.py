@@ -173,8 +173,8 @@ def check_bounds(options: Any, where: str) -> None:
 
 
 def check_per_token(part: Any, method: str, given: Tensor, tokens: LossTokens) -> None:
-    """Raise ConfigError unless ``given``, which a plug-in may have computed, has a value for each
-    token: a mean would be added to every token without an error."""
+    """Raise ConfigError unless a loss term has one value for each token. ``given`` may come from a
+    plug-in. A mean would be broadcast to every token without an error."""
     if given.shape != tokens.now.shape:
         raise ConfigError(
             f"{type(part).__name__}.{method}() gave shape {list(given.shape)} for "

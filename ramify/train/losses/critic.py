@@ -47,7 +47,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class CriticOnlyLoss(LossFormula, frozen=True, kw_only=True, tag="critic"):
-    """0: trains only the critic (``loss.value``) and not the policy.
+    """A policy loss that is 0, so that only the critic (``loss.value``) is trained.
 
     Example:
         train.LossSpec(policy=train.CriticOnlyLoss())

@@ -186,7 +186,8 @@ def _placed(
 
 
 def _roles_of(members: Sequence[SlotMember]) -> str:
-    """``trainer and inference``, ``2 trainer and inference``"""
+    """Describe the roles in a placement slot, with their counts: ``trainer and inference``, ``2
+    trainer and inference``."""
     num = Counter(member.role for member in members)
     return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())
 

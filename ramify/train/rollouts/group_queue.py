@@ -467,7 +467,8 @@ def _time_left(group: OpenGroup, bound: float) -> float | None:
 
 
 class AdmissionRules(Protocol):
-    """The options that these rules read, of a run or of a simulated one."""
+    """The options that decide how many groups may be in progress and how old their tokens may
+    become. Training and the simulator both have them."""
 
     @property
     def items(self) -> int: ...

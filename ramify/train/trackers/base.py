@@ -208,8 +208,8 @@ def send_folder(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Send ``folder`` as an artefact to the tracker ``name``, in the run that it followed, and
-    return ``name``. ``title`` is the run's name. Raises ConfigError."""
+    """Send ``folder`` as an artefact to the tracker ``name``, into the tracker's run for this
+    training run, and return ``name``. ``title`` is the training run's name. Raises ConfigError."""
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
