@@ -295,8 +295,9 @@ def _gold(item: Item) -> dict[str, str]:
 
 
 async def check_begins(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
-    """Begin ``item`` and end it at once, without a model. Raises RamifyError, which names task and
-    item, for a fault in the task's own code, such as that of its environment."""
+    """Begin an attempt at ``item`` and end it at once, without asking a model. Raises RamifyError,
+    which names the task and the item, if the task's own code fails, such as that of its
+    environment."""
     start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     if start.on_end is not None:
         await _in_time(
@@ -310,9 +311,9 @@ RootKind = Literal["session", "plain call", "conversations"]
 async def root_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
-    """How an attempt at ``item`` begins: with a session, with a single plain call (only with
-    ``direct``), or with conversations that the task itself holds. An item that cannot be prepared
-    counts as one with a session: its attempts report the reason."""
+    """Return how an attempt at ``item`` begins: with a session, with a single plain call (only with
+    ``direct``), or with conversations that the task itself conducts. It is a session if the item
+    cannot be prepared, because its attempts then report the reason."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
@@ -331,8 +332,8 @@ async def root_kind(
 async def _in_time(
     work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float
 ) -> Any:
-    """The result of the task's own code. Raises RamifyError, which names task and item, if it fails
-    or takes too long."""
+    """Return the result of the task's own code. Raises RamifyError, which names the task and the
+    item, if the code fails or takes too long."""
     where = f"task '{task.name}', item {item.id}: its {what}"
     try:
         async with asyncio.timeout(grace_s):
@@ -436,7 +437,7 @@ def _unanswered(result: Result | str) -> str:
 
 
 def _failure(result: Result | str) -> str | None:
-    """Why the attempt is not scored; None if it is."""
+    """Return why an attempt cannot be scored; None if it can."""
     if isinstance(result, str):
         return result
     if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or _unanswered(result):

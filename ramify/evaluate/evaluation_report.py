@@ -141,9 +141,9 @@ def check_k(k: int, attempts: int) -> None:
 
 
 def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[MeanEstimate, int]:
-    """(mean reward of ``ours`` minus that of ``theirs`` over the items that both have, number of
-    those items). Raises ConfigError for evaluations of different tasks, or without a scored item in
-    common."""
+    """Return how much the mean reward of ``ours`` exceeds that of ``theirs`` over the items that
+    both have, and the number of these items. Raises ConfigError for evaluations of different tasks,
+    or without a scored item in common."""
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
@@ -180,7 +180,7 @@ def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
 
 
 def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
-    """Item -> its attempts that have a reward, in order."""
+    """Return the attempts of each item that have a reward, in order."""
     attempts: dict[str, list[AttemptOutcome]] = {}
     for outcome in outcomes:
         if outcome.reward is not None:

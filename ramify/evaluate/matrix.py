@@ -62,7 +62,7 @@ def parse_length(text: str) -> int:
 
 
 def length_name(num: int) -> str:
-    """``8192`` -> ``8k``"""
+    """Return a short name for a number of tokens: ``8192`` becomes ``8k``."""
     for unit in ("m", "k"):
         if num % _UNITS[unit] == 0:
             return f"{num // _UNITS[unit]}{unit}"
@@ -70,7 +70,7 @@ def length_name(num: int) -> str:
 
 
 class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is combined in a matrix."""
+    """The suites, lengths, models and modes that a matrix combines."""
 
     suites: tuple[str, ...]
     """Names of tasks."""
@@ -113,7 +113,7 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is evaluated in a matrix."""
+    """The plan of a matrix: one evaluation for each combination."""
 
     id: str
     cells: tuple[MatrixCell, ...]
@@ -194,7 +194,8 @@ def _file_words(place: Mapping[str, str]) -> str:
 
 
 def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """(coordinate, options of the task) for each length of ``suite``."""
+    """Return the coordinates and the task options for each length of ``suite``. Raises ConfigError
+    if the suite has no option for the length."""
     options = dict(axes.base.options)
     if not axes.lengths:
         return [({}, options)]

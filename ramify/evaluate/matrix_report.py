@@ -85,7 +85,7 @@ class MatrixRow(msgspec.Struct, frozen=True):
 
 
 class MatrixReport(msgspec.Struct, frozen=True):
-    """A matrix in figures."""
+    """The results of a matrix, as rows of a table."""
 
     plan: MatrixPlan
     k: int
@@ -104,8 +104,8 @@ Outcomes = Mapping[str, Sequence[AttemptOutcome]]
 def matrix_report(
     plan: MatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
 ) -> MatrixReport:
-    """The figures of a matrix. ``k`` applies to pass@k, by default all attempts; ``seed`` is that
-    of the bootstrap."""
+    """Summarise a matrix. ``k`` is the number of attempts for pass@k, by default all of them.
+    ``seed`` is the seed of the bootstrap."""
     k = plan.first.attempts if k is None else k
     check_k(k, plan.first.attempts)
     groups = list(_groups(plan, outcomes))
@@ -141,8 +141,8 @@ class _RowGroup(NamedTuple):
     is_kind: bool = False
 
     def by_item(self) -> dict[str, list[AttemptOutcome]]:
-        """Item -> its scored attempts, in order. Items of several families may have the same
-        ids."""
+        """Return the scored attempts of each item, in order. Items of different records are kept
+        apart, because items of several families may have the same ids."""
         name = {record: number for number, record in enumerate(self.records)}
         attempts: dict[str, list[AttemptOutcome]] = {}
         for record, outcome in self.made:
@@ -357,7 +357,7 @@ def _signed(figure: MeanEstimate | None) -> str:
 
 
 def _short(num: int) -> str:
-    """``1234567`` -> ``1.2M``"""
+    """Return a large number in a short form: ``1234567`` becomes ``1.2M``."""
     for size, unit in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if num >= size:
             return f"{num / size:.3g}{unit}"

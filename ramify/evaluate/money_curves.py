@@ -34,7 +34,7 @@ _OF_A_SYSTEM = ("mode", "scaffold")
 
 
 class MoneyPoint(msgspec.Struct, frozen=True):
-    """What a system scores with one budget.
+    """The score of a system with one budget.
 
     Example:
         [(point.dollars, point.score.value) for point in curves["rlms"]]

@@ -220,7 +220,7 @@ class RayAttempts:
     async def make(
         self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """As ``AttemptMaker.make``."""
+        """Make one attempt on a worker. Returns its outcome, and None instead of its trajectory."""
         ray = imported()
         lost = ""
         for number in range(_TRIES):

@@ -296,7 +296,7 @@ def _part(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Seq
 
 
 def _sources(source: Source) -> dict[str, Sequence[Row]]:
-    """Return split -> rows. A single source without splits has the empty name."""
+    """Return the rows of each split. A single source without splits has the empty name."""
     if isinstance(source, str) and source.startswith("hf:"):
         source = _hugging_face(source)
     if isinstance(source, Mapping):  # also a DatasetDict
@@ -400,7 +400,7 @@ class JsonlRows(LazySequence[Row]):
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
-    """(number from 1, offset, length) of each line that is not blank."""
+    """Yield the number (from 1), the offset and the length of each line that is not blank."""
     start = 0
     try:
         with path.open("rb") as file:

@@ -102,7 +102,7 @@ def dropped(text: str = "lost") -> ScriptedFailure:
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """The same as ``dropped``, but in the middle of the reply's body.
+    """The model worked and is billed, but the connection closed in the middle of the reply.
 
     Example:
         testing.ScriptedClient([testing.cut(), "the whole reply"])    # a retry gets the second

@@ -36,8 +36,8 @@ class RootSegment(NamedTuple):
     the end of a line."""
 
     def ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """Return the last call and the share of each line that passes through this segment. The
-        shares add up to ``share``, that of the segment."""
+        """Yield the last call and the share of each path that passes through this segment. The
+        shares add up to ``share``, which is the share of the segment."""
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:

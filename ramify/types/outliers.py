@@ -69,7 +69,8 @@ class SiblingGroups:
 
 
 def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Index of each sibling that differs -> how it differs: the sentence without its subject."""
+    """Find the siblings that differ from the others. Returns by the index of each how it differs: a
+    sentence without its subject."""
     found = _by_question(siblings)
     if len(siblings) < MIN_SIBLINGS:
         return found

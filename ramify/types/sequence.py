@@ -196,12 +196,14 @@ def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -
 
 
 def call_of(name: str) -> str:
-    """The call that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f/call=0.3``."""
+    """Return the name of the call that a sequence belongs to: ``7c1f/call=0.3`` for
+    ``7c1f/call=0.3/path=1``."""
     return name.partition("/path=")[0]
 
 
 def rollout_of(name: str) -> str:
-    """The rollout that a sequence belongs to: ``7c1f/call=0.3/path=1`` -> ``7c1f``."""
+    """Return the name of the rollout that a sequence belongs to: ``7c1f`` for
+    ``7c1f/call=0.3/path=1``."""
     return name.partition("/call=")[0]
 
 

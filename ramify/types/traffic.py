@@ -53,7 +53,8 @@ class PolicyIdentity(msgspec.Struct, frozen=True):
 
 
 def next_message(run: Trajectory, call: Call, turn: int) -> Message | None:
-    """What the user wrote after the reply of ``turn``; None if nothing is recorded."""
+    """Return the message that the user wrote after the reply of ``turn``; None if none is
+    recorded."""
     following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []
     forks = [each for each in run.calls if each.turns and each.fork == Fork(call.id, turn)]
     following += [each.turns[0] for each in forks]

@@ -212,7 +212,7 @@ def _stop(given: SystemAnswer, seat: MeterSeat) -> Stop:
 
 
 def _reason(given: SystemAnswer, seat: MeterSeat) -> str:
-    """Why an answer is missing, in a few words; empty if there is one."""
+    """Return in a few words why an answer is missing; empty if there is one."""
     if given.answer is not None:
         return ""
     if seat.exhausted is not None:
@@ -221,7 +221,7 @@ def _reason(given: SystemAnswer, seat: MeterSeat) -> str:
 
 
 def _failure(given: SystemAnswer, seat: MeterSeat) -> str:
-    """Why an answer is missing, as a sentence; empty if there is one."""
+    """Return in a sentence why an answer is missing; empty if there is one."""
     if given.answer is not None:
         return ""
     return f"{BUDGET}: {seat.refusal}" if seat.exhausted is not None else given.failure

@@ -45,7 +45,7 @@ class SeatBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
                 raise ConfigError(f"a budget of {name}={value} allows nothing: give more than 0")
 
     def limits(self) -> Limits:
-        """The same budget as the limits of a ledger."""
+        """Return this budget as the limits of a ledger, which counts what was spent."""
         return Limits(
             max_calls=self.max_calls or _MANY,
             max_tokens=self.max_tokens or _MANY,

@@ -292,7 +292,8 @@ def _gpu_resource(device: DeviceSpec) -> str:
 
 
 def _secret_name(job: SchedulerJob, variable: str) -> str:
-    """``OPENAI_API_KEY`` -> ``tiny-openai-api-key``"""
+    """Return the name of the secret for a variable: ``tiny-openai-api-key`` for ``OPENAI_API_KEY``
+    and the job ``tiny``."""
     return f"{job.name}-{variable.lower().replace('_', '-')}"
 
 

@@ -326,8 +326,9 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
 def _host(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
 ) -> TrainerHost | None:
-    """Divide the CPU time of the event loop by the number of requests, and that of sessions by the
-    seconds that they worked."""
+    """Measure what rollouts cost the CPUs of the trainer's host: the event loop's CPU time per
+    request, and the share of their working time that sessions compute. None if the engine recorded
+    no CPU time."""
     if not spent or not any(each.engine for each in spent):
         return None
     calls = [call for rollout in rollouts for call in rollout.calls()]
@@ -394,8 +395,8 @@ def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, f
 
 
 def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
-    """Return step -> seconds since the end of the previous step, without evaluations. Steps whose
-    predecessor was not logged are omitted."""
+    """Return for each step the seconds since the end of the step before it, without evaluations. A
+    step is left out if the step before it was not logged."""
     seconds: dict[int, float] = {}
     before: metric_file.StepMetrics | None = None
     between_s = 0.0

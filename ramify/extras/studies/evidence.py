@@ -269,7 +269,7 @@ def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> flo
 
 
 def _child_scores(item: Item, trajectory: Trajectory) -> Any:
-    """(call, reward) of each child that has one paper as its context."""
+    """Yield the id and the rewards of each child call whose context is one of the papers."""
     ids = {digest_of(text): id for id, text in item.context.items()}
     for call in trajectory.calls:
         id = ids.get(call.context.digest) if call.context is not None else None

@@ -108,7 +108,7 @@ class OolongLines(msgspec.Struct, frozen=True):
         )
 
     def counts(self, labels: Sequence[str]) -> dict[str, int]:
-        """Return label -> number of its lines, also for labels without lines."""
+        """Return the number of lines with each label. Labels without lines are included."""
         found = Counter(self.labels)
         return {label: found[index] for index, label in enumerate(labels)}
 

@@ -289,7 +289,7 @@ def documents_of(item: Item) -> list[LedgerDocument]:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """Score the root's answer, and that of each call whose right answer is known."""
+    """Score the answer of the root call, and of each other call whose right answer is known."""
     known = _KnownRows(item, trajectory)
     calls = {
         call.id: {"correct": right}
