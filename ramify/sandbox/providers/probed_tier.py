@@ -41,7 +41,8 @@ result that was found behind one is not kept."""
 
 
 class ProbedTier(msgspec.Struct, frozen=True):
-    """The strongest tier of this machine."""
+    """The result of testing this machine: the strongest level of jail confinement that works, and
+    why stronger ones do not."""
 
     tier: str | None
     """None: not even C."""
