@@ -128,10 +128,10 @@ def test_shared_gpu_holds_the_larger_phase_with_sleep_and_both_without() -> None
 
 
 def test_vllm_default_memory_fits_only_if_it_sleeps() -> None:
-    """vLLM takes 0.9 of 80 GB by default, next to 4 GB that a sleeping trainer of 28 GB keeps."""
+    """vLLM takes 0.9 of 80 GB by default, next to 4 GB that a sleeping trainer of 17 GB keeps."""
     assert plan(placed(engine="vllm")).too_large == []
     assert plan(placed(engine="vllm", sleep="never")).too_large == [
-        "trainer and inference share a device of 80 GB and hold 100 GB together while both run: "
+        "trainer and inference share a device of 80 GB and hold 89.3 GB together while both run: "
         "let engines sleep "
         "(inference.sleep=learn), or give them separate devices"
     ]
