@@ -96,7 +96,8 @@ def test_plan_shows_placement_and_memory_of_each_role() -> None:
     weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
     assert weak.parts[-1].limits["all together, each at its limit"] == 128 * (2 << 30)
     assert found.too_large == []
-    small_ones = plan(placed(), PlanOptions(device="l4"))
+    large = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=16_384)
+    small_ones = plan(placed(compute=large), PlanOptions(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
 
 
