@@ -788,19 +788,24 @@ class Connected(ScriptedClient):
         self.num_closes += 1
 
 
-@CLIENTS.register("test-plain")
 def connect_plain(name, *, window, price, key, base_url):
     return Connected(name, window=window, price=price, key=key, base_url=base_url)
 
 
-@CLIENTS.register("test-full")
 def connect_full(name, *, window, price, key, base_url, headers=None, environ=None, streams=None):
     return Connected(name, key=key, headers=headers, environ=environ, streams=streams)
 
 
-@CLIENTS.register("test-none")
 def connect_none(name, **options):
     return object()
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Register the providers for each test, since tests of other files forget what was registered."""
+    CLIENTS.register("test-plain")(connect_plain)
+    CLIENTS.register("test-full")(connect_full)
+    CLIENTS.register("test-none")(connect_none)
 
 
 def test_a_registered_provider_gets_what_its_function_accepts():

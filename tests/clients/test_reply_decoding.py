@@ -40,8 +40,10 @@ def body(finish: str = "stop", **message: Any) -> bytes:
 
 def helpers() -> set[int]:
     """Ids of this process's helpers."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = " ".join((task / "children").read_text() for task in tasks).split()
+    children: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            children += (task / "children").read_text().split()
     found = set()
     for pid in children:
         with contextlib.suppress(OSError):
