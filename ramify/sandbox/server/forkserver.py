@@ -163,8 +163,8 @@ class ForkServer:
         self.children: dict[int, Any] = {}
         """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
         self.to_import: list[str] = []
-        """Modules to import while there is nothing else to do. A session that is forked before
-        imports for itself what it uses. Templates continue with what was left."""
+        """Modules to import while there is nothing else to do, or before a second session is
+        forked. The first session imports for itself. Templates continue with what was left."""
         self._num_opened = 0
         self._is_retiring = False
         self.is_ending = False
@@ -231,6 +231,8 @@ class ForkServer:
     # -- forking
 
     def _open(self, header: dict[str, Any], fds: list[int]) -> None:
+        while self.children and self.to_import:  # many sessions would each import for themselves
+            self._import_next()
         prepared = _TEMPLATE
         try:
             prepared = self.prepare()
