@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Part = Literal[
     "packing",
@@ -39,17 +39,7 @@ Part = Literal[
     "rendering",
     "sessions",
 ]
-PARTS: tuple[Part, ...] = (
-    "packing",
-    "optimizer",
-    "forward_backward",
-    "weight_sync",
-    "credit",
-    "journal",
-    "sampling",
-    "rendering",
-    "sessions",
-)
+PARTS: tuple[Part, ...] = get_args(Part)
 """Parts that code names, in the order in which wall time counts for them."""
 COMPUTING: tuple[Part, ...] = ("forward_backward", "optimizer", "sampling", "weight_sync")
 ROLLOUTS, WAITING = "rollouts", "waiting"

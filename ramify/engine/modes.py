@@ -50,8 +50,6 @@ class ModeFacts(msgspec.Struct, frozen=True):
     limits: Limits
     budget: ResourceAmount
     """Calls, tokens and dollars that the run may use."""
-    reasoning_tokens: int | None
-    """Tokens of hidden reasoning that each reply may have in addition; None if not limited."""
     of_sessions: Sequence[str]
     """What the question has that only a session can use: ``tools``, ``citations``."""
     of_prompts: Sequence[str]
@@ -154,7 +152,6 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
         min(setup.scaffold.direct_chars, 2 * root.window),
         limits,
         Ledger(limits, priced=is_priced).limit,
-        limits.max_reasoning_tokens,
         [
             what
             for is_given, what in (
