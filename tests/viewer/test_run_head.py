@@ -246,3 +246,25 @@ def test_the_mode_of_a_run_and_its_reason_are_on_its_page(browser: Any, tmp_path
         assert text(page, ".mode") == "mode plan: aggregate: the question says 'How many'"
         assert text(page, ".story-line .ending") == "after 2 leaf calls"
         assert not AXE.is_file() or violations(page) == []
+
+
+def test_links_that_arrive_before_the_answer_do_not_freeze_the_page(
+    browser: Any, world: World
+) -> None:
+    """The call of a run that just ended may still be read without its answer."""
+    early = []
+
+    def without_answer(route: Any) -> None:
+        response = route.fetch()
+        body = response.json()
+        if not early:
+            body |= {"answer": None, "has_answer": False}
+        early.append(body)
+        route.fulfill(response=response, json=body)
+
+    with served(world.workbook) as server, tab(browser, (1440, 900)) as shown:
+        shown.page.route("**/api/call?*", without_answer)
+        with shown.page.expect_response("**/api/provenance?*"):
+            page = shown.open(f"{server.url}#/run/{world.sheets}")
+        page.reload()
+        page.locator(".story-answer a.from").first.wait_for()

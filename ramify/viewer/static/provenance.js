@@ -264,9 +264,10 @@ export class Provenance {
 }
 
 // The same occurrence of a link's text in a text that lacks some characters; null if it is not
-// there.
+// there, or if `plain` ends before it: links of a run that just ended may arrive before its answer.
 function movedTo(link, plain, shown) {
   const value = plain.slice(link.start, link.end);
+  if (!value) return null;
   let start = -1;
   for (
     let at = plain.indexOf(value);

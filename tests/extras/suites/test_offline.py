@@ -6,6 +6,7 @@ The strategy runs in an empty namespace, as in a session of a root.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import builtins
 import collections
@@ -157,22 +158,34 @@ def test_spoiled_labels_differ_in_a_few_lines() -> None:
 
 
 PUBLISHED = {
-    "code_qa": "0a8603fd363bee27",
-    "mrcr": "de02eb2f8c06085b",
-    "multihop": "c76825d145d0c0b1",
-    "niah": "2aeb6bfffb765df7",
-    "oolong": "d4e942fd3bfeb9a4",
-    "oolong_pairs": "43f7bf7df9d0ebd8",
-    "planted": "c494e30f6a88f090",
+    "code_qa": "978a7feca267ed64",
+    "mrcr": "2b95adcd902ca8e9",
+    "multihop": "dc7828a8afddbeca",
+    "niah": "a2e0dc69e59db7e7",
+    "oolong": "f87710f10e7d5c43",
+    "oolong_pairs": "a22e7f9ce07895de",
+    "planted": "5c0c4516e84dc15d",
 }
-"""Suite -> hash of its strategy and of how a leaf reads and errs. Scores that were published with the
-model for offline use hold only for these."""
+"""Suite -> hash of its strategy and of how a leaf reads and errs, without docstrings of the leaf.
+Scores that were published with the model for offline use hold only for these."""
+
+
+def without_docstring(function: Callable[..., Any]) -> str:
+    """Return the source of ``function``. No model reads the docstring, so it may be reworded."""
+    source = inspect.getsource(function)
+    (parsed,) = ast.parse(source).body
+    assert isinstance(parsed, ast.FunctionDef)
+    if ast.get_docstring(parsed) is None:
+        return source
+    lines = source.splitlines(keepends=True)
+    first = parsed.body[0]
+    return "".join(lines[: first.lineno - 1] + lines[first.end_lineno :])
 
 
 @pytest.mark.parametrize("suite", PUBLISHED)
 def test_published_strategies_and_leaves_have_not_changed(suite: str) -> None:
     known = OFFLINE_SUITES.of(suite)
-    texts = [known.asks, known.code(), *map(inspect.getsource, (known.read, known.spoil))]
+    texts = [known.asks, known.code(), *map(without_docstring, (known.read, known.spoil))]
     assert hashlib.sha256("".join(texts).encode()).hexdigest()[:16] == PUBLISHED[suite]
 
 
