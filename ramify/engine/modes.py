@@ -56,6 +56,8 @@ class ModeFacts(msgspec.Struct, frozen=True):
     """What the question has that only a session or a plain call can use: ``instructions``."""
     has_tables: bool
     """Whether the context has tables that code can query, and a plan can read as text."""
+    is_csv: bool
+    """Whether the context has texts of CSV files alone, whose first line names the columns."""
 
 
 class ModeChoice(msgspec.Struct, frozen=True):
@@ -76,11 +78,17 @@ class ModeQuestion(msgspec.Struct, frozen=True):
     """(answer of the call or None, why it has none) -> the choice. Raises nothing."""
 
 
+def _kinds_of_sources(question: Question) -> set[str]:
+    """Return the kinds of the sources; none if the record lists only some of them."""
+    items = question.read.get("items", ())
+    is_whole = question.read.get("num_items", 0) == len(items)
+    return {item["kind"] for item in items} if is_whole else set()
+
+
 def _has_texts_of_tables(question: Question) -> bool:
     """Whether the sources have tables, and the rows of all of them are texts of the context."""
-    kinds = {item["kind"] for item in question.read.get("items", ())}
-    is_whole = question.read.get("num_items", 0) == len(question.read.get("items", ()))
-    return is_whole and bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
+    kinds = _kinds_of_sources(question)
+    return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
 
 def choose_free(_facts: ModeFacts) -> ModeChoice:
@@ -176,4 +184,5 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
             if is_given
         ],
         bool(of_tables),
+        _kinds_of_sources(question) == {"csv"},
     )

@@ -73,6 +73,9 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     """Most lines, records or sentences of a part; 0 for any number."""
     cut: bool = False
     """Whether a record that is larger than the bound may be cut; otherwise it is refused."""
+    header: bool = False
+    """With ``lines``: whether the first line of each text names the columns of a table. It is no
+    record, and each part begins with it."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.title)
@@ -87,6 +90,10 @@ class SplitText(AskingStep, frozen=True, tag="split"):
             raise ConfigError("split: a separator begins records: give by='records'")
         if self.separator:
             compiled(self.separator)
+        if self.header and (self.by != "lines" or self.overlap):
+            raise ConfigError(
+                "split: a header is the first line of a table: give by='lines' and no overlap"
+            )
         if self.by == "items" and (self.overlap or self.cut):
             raise ConfigError(
                 "split: items are neither cut nor repeated: omit overlap and cut, or split by lines"
@@ -118,6 +125,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         more = [
             f"{self.overlap:,} repeated" * bool(self.overlap),
             f"{self.max_records} at most in one" * bool(self.max_records),
+            "each with the header of its table" * self.header,
         ]
         return ", ".join(
             [f"split by {self.by}, at most {self.tokens:,} tokens", *filter(None, more)]

@@ -85,7 +85,7 @@ question names, if it names them. Do not answer the question."""
 
 def choose_plan(facts: ModeFacts) -> ModeChoice:
     """Choose a ready plan by the words of the question."""
-    strategy = strategy_for(facts.question.text, model=facts.client)
+    strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
     return ModeChoice("plan", strategy.reason, strategy)
 
 
@@ -142,7 +142,12 @@ def _with_plan(facts: ModeFacts, name: str, why: str, **options: Any) -> ModeCho
     """Choose the plan called ``name`` if it can run, or else a session."""
     try:
         strategy = strategy_for(
-            facts.question.text, name=name, why=why, model=facts.client, **options
+            facts.question.text,
+            name=name,
+            why=why,
+            model=facts.client,
+            is_table=facts.is_csv,
+            **options,
         )
     except ConfigError as error:
         return ModeChoice("free", f"{name}: {why}, but there is no such plan: {error}")

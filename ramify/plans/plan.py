@@ -71,6 +71,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return NotImplemented
         return Plan((*self.steps, *other.steps))
 
+    def with_header(self) -> Plan:
+        """Return the plan for tables: the first line of each text names the columns. A plan that
+        does not cut its context into lines is returned as it is."""
+        first = self.steps[0]
+        if not isinstance(first, SplitText) or first.by != "lines" or first.overlap:
+            return self
+        return Plan((msgspec.structs.replace(first, header=True), *self.steps[1:]))
+
     def types(self, given: ValueType | None = None) -> list[ValueType]:
         """Return the type of the value before the first step and after each step. Raises
         ConfigError for the first step that cannot use what it gets."""

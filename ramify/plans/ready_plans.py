@@ -308,10 +308,12 @@ def strategy_for(
     name: str | None = None,
     why: str = "named",
     model: Any = None,
+    is_table: bool = False,
     **options: Any,
 ) -> PlanStrategy:
     """Return the strategy that answers ``question`` by the ready plan ``name``. Without a name, the
-    words of the question choose the plan.
+    words of the question choose the plan. ``is_table`` is True if the context is CSV, whose first
+    line names the columns.
 
     The reason of the strategy says ``why`` the plan was named, or which rule chose it. If ``model``
     is calibrated, it also says how large the parts are.
@@ -326,6 +328,8 @@ def strategy_for(
         reason = f"{name}: {why}"
     size, note = part_size(model, options.get("part_tokens"))
     plan = ready_plan(name, **{**options, "part_tokens": size})
+    if is_table:
+        plan = plan.with_header()
     return PlanStrategy(plan, "; ".join(filter(None, [reason, note])))
 
 

@@ -62,10 +62,13 @@ class Part(msgspec.Struct, frozen=True):
     """Start and end, in ``text``, of each record that is not blank."""
     preview: str = ""
     """What a filter reads in place of ``text``; empty if it reads all of it."""
+    columns: str = ""
+    """First line of a table, which names its columns; empty if the part is not of a table."""
 
     def numbered(self) -> str:
-        """Return the records with their numbers, one after the other."""
-        return "\n".join(
+        """Return the records with their numbers, one after the other, after the line with the names
+        of their columns, if there is one."""
+        return f"{self.columns}\n" * bool(self.columns) + "\n".join(
             f"{number}: {self.text[start:end]}"
             for number, (start, end) in enumerate(self.records, 1)
         )
@@ -85,6 +88,9 @@ class SplitRule(msgspec.Struct, frozen=True):
     """Most records of a part; 0 for any number."""
     cut: bool = False
     """Whether a unit that is larger than the bound may be cut."""
+    header: bool = False
+    """Whether the first line of each text names the columns of a table. It is no record, and each
+    part begins with it."""
 
 
 def num_bytes(text: str) -> int:
@@ -295,6 +301,7 @@ class _OpenPart:
         self._records: list[tuple[int, int]] = []
         self._chars = 0
         self._lead = 0
+        self.columns = ""
         self.num_records = 0
         self.room = self._most
 
@@ -325,7 +332,8 @@ class _OpenPart:
             first, last = self._places[0], self._places[-1]
             place = first if first == last else f"{first} to {last}"
             text, spans, records = "".join(self._texts), tuple(self._spans), tuple(self._records)
-            self.closed.append(Part(text, place, spans, self._lead, records))
+            part = Part(text, place, spans, self._lead, records, columns=self.columns)
+            self.closed.append(part)
         self._reset()
 
 
@@ -333,9 +341,24 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
     units = _Units(text, rule)
     most = BYTES_PER_TOKEN * rule.tokens
     header = f"== {fitting(' '.join(name.split()), most // 4)} ==\n" if name else ""
+    columns = ""
+    at, line, done = 0, 1, 0  # ``done``: where the span of the next part begins
+    if rule.header:
+        columns, newline, _ = text.partition("\n")
+        at, line = len(columns) + len(newline), 2
+        columns = columns.strip()
+        if num_bytes(columns) > most // 2:
+            raise ConfigError(
+                f"the first line of {name or 'the table'} names its columns in "
+                f"{num_bytes(columns):,} bytes, and a part has at most {most:,} ({rule.tokens:,} "
+                "tokens): raise tokens (--part-tokens)"
+            )
+        header += f"{columns}\n" * bool(columns)
+        if not parts.is_empty and parts.columns != columns:
+            parts.close()
     head = num_bytes(header) + 1 if header else 0
-    at, line = 0, 1
     while at < len(text):
+        parts.columns = columns
         allowed = rule.max_records - parts.num_records if rule.max_records else None
         start = at
         if parts.is_empty and at and rule.overlap:
@@ -356,9 +379,10 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
         if last == line:
             place = f"{name}:{line}" if name else f"line {line}"
         records = [(a - start, b - start) for a, b in units.records(at, end)]
-        span = TextSpan(name, at, end)
+        span = TextSpan(name, done, end)
         parts.add(header, piece, at - start, span, place, records)
-        at, line = end, line + num_lines
+        at = done = end
+        line += num_lines
         if at < len(text):
             parts.close()
 

@@ -136,6 +136,11 @@ class LoadedContext(msgspec.Struct, frozen=True):
     """What ``load`` needs to load the tools again: ``paths``, and options that are not defaults.
     URLs are without passwords and keys. Empty if ``load`` did not read the sources."""
 
+    @property
+    def is_csv(self) -> bool:
+        """Whether the context has texts of CSV files alone."""
+        return bool(self.items) and all(item.kind == "csv" for item in self.items)
+
     def recorded_sources(self) -> dict[str, Any]:
         """Return what a repeated run needs to load the tools again: ``origin``, and the names of
         the tools."""

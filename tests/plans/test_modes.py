@@ -242,3 +242,21 @@ def test_the_call_that_chooses_is_paid_once(tmp_path: Path, way: str) -> None:
         assert num_paid + len(after.requests) == len(client.requests)
         if not result.usage.unknown_calls:  # no request was in flight at the kill
             assert result.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_header_of_a_csv_file_is_no_record(tmp_path: Path) -> None:
+    """Each leaf reads the names of the columns, and no answer has an entry for them."""
+    rows = "".join(f"{number}, {'spam' if number % 3 else 'ham'} mail\n" for number in range(900))
+    (tmp_path / "mails.csv").write_text(f"id,kind\n{rows}")
+    client = ScriptedClient(reply)
+    strategy = plans.strategy_for(QUESTION, name="classify", labels=LABELS, is_table=True)
+    with RLM(client) as rlm:
+        result = rlm.completion(tmp_path / "mails.csv", QUESTION, strategy=strategy)
+    labels = ["ham", "spam", "spam"] * 300
+    assert result.answer == labels
+    shown = [request.messages[-1].content.partition("]\n")[2] for request in client.requests]
+    assert [text.splitlines()[0] for text in shown] == ["id,kind"] * 9
+    with RLM(ScriptedClient(reply), mode="plan") as rlm:
+        by_mode = rlm.completion(tmp_path / "mails.csv", QUESTION)
+    split = by_mode.trajectory.metadata["strategy"]["plan"]["steps"][0]
+    assert (split["step"], split["header"]) == ("split", True)

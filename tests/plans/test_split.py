@@ -115,3 +115,32 @@ def test_an_overlap_repeats_whole_lines() -> None:
 def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plans.SplitText(**options)  # type: ignore[arg-type]
+
+
+def test_tables_keep_the_names_of_their_columns() -> None:
+    """Each part has those of one table; the span of the first part has the header, too."""
+    tables = {
+        "a.csv": "id,text\n1,x\n2,y\n",
+        "b.csv": "id,text\n3,z\n",
+        "c.csv": "n\n5\n",
+        "d": "n\n",
+    }
+    first, second = plans.SplitText("lines", 32, header=True).parts(tables)
+    assert (first.numbered(), first.place) == (
+        "id,text\n1: 1,x\n2: 2,y\n3: 3,z",
+        "a.csv:2 to b.csv:2",
+    )
+    assert [(span.name, span.start, span.end) for span in (*first.spans, *second.spans)] == [
+        ("a.csv", 0, 16), ("b.csv", 0, 12), ("c.csv", 0, 4),
+    ]  # fmt: skip
+    assert second.text == "== c.csv ==\nn\n5\n"
+    for options, message in (
+        ({"by": "records"}, "a header is the first line of a table: give by='lines'"),
+        ({"overlap": 4}, "a header is the first line of a table: give by='lines'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plans.SplitText(**{"by": "lines", "tokens": 16, "header": True, **options})
+    with pytest.raises(
+        ConfigError, match="the first line of the table names its columns in 60 bytes"
+    ):
+        plans.SplitText("lines", 16, header=True).parts("x" * 60 + "\n1\n")
