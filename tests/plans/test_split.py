@@ -128,7 +128,7 @@ def test_tables_keep_the_names_of_their_columns() -> None:
     first, second = plans.SplitText("lines", 32, header=True).parts(tables)
     assert (first.numbered(), first.place) == (
         "id,text\n1: 1,x\n2: 2,y\n3: 3,z",
-        "a.csv:2 to b.csv:2",
+        "a.csv:2-3 to b.csv:2",
     )
     assert [(span.name, span.start, span.end) for span in (*first.spans, *second.spans)] == [
         ("a.csv", 0, 16), ("b.csv", 0, 12), ("c.csv", 0, 4),
