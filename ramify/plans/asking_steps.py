@@ -74,7 +74,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     cut: bool = False
     """Whether a record that is larger than the bound may be cut; otherwise it is refused."""
     header: bool = False
-    """With ``lines``: whether the first line of each text names the columns of a table. It is no
+    """With ``lines``: whether the first line of each text names the columns of a table. It is not a
     record, and each part begins with it."""
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ class SplitRule(msgspec.Struct, frozen=True):
     cut: bool = False
     """Whether a unit that is larger than the bound may be cut."""
     header: bool = False
-    """Whether the first line of each text names the columns of a table. It is no record, and each
+    """Whether the first line of each text names the columns of a table. It is not a record, and each
     part begins with it."""
 
 
