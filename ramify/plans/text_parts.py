@@ -89,8 +89,8 @@ class SplitRule(msgspec.Struct, frozen=True):
     cut: bool = False
     """Whether a unit that is larger than the bound may be cut."""
     header: bool = False
-    """Whether the first line of each text names the columns of a table. It is not a record, and each
-    part begins with it."""
+    """Whether the first line of each text names the columns of a table. It is not a record, and
+    each part begins with it."""
 
 
 def num_bytes(text: str) -> int:
