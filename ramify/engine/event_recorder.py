@@ -31,7 +31,7 @@ from ramify.types.event import (
     RunResumed,
     TrajectoryFold,
 )
-from ramify.types.trajectory import ContextRef, Stop, Trajectory
+from ramify.types.trajectory import Call, ContextRef, Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.store.base import RunJournal
@@ -141,6 +141,20 @@ class EventRecorder:
                 self.warn(text)
         elif isinstance(event, RunEnded):
             self._root = None
+
+    @property
+    def needs_events(self) -> bool:
+        """True if events that a resumed run repeats must be made one by one, because something
+        receives them."""
+        journal = self._journal
+        if self._listeners or self._sealed is not None or _log.wants(DEBUG):
+            return True
+        return journal is not None and (self._held is None or journal.trouble is not None)
+
+    def add_ended(self, call: Call) -> None:
+        """Add a call that the journal has from its begin to its end. Only for a recorder that does
+        not need events."""
+        self._fold.add_ended(call)
 
     def warn(self, text: str) -> None:
         """Record a warning about the run, as a note on its root call once that has begun."""

@@ -29,6 +29,7 @@ from ramify.engine.observe import chars_of, plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
+from ramify.engine.repeated_plain_call import repeat_plain
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import (
     ConfigError,
@@ -115,8 +116,17 @@ class CellHost:
         kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
         pictures = dict(zip((call.id for call in calls), given, strict=True))
+        # The calls that a resumed run repeats come first, and need no task.
+        repeated: list[CallOutcome] = []
+        for call in calls:
+            outcome = self._repeated(call, call.question, kind, pictures[call.id])
+            if outcome is None:
+                break
+            repeated.append(outcome)
         return await self._all(
-            calls, lambda call: self._plain(call, call.question, kind, pictures[call.id])
+            calls[len(repeated) :],
+            lambda call: self._plain(call, call.question, kind, pictures[call.id]),
+            before=repeated,
         )
 
     def _pictures(
@@ -158,6 +168,9 @@ class CellHost:
         kind: AnswerType | None,
         pictures: tuple[Picture, ...] = (),
     ) -> CallOutcome:
+        repeated = self._repeated(call, prompt, kind, pictures)
+        if repeated is not None:
+            return repeated
         self._run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
@@ -168,6 +181,11 @@ class CellHost:
         finally:
             self._run.end(call, outcome)
         return outcome
+
+    def _repeated(
+        self, call: LiveCall, prompt: str, kind: AnswerType | None, pictures: tuple[Picture, ...]
+    ) -> CallOutcome | None:
+        return None if pictures else repeat_plain(self._run, call, prompt, kind)
 
     def _does_not_fit(self, call: LiveCall, prompt: str) -> str:
         """Return why a prompt must not be sent; empty if it may. A prompt is not sent if it
@@ -476,12 +494,15 @@ class CellHost:
         calls: list[LiveCall],
         run: Callable[[LiveCall], Awaitable[CallOutcome]],
         slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
+        before: Sequence[CallOutcome] = (),
     ) -> list[Any]:
         """Run ``calls`` at the same time, each while it holds one of ``slots`` (if given).
+        ``before`` are the outcomes of the calls before them.
 
         Returns the answers in order; if one failed, raises SubcallError with those that arrived.
         """
-        outcomes = await asyncio.gather(*(_caught(run, call, slots) for call in calls))
+        new = await asyncio.gather(*(_caught(run, call, slots) for call in calls))
+        outcomes = [*before, *new]
         failures = {
             index: outcome.error
             for index, outcome in enumerate(outcomes)

@@ -24,6 +24,7 @@ from ramify.engine.live_run import LiveRun
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
+from ramify.engine.repeated_plain_call import repeat_plain
 from ramify.engine.typed import AnswerType
 from ramify.errors import ReplayDiverged
 from ramify.types.trajectory import Parent, Stop
@@ -130,6 +131,10 @@ class LeafCalls:
         call = LiveCall(id, "leaf", client, depth, leaf.label, parent=where)
         hidden = run.requests.lengths.reasoning_tokens(client)
         sampling = Sampling(max_tokens=leaf.max_tokens + hidden)
+        repeated = repeat_plain(run, call, leaf.prompt, leaf.kind, sampling)
+        if repeated is not None:
+            await asyncio.sleep(0)  # a strategy may repeat a million leaves, and is not alone
+            return repeated
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:

@@ -28,7 +28,7 @@ AskModel = Callable[[list[Message], int | None], Awaitable[Reply]]
 """Sends new messages after the first n messages of the call so far (None: after all of them)."""
 MAX_REPAIRS = 2
 """Number of times that a reply is requested again because it does not match its schema."""
-_LONG_CHARS = 5_000
+LONG_CHARS = 5_000
 """A longer reply is checked in a thread."""
 
 
@@ -119,4 +119,4 @@ def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:
 async def _value(kind: AnswerType, text: str) -> Any:
     """Return the value of a reply. A long reply is checked in a thread, because that may take
     seconds."""
-    return await asyncio.to_thread(kind.read, text) if len(text) > _LONG_CHARS else kind.read(text)
+    return await asyncio.to_thread(kind.read, text) if len(text) > LONG_CHARS else kind.read(text)

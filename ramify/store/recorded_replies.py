@@ -148,6 +148,19 @@ class RecordedReplies:
             self._missing(f"a reply to call {call}, turn {turn}")
         return None if reply is None else reply.reply
 
+    def answered_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
+        """Return the first request of a call and its reply, if a resumed or replayed run need do
+        nothing more about the call than to use them: the journal has its end, and neither failed
+        attempts nor forgotten turns; the run has not diverged."""
+        place = (call, 0)
+        replied, request = self._replies.get(place), self._requests.get(place)
+        if replied is None or request is None or call not in self._ends:
+            return None
+        is_special = place in self._attempts or place in self._forgotten or place in self.prompts
+        if is_special or self.is_fork or self.diverged is not None:
+            return None
+        return request, replied
+
     def request(self, call: str, turn: int) -> RequestStarted | None:
         """Return the request that was recorded for this turn of the call, or None."""
         return self._requests.get((call, turn))

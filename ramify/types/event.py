@@ -399,6 +399,15 @@ class TrajectoryFold:
             case _:
                 pass
 
+    def add_ended(self, call: Call) -> None:
+        """Add a call that has ended, with its usage and cost, as its events would. It has no cause,
+        and at most one turn."""
+        self._calls[call.id] = call
+        self.trajectory.calls.append(call)
+        self.trajectory.usage += call.usage
+        if call.cost is not None:
+            self.trajectory.cost = (self.trajectory.cost or 0.0) + call.cost
+
     def _compare_ids(self, call: Call, turn: Turn) -> None:
         """Count a turn whose prompt does not start with all ids of the previous turns.
 

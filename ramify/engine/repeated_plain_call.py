@@ -1,0 +1,126 @@
+"""A plain call that a resumed run repeats from its journal, without the steps of a live call.
+
+    id, prompt ──> request of the journal with this prompt, its reply and the end of its call
+                     ├── all there ──> charged, added to the trajectory ──> CallOutcome
+                     └── otherwise ──> None: the call is asked like any other, which also decides
+                                       whether the run has diverged
+
+A run of many sub-calls is resumed several times faster in this way. The calls that qualify are
+those with one request that was answered at once, by a reply that is an answer and used no more than
+a live call would have reserved. Their outcome, spending and events are those of ``ask_plain``. Not
+here: all other calls (see ``recorded_plain_call.py``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from ramify.clients.base import Sampling
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.event_recorder import context_ref
+from ramify.engine.limits import bound
+from ramify.engine.live_call import LiveCall
+from ramify.engine.live_run import LiveRun
+from ramify.engine.plain_call import LONG_CHARS, asked_for
+from ramify.engine.recorded_values import jsonable
+from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.types.event import ReplyReceived, RequestStarted
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Call, Stop, Turn
+
+
+def repeat_plain(
+    run: LiveRun,
+    call: LiveCall,
+    prompt: str,
+    kind: AnswerType | None,
+    sampling: Sampling | None = None,
+) -> CallOutcome | None:
+    """Repeat ``call`` from the journal, from its begin to its end. The arguments are those of
+    ``ask_plain``. Returns None, and changes nothing, if the call must be asked in full."""
+    recording = run.recording
+    if recording is None or run.ending.suspension is not None:
+        return None
+    recorded = recording.answered_call(call.id)
+    if recorded is None:
+        return None
+    request, replied = recorded
+    reply, message = replied.reply, Message("user", asked_for(prompt, kind))
+    if request.reused or len(request.prompt) != 1 or request.prompt[0] != message:
+        return None
+    if not _is_within_reservation(run, call, message, reply, sampling):
+        return None
+    outcome = _answer(reply, kind)
+    if outcome is not None:
+        _record(run, call, request, replied, outcome)
+    return outcome
+
+
+def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
+    """Return the outcome if ``reply`` is an answer of type ``kind``; None if it may not be one."""
+    text = reply.message.content
+    if reply.finish != "stop" or len(text) > LONG_CHARS:
+        return None
+    if kind is None:
+        return CallOutcome(Stop.FINAL, text) if text.strip() else None
+    try:
+        return CallOutcome(Stop.FINAL, kind.read(text))
+    except TypeMismatch:
+        return None
+
+
+def _is_within_reservation(
+    run: LiveRun, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
+) -> bool:
+    """Return True if ``reply`` certainly used no more than is reserved for a request with
+    ``message``, so that later reservations do not depend on it."""
+    limit, usage = run.requests.reply_tokens(call), reply.usage
+    if sampling is not None:
+        limit = min(limit, sampling.max_tokens)
+    num_bytes = len(message.content)  # at least; each may be a token
+    if usage.total_tokens > num_bytes + limit:
+        return False
+    if reply.cost is None or not math.isfinite(run.requests.ledger.limit.cost):
+        return True
+    return reply.cost <= bound(num_bytes, limit, call.client.price).cost
+
+
+def _record(
+    run: LiveRun,
+    call: LiveCall,
+    request: RequestStarted,
+    replied: ReplyReceived,
+    outcome: CallOutcome,
+) -> None:
+    """Charge the call, and add it to the record of the run. Events are made only if someone
+    receives them, since the journal has them already."""
+    recorder, reply, ledger = run.recorder, replied.reply, run.requests.ledger
+    if recorder.needs_events:
+        run.begin(call)
+        ledger.charge(reply.usage, reply.cost, is_recorded=True)
+        recorder.emit(replace(request, at_s=recorder.now(), last_word=None))
+        recorder.emit(replace(replied, at_s=recorder.now(), cached=True))
+        run.end(call, outcome)
+        return
+    now = recorder.now()
+    ledger.charge(reply.usage, reply.cost, is_recorded=True)
+    recorder.add_ended(
+        Call(
+            call.id,
+            call.kind,
+            call.client.name,
+            call.depth,
+            call.question,
+            parent=call.parent,
+            context=context_ref(call.context),
+            turns=[Turn(0, request.prompt, reply, reused_ids=replied.reused_ids)],
+            answer=jsonable(outcome.answer),
+            stop=outcome.stop,
+            usage=reply.usage,
+            cost=reply.cost,
+            started_s=now,
+            ended_s=now,
+        )
+    )
