@@ -39,6 +39,9 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import CallKind, Cell, Parent, Stop
 
 Key = tuple[object, ...]
+_LOOKED_UP = (CallStarted, RequestStarted, ReplyReceived, CallEnded)
+"""Types of most events, of which a journal may have a million. They are found by their place, so
+their identities are not stored."""
 
 
 class ForgottenTurns(NamedTuple):
@@ -107,8 +110,7 @@ class RecordedReplies:
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
         self._held: dict[Key, None] = {}
-        """Identities of the events. Python's garbage collector searches a large set each time, and
-        a dict of plain values not again."""
+        """Identities of the events that ``holds`` cannot look up elsewhere."""
         self._booked: set[tuple[str, int]] = set()
         """Requests without a reply whose last attempt is accounted for."""
         for event in events:
@@ -211,7 +213,9 @@ class RecordedReplies:
     def replace_request(self, call: str, turn: int) -> None:
         """Drop the recorded request of this turn, which has no reply, so that a different one can
         be sent in its place."""
-        self._requests.pop((call, turn), None)
+        request = self._requests.pop((call, turn), None)
+        if request is not None:
+            self._held[_key(request)] = None
 
     def unanswered(self) -> list[RequestStarted]:
         """Return all requests that were in flight when the run was cut off."""
@@ -268,7 +272,21 @@ class RecordedReplies:
         if isinstance(event, RunEnded) and self._finished:
             self._finished -= 1
             return True
-        return self.diverged is not None or _key(event) in self._held
+        if self.diverged is not None:
+            return True
+        match event:
+            case CallStarted():
+                return event.id in self._models
+            case RequestStarted():
+                last = self._requests.get((event.call, event.turn))
+                is_last = last is not None and last.prompt_hash == event.prompt_hash
+                return is_last or _key(event) in self._held
+            case ReplyReceived():
+                return (event.call, event.turn) in self._replies
+            case CallEnded():
+                return event.id in self._ends
+            case _:
+                return _key(event) in self._held
 
     def continue_past_limit(self) -> None:
         """Forget how a limit ended the run: the last word of each root call, the result of the cell
@@ -371,7 +389,6 @@ class RecordedReplies:
             is_stopped = ended.stop in (Stop.CANCELLED, Stop.SUSPENDED) and ended.answer is None
             if is_stopped or (ended.stop is Stop.ERROR and id not in self._parents):
                 del self._ends[id]
-                self._held.pop(_key(ended), None)
 
     def _diverged(self, text: str) -> ReplayDiverged:
         self.diverged = ReplayDiverged(text)
@@ -395,7 +412,8 @@ class RecordedReplies:
             return  # a score is about the run, not part of it
         if self._failed_end and not isinstance(event, RunStarted):
             self._reopen()
-        self._held[_key(event)] = None
+        if type(event) not in _LOOKED_UP:
+            self._held[_key(event)] = None
         self.last_s = max(self.last_s, event.at_s)
         match event:  # the most frequent ones first
             case CallStarted():
@@ -407,6 +425,7 @@ class RecordedReplies:
                 place = (event.call, event.turn)
                 before = self._requests.get(place)
                 if before is not None:
+                    self._held[_key(before)] = None
                     self._replaced[*place, before.prompt_hash] = (before, event)
                 self._requests[place] = event
             case ReplyReceived():
