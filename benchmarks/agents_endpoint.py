@@ -142,8 +142,8 @@ async def _served_policy() -> AsyncIterator[tuple[EngineDouble, str, str]]:
 async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
     """Runs whose agents are outside: yields the address, and one key for each run."""
     from ramify import RLM, Limits
-    from ramify.engine.model_conversations import ModelConversations
-    from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+    from ramify.engine.run_model_client import RunModelClient
+    from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
     from ramify.tasks.base import TaskStart
 
     keys: list[str] = []
@@ -151,8 +151,8 @@ async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
 
     async with RLM(engine, limits=Limits(max_turns=10_000)) as rlm, ModelEndpoint() as endpoint:
 
-        async def conduct(conversations: ModelConversations) -> str:
-            with endpoint.seat_key(EndpointSeat(conversations, "agent")) as key:
+        async def conduct(conversations: RunModelClient) -> str:
+            with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
                 keys.append(key)
                 if len(keys) == NUM_AGENTS:
                     all_there.set()

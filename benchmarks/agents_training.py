@@ -91,7 +91,7 @@ def recipe(steps: int = STEPS, seed: int = 0, **changes: Any) -> train.Run:
         rl=train.RlSpec(
             steps=steps,
             algorithm=train.GRPO(),
-            sample=train.StepSampleSpec(items=4),
+            sample=train.RolloutBatchSpec(items=4),
             rollout=train.RolloutOptions(group=8, concurrency=8),
             optim=train.OptimizerSpec(lr=1e-2),
         ),

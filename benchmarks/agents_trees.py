@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
 
 from ramify import RLM, Limits, SandboxSpec
 from ramify.clients.base import Request, Sampling
-from ramify.engine.model_conversations import ModelConversations
-from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+from ramify.engine.run_model_client import RunModelClient
+from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
 from ramify.train import GRPO
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import pack
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group, Trajectory
 from tests.engine.rerenderings import RERENDERINGS, fault, play
@@ -90,9 +90,9 @@ async def _compared_ids(num_turns: int) -> tuple[float, int]:
     async with RLM(engine, sampling=sampling, limits=limits) as rlm, ModelEndpoint() as endpoint:
 
         async def rollout(number: int) -> Trajectory:
-            async def conduct(conversations: ModelConversations) -> str:
+            async def conduct(conversations: RunModelClient) -> str:
                 with endpoint.seats() as seats:
-                    seats[f"agent-{number}"] = EndpointSeat(conversations, "agent")
+                    seats[f"agent-{number}"] = AgentModelAccess(conversations, "agent")
                     url = endpoint.url(f"agent-{number}")
                     async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                         await _agent(http, url, random.Random(number), num_turns)
@@ -196,11 +196,11 @@ def _imitation(recorded: Trajectory) -> Any:
     """An agent over HTTP. Its first prompt is that of our loop, and it sends what our loop observed
     after each reply."""
 
-    async def conduct(conversations: ModelConversations) -> str:
+    async def conduct(conversations: RunModelClient) -> str:
         talk: Wire = []
         async with ModelEndpoint() as endpoint:
             with endpoint.seats() as seats:
-                seats["agent"] = EndpointSeat(conversations, "agent")
+                seats["agent"] = AgentModelAccess(conversations, "agent")
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                     for turn in recorded.root.turns:
                         talk += [_wire(message) for message in turn.prompt]

@@ -80,7 +80,7 @@ def checkpoint(folder: Path) -> Path:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    from ramify.models.tokenizer import train_tokenizer
+    from ramify.models.tokenizer_training import train_tokenizer
 
     source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     tokenizer = PreTrainedTokenizerFast(
@@ -114,7 +114,7 @@ def trained(name: str, options: dict[str, Any], policy: Path, out: Path) -> list
         task=train.TaskSpec(name=name, options=options),
         rl=train.RlSpec(
             steps=STEPS,
-            sample=train.StepSampleSpec(items=1, max_items=None),
+            sample=train.RolloutBatchSpec(items=1, max_items=None),
             rollout=train.RolloutOptions(group=GROUP, concurrency=GROUP),
             optim=train.OptimizerSpec(lr=1e-4),
         ),

@@ -49,9 +49,9 @@ asyncio.run(main())
 
 
 def measure(quick: bool) -> list[Figure]:
-    from ramify.evaluate.reward_model import RewardModel
+    from ramify.evaluate.reward_model_client import RewardModel
     from ramify.tasks.base import Item, SimpleTask
-    from ramify.tasks.run_score import scored_in_time
+    from ramify.tasks.score_with_timeout import scored_in_time
     from ramify.tasks.validation import answered
 
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)

@@ -61,7 +61,7 @@ from ramify.train.advantages.fork_estimators import (
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
-from ramify.types.forked_root import root_segments
+from ramify.types.fork_segment import root_segments
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Parent, Stop, Trajectory, Turn
 

@@ -53,7 +53,7 @@ def recipe(quick: bool, deterministic: bool, precision: str) -> train.Run:
         task=train.TaskSpec(name="ledger", options={"multi": 0.5}),
         rl=train.RlSpec(
             steps=1 if quick else 2,
-            sample=train.StepSampleSpec(items=16),
+            sample=train.RolloutBatchSpec(items=16),
             rollout=train.RolloutOptions(group=8, concurrency=128),
             optim=train.OptimizerSpec(lr=1e-4),
         ),
@@ -61,7 +61,7 @@ def recipe(quick: bool, deterministic: bool, precision: str) -> train.Run:
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=86_400),
         evaluate=train.EvaluateSpec(num=4, final=()),
         schedule=train.Schedule(save_rollouts_every=1),
-        compute=train.ComputeSpec(precision=precision),  # type: ignore[arg-type]
+        compute=train.TrainingBackendSpec(precision=precision),  # type: ignore[arg-type]
         threads=1,
     )
 

@@ -178,13 +178,13 @@ def strangers(python: str, num: int = 2) -> Iterator[dict[str, Any]]:
 def channels(python: str, rounds: int) -> tuple[float, int, int]:
     """(longest wait of a peer, keys learned, strangers accepted)"""
     from ramify.actors.child_process import ChildProcess, import_path
-    from ramify.actors.connect_back import Listener
+    from ramify.actors.connect_back import ConnectBackListener
 
     slowest, keys, extra = 0.0, [], 0
     with strangers(python) as found:
         for number in range(rounds):
             for host in ("127.0.0.1", "127.0.0.2"):
-                with Listener(host) as listener:
+                with ConnectBackListener(host) as listener:
                     keys.append(listener.key)
                     time.sleep(0.3)  # the strangers come first
                     names = [f"{number}-{index}" for index in range(3)]
@@ -234,7 +234,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
 
     import torch
 
-    from ramify.actors.connect_back import Ticket
+    from ramify.actors.connect_back import ConnectBackTicket
     from ramify.actors.run_messages import decode
     from ramify.inference.weight_sync.base import sources
     from ramify.inference.weight_sync.broadcast import GlooSync
@@ -242,7 +242,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     weights = [("w", torch.arange(100_000, dtype=torch.float32))]
     sync = GlooSync(timeout_s=60)
     (info,) = sync.open(1)
-    ticket: Ticket = decode(base64.b64decode(info["ticket"]), Ticket)
+    ticket: ConnectBackTicket = decode(base64.b64decode(info["ticket"]), ConnectBackTicket)
     total: list[float] = []
     chunks: list[dict[str, Any]] = []
     sent = threading.Event()
@@ -274,7 +274,7 @@ def engine() -> tuple[list[bytes], Any]:
     from ramify.actors.launcher import LocalLauncher
     from ramify.inference.http.engine_process import EngineProcess
     from ramify.inference.http.inference_spec import InferenceSpec
-    from ramify.policy_card import packaged_policy
+    from ramify.trained_policy_settings import packaged_policy
 
     key = os.urandom(16).hex()
     os.environ["RAMIFY_ENGINE_KEY"] = key
@@ -308,12 +308,14 @@ def _answered(url: str, key: str, process: Any) -> Any:
 
 
 def ray_cluster() -> tuple[list[bytes], Any]:
-    from ramify.actors.launcher import PlacementSlot, SlotMember, SlotResources
+    from ramify.actors.launcher import NodeResourceSlot, RoleInstance, SlotResources
     from ramify.actors.ray_launcher import RayLauncher
 
-    member = SlotMember("trainer", 0)
+    member = RoleInstance("trainer", 0)
     os.environ.pop("RAY_AUTH_TOKEN", None)
-    launcher = RayLauncher([PlacementSlot("", 0, SlotResources(cpus=1), (member,))], start_s=300.0)
+    launcher = RayLauncher(
+        [NodeResourceSlot("", 0, SlotResources(cpus=1), (member,))], start_s=300.0
+    )
     try:
         key = os.environ["RAY_AUTH_TOKEN"].encode()
         with tempfile.TemporaryDirectory() as folder:

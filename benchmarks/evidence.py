@@ -56,11 +56,11 @@ from ramify.train.config import (  # noqa: E402
 )
 from ramify.train.data.sft_data import read as read_trajectories  # noqa: E402
 from ramify.train.demonstrations import demonstrate  # noqa: E402
-from ramify.train.depth_models import DepthSpec, FrozenSpec  # noqa: E402
+from ramify.train.depth_models import DepthSpec, FrozenModelBudget  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.metrics import read_metrics  # noqa: E402
 from ramify.train.recipe import load_recipe  # noqa: E402
-from ramify.train.rollouts.group_queue import StepSampleSpec  # noqa: E402
+from ramify.train.rollouts.group_queue import RolloutBatchSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
 from ramify.types.message import Message  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402
@@ -185,13 +185,13 @@ def remote_model_figures(folder: Path) -> Iterator[Figure]:
             optim=OptimizerSpec(kind="muon", lr=1e-2),
         ),
         depths=(DepthSpec(), DepthSpec(model="openai:gpt-5-mini", max_reply_tokens=16)),
-        frozen=FrozenSpec(step_calls=BUDGET, run_cost=0.05),
+        frozen=FrozenModelBudget(step_calls=BUDGET, run_cost=0.05),
         limits=Limits(
             max_turns=1, max_depth=0, max_reply_tokens=24, max_reasoning_tokens=0, max_seconds=300
         ),
         rl=RlSpec(
             steps=16,
-            sample=StepSampleSpec(items=4),
+            sample=RolloutBatchSpec(items=4),
             rollout=RolloutOptions(group=8, concurrency=32),
             algorithm=DrGRPO(),
             optim=OptimizerSpec(lr=2e-3),

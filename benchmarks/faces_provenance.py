@@ -26,11 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from figures import Figure  # noqa: E402
 
-from ramify.store.journal import JournalFile  # noqa: E402
+from ramify.store.journal import FileStoredRun  # noqa: E402
 from ramify.types.message import Message, Reply  # noqa: E402
 from ramify.types.trajectory import Call, Cell, Parent, Stop, Trajectory, Turn  # noqa: E402
 from ramify.viewer.provenance import provenance  # noqa: E402
-from ramify.viewer.run_locations import LocatedRun  # noqa: E402
+from ramify.viewer.run_lookup import LocatedRun  # noqa: E402
 from ramify.viewer.watched_run import WatchedRun  # noqa: E402
 
 NUM_RUNS = 200
@@ -259,7 +259,7 @@ def links_of(run: Recorded, folder: Path) -> list[Any]:
     path = folder / "run.jsonl"
     trajectory = Trajectory("r", "generated", calls=[run.root, *run.children], stop=Stop.FINAL)
     path.write_bytes(msgspec.json.encode(trajectory) + b"\n")
-    watched = WatchedRun(LocatedRun("p0/run.jsonl:1", JournalFile(path), 1))
+    watched = WatchedRun(LocatedRun("p0/run.jsonl:1", FileStoredRun(path), 1))
     watched.refresh()
     return provenance(watched, "0")["links"]
 

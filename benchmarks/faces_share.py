@@ -32,7 +32,7 @@ from figures import Figure, show  # noqa: E402
 
 from ramify import Store  # noqa: E402
 from ramify.train.metrics import MetricsFile  # noqa: E402
-from ramify.viewer.run_library import RunLibrary  # noqa: E402
+from ramify.viewer.run_catalog import RunCatalog  # noqa: E402
 from ramify.viewer.view_server import ViewServer  # noqa: E402
 from tests.viewer import golden  # noqa: E402
 from tests.viewer.browser import AXE, chromium, served, why_not  # noqa: E402
@@ -84,7 +84,7 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 async def _live_bytes(folder: Path) -> float:
     golden.training(folder, [], steps=STEPS)
-    async with ViewServer(RunLibrary([folder])) as server, session(server) as http:
+    async with ViewServer(RunCatalog([folder])) as server, session(server) as http:
         url = f"http://127.0.0.1:{server.port}/api/training"
         async with http.get(url, params={"key": "p0/"}) as response:
             version = (await response.json())["version"]

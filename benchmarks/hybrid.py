@@ -291,7 +291,7 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
     rlm = RLM(
         client,
         scaffold="bare",
-        sandbox=SandboxSpec(provider="ramify.extras.studies.programs.evaluator"),
+        sandbox=SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter"),
         limits=Limits(
             max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512
         ),
@@ -315,11 +315,11 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its position, with and without a hint that
     names it."""
-    from ramify.extras.studies.programs.demos import HintRule, hint_text
-    from ramify.extras.studies.programs.program_library import (
+    from ramify.extras.studies.programs.scripted_demonstrator import HintedRule, hint_text
+    from ramify.extras.studies.programs.toy_program_language import (
         IMPORTED,
         PROGRAM_HINT,
-        ProgramProblem,
+        ToyProgramExercise,
         library,
     )
     from ramify.types.message import Message
@@ -328,13 +328,13 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     right = dict(enumerate(known.right))
     likely: dict[str, list[float]] = {"p(right | hint)": [], "p(right)": []}
     for item in task.splits["validation"][:100]:
-        problem = ProgramProblem.read(item.question)
+        problem = ToyProgramExercise.read(item.question)
         assert problem is not None
         words = [word for word, _ in problem.steps][:3]
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
         program = tokenizer.encode(problem.program(right, imports).text)
         for name, hint in (
-            ("p(right | hint)", PROGRAM_HINT + hint_text(HintRule(w, right[w]) for w in words)),
+            ("p(right | hint)", PROGRAM_HINT + hint_text(HintedRule(w, right[w]) for w in words)),
             ("p(right)", ""),
         ):
             given = renderer.prompt([Message("user", item.question + hint)])

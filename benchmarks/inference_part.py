@@ -39,11 +39,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.load import Policy, from_config, save_policy
-from ramify.models.tokenizer import train_tokenizer
+from ramify.models.tokenizer_training import train_tokenizer
 
 ROWS, TURNS, OBSERVATION, SHARED = 64, 8, 16, 384
 REPLY = (8, 48)

@@ -25,8 +25,8 @@ from pathlib import Path
 from figures import Figure
 
 from ramify.sources.base import LoadedContext
+from ramify.sources.document_places import place_at
 from ramify.sources.load_sources import load
-from ramify.sources.places import place_at
 
 NUM_PARTS = 40
 _LIBRARIES = (

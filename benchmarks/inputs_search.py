@@ -27,11 +27,11 @@ _RUNS = 3
 
 
 def figures(quick: bool) -> Iterator[Figure]:
-    from ramify.sources.text_search import TextSearch
+    from ramify.sources.text_search import TextSearchTool
 
     num_bytes = 200_000_000 if quick else 1_000_000_000
     text, words = _text(num_bytes)
-    search = TextSearch(text)
+    search = TextSearchTool(text)
     before, cpu = _children(), _cpu_s()
     started = time.perf_counter()
     search.prepare()

@@ -53,7 +53,7 @@ async def _measured(frame: Any, size: int) -> tuple[float, float, float, float]:
     """Return the seconds to the first cell, the CPU time of this process meanwhile, the seconds of
     the hash, and the memory in sizes of the frame."""
     from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-    from ramify.sources.library_values import as_context
+    from ramify.sources.convert_to_context import as_context
 
     async def answer(*_: Any) -> Any:
         raise AssertionError("the cells make no calls")

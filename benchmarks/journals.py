@@ -92,7 +92,7 @@ def runs(store: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the name of each scenario and what asks it. Each leaves journals in ``store``."""
     import ramify
     from ramify import RLM, Limits, Sampling, Scaffold, ScriptedClient, tasks
-    from ramify.testing import ByteTokenIds, refused
+    from ramify.testing import ScriptedByteTokenizer, refused
 
     plain = Scaffold(name="test", system="Use FINAL. {{tools}}{{limits}}", direct_chars=0)
 
@@ -108,16 +108,16 @@ def runs(store: Any) -> Iterator[tuple[str, Callable[[], object]]]:
             asked.completion(context, "What is in it?", sampling=Sampling(seed=3))
 
     yield "tree", lambda: ask(tree)
-    yield "tree with ids", lambda: ask(tree, ids=ByteTokenIds(version=7))
+    yield "tree with ids", lambda: ask(tree, ids=ScriptedByteTokenizer(version=7))
     yield (
         "ids tokenized again",
-        lambda: ask(branching, ids=ByteTokenIds(version=1, keeps_ids=False)),
+        lambda: ask(branching, ids=ScriptedByteTokenizer(version=1, keeps_ids=False)),
     )
     yield "no depth", lambda: ask(tree, limits={"max_depth": 0})
     for name, limit in (("turns", 4), ("calls", 6), ("tokens", 30_000)):
         yield f"max_{name}", lambda name=name, limit=limit: ask(tree, limits={f"max_{name}": limit})  # type: ignore[misc]
     yield "compaction", lambda: ask(wordy, window=6_000)
-    yield "branches", lambda: ask(branching, search=3, ids=ByteTokenIds())
+    yield "branches", lambda: ask(branching, search=3, ids=ScriptedByteTokenizer())
     yield "branch at a later turn", lambda: ask(branching, search=ramify.Branches(2, turn=1))
     yield "direct", lambda: ask(["short answer"], "tiny text", scaffold="default", tools={})
     yield "no answer", lambda: ask(["words", "more words", "and more"])
@@ -139,7 +139,7 @@ def runs(store: Any) -> Iterator[tuple[str, Callable[[], object]]]:
             await model.ask([user], thread="other", learns=False)
             return "done"
 
-        client = ScriptedClient(lambda messages: f"re {len(messages)}", ids=ByteTokenIds())
+        client = ScriptedClient(lambda messages: f"re {len(messages)}", ids=ScriptedByteTokenizer())
         async with RLM(client, store=store) as asked:
             await asked.start(tasks.TaskStart(conduct=conduct), "play")
 

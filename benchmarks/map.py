@@ -248,11 +248,11 @@ def batches_of(url: str) -> dict[str, int]:
 def paid_replies(home: Path) -> tuple[Counter[tuple[int, int]], int]:
     """Return (question, turn) -> its replies, and the requests that the map counts as paid."""
     from ramify.maps.map_journal import MapStore, read_lines
-    from ramify.maps.recorded_map import RecordedMap
+    from ramify.maps.map_journal_state import MapJournalState
 
     ((path, _),) = MapStore(home).headers()
     replies = ((line.r.number, line.r.turn) for _, line in read_lines(path) if line.r is not None)
-    return Counter(replies), RecordedMap.read(path).usage.calls
+    return Counter(replies), MapJournalState.read(path).usage.calls
 
 
 # --- sides, each in its own process

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from ramify import testing
 from ramify.actors.ray_cluster import keep_loopback_address
-from ramify.maps.ray_rows import PART_ROWS
+from ramify.maps.ray_row_partition import PART_ROWS
 
 NUM_LOST, KILL_AT = 3000, 900
 IN_FLIGHT = 16

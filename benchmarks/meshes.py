@@ -32,18 +32,18 @@ from transformers.utils.logging import disable_progress_bar
 from ramify.errors import TrainError
 from ramify.extras.cluster import memory
 from ramify.extras.cluster.meshes import sent_bytes
-from ramify.extras.cluster.shape import device_of, shape_of
-from ramify.extras.cluster.steps import StepTokens
+from ramify.extras.cluster.model_and_device_specs import device_of, shape_of
+from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
 from ramify.models.weights import fingerprint_of
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpModel
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch
 
 STEPS = 20
@@ -88,8 +88,8 @@ MESHES: dict[str, tuple[Any, dict[str, int]]] = {
 _MEMORY_TOKENS = 128
 
 
-def compute(max_tokens: int | None = None, **shard: Any) -> ComputeSpec:
-    return ComputeSpec(
+def compute(max_tokens: int | None = None, **shard: Any) -> TrainingBackendSpec:
+    return TrainingBackendSpec(
         backend="fsdp",
         precision="fp32",
         max_tokens=max_tokens,
@@ -174,7 +174,7 @@ def one_process(config: Any, share: bool, folder: Path) -> Steps:
     """The steps of one process, computed for the first mesh that is compared with them."""
     path = folder / f"{config.model_type}-{share}.pt"
     if not path.exists():
-        single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
+        single = SingleBackend(policy(config), OPTIM, TrainingBackendSpec(precision="fp32"))
         given, steps = batches(share), Steps()
         for step in range(STEPS):
             loss = single.forward_backward(given, LOSS)["loss"]
@@ -304,7 +304,7 @@ def measure(shard: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     entries = sum(len(batch.targets) for batch in given)
     total = float(sum(sizes))
     tokens = StepTokens(float(entries), total - entries, len(given), "measured")
-    planned = memory.of_rank(run, shape, cpu, shard["ranks"], 1)
+    planned = memory.estimate_rank_memory(run, shape, cpu, shard["ranks"], 1)
     return {
         "peaks": peaks,
         "plan": planned.total,

@@ -38,10 +38,9 @@ from ramify.engine.limits import Limits  # noqa: E402
 from ramify.errors import SandboxError, TrainError  # noqa: E402
 from ramify.sandbox.base import SandboxSpec  # noqa: E402
 from ramify.sandbox.providers.inprocess import InprocessSandbox  # noqa: E402
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated  # noqa: E402
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated  # noqa: E402
 from ramify.train import stages, trainer  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
-from ramify.train.assemble import assemble  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
 from ramify.train.build import opened_trainer  # noqa: E402
 from ramify.train.config import (  # noqa: E402
@@ -54,10 +53,11 @@ from ramify.train.config import (  # noqa: E402
     TaskSpec,
 )
 from ramify.train.execute import train  # noqa: E402
-from ramify.train.learner import Learner, PolicyWeights  # noqa: E402
+from ramify.train.learner import EnginePolicyWeights, Learner  # noqa: E402
+from ramify.train.load_run_parts import assemble  # noqa: E402
 from ramify.train.metrics import Diagnosis, read_metrics  # noqa: E402
 from ramify.train.resolve import resolve  # noqa: E402
-from ramify.train.rollouts.group_queue import StepSampleSpec  # noqa: E402
+from ramify.train.rollouts.group_queue import RolloutBatchSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
 from ramify.train.run_doctor import TrainingGuard  # noqa: E402
 from ramify.train.signals.compose import Hybrid  # noqa: E402
@@ -126,7 +126,7 @@ def healthy(policy: Path, seed: int = 0, *, steps: int = 8, **rl: Any) -> Run:
     """The run that is then broken."""
     options: dict[str, Any] = {
         "steps": steps,
-        "sample": StepSampleSpec(items=4),
+        "sample": RolloutBatchSpec(items=4),
         "rollout": RolloutOptions(group=4, concurrency=16),
         "optim": OptimizerSpec(lr=1e-3),
     }
@@ -283,7 +283,7 @@ class NoSessions(InprocessSandbox):
 class StaleHandle:
     """Publishes nothing: the engine keeps the weights that it has."""
 
-    def __init__(self, weights: PolicyWeights) -> None:
+    def __init__(self, weights: EnginePolicyWeights) -> None:
         self._weights = weights
         self._behind = 0
 
@@ -316,10 +316,10 @@ def _by_length(item: Item, trajectory: Trajectory) -> float:
     return min(sum(len(turn.reply.token_ids or ()) for turn in turns) / 100, 0.99)
 
 
-negated = SimpleTask("negated", generated("negated", _make), WholeTrajectoryReward(_negated))
+negated = SimpleTask("negated", generated("negated", _make), TrajectoryRewardFunction(_negated))
 constant = SimpleTask("constant", generated("constant", _make), lambda answer, item: 0.5)
 impossible = SimpleTask("impossible", generated("impossible", _make), lambda answer, item: 0.0)
-by_length = SimpleTask("by length", generated("long", _make), WholeTrajectoryReward(_by_length))
+by_length = SimpleTask("by length", generated("long", _make), TrajectoryRewardFunction(_by_length))
 
 
 # --- running them
@@ -398,7 +398,7 @@ def cost(run: Run, out: Path) -> float:
     steps of a usual size, 16 items with 8 rollouts each."""
     assert run.rl is not None
     rl = msgspec.structs.replace(
-        run.rl, sample=StepSampleSpec(items=16), rollout=RolloutOptions(group=8, concurrency=32)
+        run.rl, sample=RolloutBatchSpec(items=16), rollout=RolloutOptions(group=8, concurrency=32)
     )
     spent = [0.0]
 

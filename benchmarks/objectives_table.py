@@ -19,7 +19,7 @@ The formulas are written here, independently of the package, as each trainer's c
 
 TRL's own code runs, too, if it is installed (``requirements-trl.txt``): its trainers score the
 completions and compute the loss, with the defaults of their configurations. Decides the batch and
-the formulas. Not here: which options a cell has (``ramify/train/objectives.py``, ``presets.py``).
+the formulas. Not here: which options a cell has (``ramify/train/named_objectives.py``, ``presets.py``).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from figures import Figure, show
 from torch import Tensor
 
 from ramify import train
-from ramify.models.trunk import HeadRequest, entry_logprobs
+from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
 from ramify.train.advantages.base import finish, needs_of, reduced
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.train.losses.loss import LossEntries, compute
-from ramify.train.objectives import OBJECTIVES
+from ramify.train.losses.total_loss import BatchLossInputs, compute
+from ramify.train.named_objectives import OBJECTIVES
+from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
 from ramify.train.override import override
-from ramify.train.presets import PRESETS, choices, with_preset
 from ramify.train.stages import streams_of
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -170,11 +170,13 @@ def ours(preset: str, batch: ComparisonBatch, *overrides: str) -> Result:
     logits, critic = batch.now.clone().requires_grad_(), batch.values.clone().requires_grad_()
     owners, places = torch.tensor(packed.owners).T
     owners = torch.tensor(indices)[owners]
-    targets = HeadRequest(torch.tensor(packed.targets)[:, None])
-    now, _ = entry_logprobs(logits[owners, places - 1], lambda h: h, targets, VOCAB, 1 << 20)
+    targets = LmHeadRequest(torch.tensor(packed.targets)[:, None])
+    now, _ = compute_logprobs_and_entropies(
+        logits[owners, places - 1], lambda h: h, targets, VOCAB, 1 << 20
+    )
     streams = {name: torch.tensor(each).double() for name, each in packed.streams.items()}
     values = critic[owners, places - PROMPT] if needs_of(algorithm).values else None
-    entries = LossEntries(
+    entries = BatchLossInputs(
         now[:, 0], streams, packed.denominators, sequences=(owners, ROWS), values=values
     )
     return _result(compute(loss, entries)[0], logits, critic)

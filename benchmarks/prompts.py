@@ -527,7 +527,7 @@ def sizes() -> Iterator[Figure]:
 
 def _facts_of_default() -> PromptFacts:
     context = prompt_text.context_facts(TEXT, len(TEXT), len(TEXT))
-    model = prompt_text.PromptModel(
+    model = prompt_text.PromptModelFacts(
         "root", 350_000, 8192, None, None, ("you", "`llm_query`", "your children")
     )
     return PromptFacts(

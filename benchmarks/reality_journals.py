@@ -23,7 +23,7 @@ from reality_work import ANSWER, CountingModel, program
 
 from ramify import Store
 from ramify.errors import StoreError
-from ramify.store.journal import JournalFile, read_events
+from ramify.store.journal import FileStoredRun, read_events
 from ramify.types.event import AnyEvent, ReplyReceived
 
 NUM_DAMAGED = 10_000
@@ -96,7 +96,7 @@ class DamagedRun:
             assert rlm.completion("text", "?").answer == ANSWER
         self.path = self.store.path("last")
         self.whole = self.path.read_bytes()
-        self.events = list(read_events(JournalFile(self.path)))
+        self.events = list(read_events(FileStoredRun(self.path)))
 
     def is_found(self, data: bytes) -> bool:
         self.path.write_bytes(data)
@@ -108,7 +108,7 @@ class DamagedRun:
         self.path.write_bytes(data)
         read: list[AnyEvent] = []
         with contextlib.suppress(StoreError):
-            read.extend(read_events(JournalFile(self.path)))
+            read.extend(read_events(FileStoredRun(self.path)))
         return read != self.events[: len(read)]
 
     def repaired(self, data: bytes) -> tuple[bool, int, int] | None:
@@ -121,7 +121,7 @@ class DamagedRun:
         except StoreError:
             return None
         kept = sum(
-            isinstance(event, ReplyReceived) for event in read_events(JournalFile(self.path))
+            isinstance(event, ReplyReceived) for event in read_events(FileStoredRun(self.path))
         )
         model = CountingModel()
         with program(model, self.store) as rlm:

@@ -24,8 +24,8 @@ CRITICAL = (
     "ramify/engine/truncated_replies.py",  # was a part of model_requests.py
     "ramify/engine/reply_reuse.py",
     "ramify/store/journal.py",
-    "ramify/store/private_files.py",
-    "ramify/clients/pool.py",
+    "ramify/store/durable_files.py",
+    "ramify/clients/rate_limited_client_pool.py",
     "ramify/http_client/http_transport.py",
     "ramify/train/losses/base.py",
 )

@@ -44,7 +44,7 @@ BLOCK = 80
 
 async def serve(pieces: int, certificate: str) -> None:
     """Answer every request with ``TEXT``, streamed in ``pieces`` if a stream is asked for."""
-    from ramify.clients.loopback import LoopbackExchange, LoopbackServer
+    from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
     from ramify.testing.scripted_server import chunks_of, completion
     from ramify.types.message import Message, Reply, Usage
 
@@ -55,7 +55,7 @@ async def serve(pieces: int, certificate: str) -> None:
     )
     events += b"data: [DONE]\n\n"
 
-    def answer(exchange: LoopbackExchange) -> None:
+    def answer(exchange: MockServerRequest) -> None:
         if b'"stream":true' in exchange.body:
             exchange.send(200, events, content_type="text/event-stream")
         else:
@@ -65,7 +65,7 @@ async def serve(pieces: int, certificate: str) -> None:
     if certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate, f"{certificate}.key")
-    server = LoopbackServer(answer, tls=tls)
+    server = MockHttpServer(answer, tls=tls)
     await server.start()
     print(server.port, flush=True)
     await asyncio.Event().wait()
@@ -89,7 +89,7 @@ async def requests(url: str, stream: bool) -> None:
     """For each line of the input, send a block of requests, 16 at a time, and print the CPU
     seconds of one request."""
     from ramify.clients.base import Request, Sampling
-    from ramify.clients.pool import ClientPool
+    from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
     from ramify.types.message import Message, Usage
 
     class Free:
@@ -98,12 +98,12 @@ async def requests(url: str, stream: bool) -> None:
             return True
 
         def settle(self, usage: Usage, cost: float | None) -> None: ...
-        def forfeit(self, error: str) -> None: ...
+        def charge_full_reservation(self, error: str) -> None: ...
         def release(self, error: str) -> None: ...
 
-    pool, name = ClientPool(max_in_flight=16), f"vllm:m@{url}"
+    pool, name = RateLimitedClientPool(max_in_flight=16), f"vllm:m@{url}"
     try:
-        from ramify.clients.model import Model
+        from ramify.clients.model_config import Model
 
         client = pool.bound(Model(name, stream=stream))
     except ImportError:  # the commit before has no such class
@@ -202,12 +202,12 @@ async def long_stream() -> float:
 
 async def cancels(count: int) -> list[float]:
     """Return the seconds from each cancellation to the moment at which the server sees it."""
-    from ramify.clients.loopback import LoopbackExchange, LoopbackServer
+    from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
 
     seen: list[float] = []
     loop, is_seen = asyncio.get_running_loop(), asyncio.Event()
 
-    async def stream(exchange: LoopbackExchange) -> None:
+    async def stream(exchange: MockServerRequest) -> None:
         exchange.begin("text/event-stream")
         while exchange.is_open:
             exchange.piece(b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n')
@@ -217,12 +217,12 @@ async def cancels(count: int) -> list[float]:
 
     tasks: set[asyncio.Task[None]] = set()
 
-    def answer(exchange: LoopbackExchange) -> None:
+    def answer(exchange: MockServerRequest) -> None:
         tasks.add(asyncio.ensure_future(stream(exchange)))
 
     import ramify
 
-    server = LoopbackServer(answer)
+    server = MockHttpServer(answer)
     await server.start()
     took: list[float] = []
     for _ in range(count):

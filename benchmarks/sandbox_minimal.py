@@ -66,7 +66,7 @@ def main(control_fd: int) -> None:
 
 
 def _child(confinement: Any, prepared: Any, wire: int, control: socket.socket) -> None:
-    confinement.enter(prepared)
+    confinement.set_up_session_process(prepared)
     sock = socket.socket(fileno=os.dup2(wire, 3, inheritable=False))
     os.closerange(4, 1 << 20)
     confinement.limit()
@@ -91,7 +91,7 @@ class MinimalServer:
         import subprocess
 
         from ramify.sandbox.host.forkserver_process import ENVIRONMENT, JAIL_MODULES
-        from ramify.sandbox.host.server_files import FOLDER, LOADER
+        from ramify.sandbox.host.shipped_modules import FOLDER, LOADER
         from ramify.sandbox.providers.jail import EMPTY
 
         ours, theirs = socket.socketpair()

@@ -34,15 +34,15 @@ from ramify.clients.base import Request
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item, SimpleTask
-from ramify.testing.scripted import NUM_IDS, ByteTokenIds
+from ramify.testing.scripted import NUM_IDS, ScriptedByteTokenizer
 from ramify.train import run_record
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run, Schedule
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
 from ramify.types.message import Reply
@@ -65,10 +65,10 @@ SHAPE = Qwen3Config(
     pad_token_id=0,
 )
 SIDES = {
-    "synchronous": StepSampleSpec(items=8),
-    "staleness 1": StepSampleSpec(items=8, max_staleness=1),
-    "staleness 1, none late": StepSampleSpec(items=8, max_staleness=1, grace_steps=0),
-    "staleness 2": StepSampleSpec(items=8, max_staleness=2),
+    "synchronous": RolloutBatchSpec(items=8),
+    "staleness 1": RolloutBatchSpec(items=8, max_staleness=1),
+    "staleness 1, none late": RolloutBatchSpec(items=8, max_staleness=1, grace_steps=0),
+    "staleness 2": RolloutBatchSpec(items=8, max_staleness=2),
 }
 
 
@@ -106,7 +106,7 @@ class LongTailed(ScriptedClient):
 class ScriptedPublisher:
     """Policy publisher for the scripted engine: it sets the version of sampled tokens."""
 
-    def __init__(self, ids: ByteTokenIds) -> None:
+    def __init__(self, ids: ScriptedByteTokenizer) -> None:
         self._ids = ids
 
     @property
@@ -127,7 +127,7 @@ class ScriptedPublisher:
     def load(self, folder: Path) -> None: ...
 
 
-def wall_time_and_staleness(sample: StepSampleSpec, seed: int) -> dict[str, float]:
+def wall_time_and_staleness(sample: RolloutBatchSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
         assert run_record.read_group_records(Path(folder)).balanced
@@ -139,9 +139,9 @@ def wall_time_and_staleness(sample: StepSampleSpec, seed: int) -> dict[str, floa
     }
 
 
-async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetrics]:
+async def trained(sample: RolloutBatchSpec, seed: int, out: Path) -> list[StepMetrics]:
     """Return the metrics of each step of one run."""
-    ids = ByteTokenIds()
+    ids = ScriptedByteTokenizer()
     answers = iter(random.Random(seed).choices(('FINAL("heads")', 'FINAL("tails")'), k=1_000_000))
     client = LongTailed(lambda messages: next(answers), ids=ids)
     task = SimpleTask(
@@ -153,7 +153,7 @@ async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetr
     model = DenseModel(SHAPE)
     model.load_state_dict(AutoModelForCausalLM.from_config(SHAPE).state_dict())
     policy = Policy(model.eval(), None, None, SHAPE, 0, "dense")  # type: ignore[arg-type]
-    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), ComputeSpec(precision="fp32"))
+    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), TrainingBackendSpec(precision="fp32"))
     async with RLM(
         client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
     ) as rlm:

@@ -38,9 +38,9 @@ from typing import NamedTuple
 
 from ramify.engine.limits import Limits
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 
 NOISE = 0.15
@@ -62,7 +62,7 @@ def run() -> Run:
         task=TaskSpec(name="ledger"),
         rl=RlSpec(
             steps=24,
-            sample=StepSampleSpec(items=ITEMS, max_staleness=1),
+            sample=RolloutBatchSpec(items=ITEMS, max_staleness=1),
             rollout=RolloutOptions(group=4, temperature=1.3),
             optim=OptimizerSpec(lr=3e-4, warmup_steps=3, max_grad_norm=0.5),
         ),
@@ -72,7 +72,7 @@ def run() -> Run:
         ),
         evaluate=EvaluateSpec(num=96, final=()),
         schedule=Schedule(evaluate_every=None, checkpoint_every=2),
-        compute=ComputeSpec(precision="fp32"),
+        compute=TrainingBackendSpec(precision="fp32"),
         inference=InferenceSpec(restarts=1000),
         stall_s=600.0,
         threads=1,
@@ -201,7 +201,7 @@ def add_noise(folder: Path) -> Path:
     import torch
 
     from ramify.models.load import load_policy, save_policy
-    from ramify.policy_card import packaged_policy
+    from ramify.trained_policy_settings import packaged_policy
 
     policy, draws = (
         load_policy(str(packaged_policy("tiny")), torch.float32, "cpu"),

@@ -25,12 +25,12 @@ import msgspec
 from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
-from ramify.testing.scripted import ByteTokenIds
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.train.config import RlSpec, Schedule
 from ramify.train.data.pack import PackingSpec
-from ramify.train.losses.loss import LossSpec
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.losses.total_loss import LossSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.stages import RlStage
 from ramify.types.message import Message, Reply, Usage, VersionSpan
@@ -123,7 +123,7 @@ class SteppedClient:
 
     def __init__(self, shape: Shape) -> None:
         self.version = 0
-        self._ids = ByteTokenIds()
+        self._ids = ScriptedByteTokenizer()
         self.engines = [Engine(shape.slots, lambda: self.version) for _ in range(shape.engines)]
         self._of_tree: dict[int, Engine] = {}
         self._cached: dict[tuple[int, str], int] = {}
@@ -250,8 +250,8 @@ def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
 
 async def _run(out: Path, shape: Shape, seed: int) -> None:
     client = SteppedClient(shape)
-    task = SimpleTask("stepped", generated("stepped", _item), WholeTrajectoryReward(_worth))
-    sample = StepSampleSpec(
+    task = SimpleTask("stepped", generated("stepped", _item), TrajectoryRewardFunction(_worth))
+    sample = RolloutBatchSpec(
         items=shape.items,
         max_staleness=shape.staleness,
         grace_steps=shape.grace_steps,

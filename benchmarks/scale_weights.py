@@ -193,7 +193,7 @@ def _policy(millions: int) -> Any:
     from transformers import Qwen3Config
 
     from ramify.models.load import from_config
-    from ramify.models.tokenizer import train_tokenizer
+    from ramify.models.tokenizer_training import train_tokenizer
 
     tokenizer = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     width = 512

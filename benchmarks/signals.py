@@ -28,10 +28,10 @@ import torch
 from figures import Figure, show
 
 from ramify.models.load import from_config
-from ramify.models.tokenizer import train_tokenizer
-from ramify.train.backends.base import ComputeSpec
+from ramify.models.tokenizer_training import train_tokenizer
+from ramify.train.backends.base import TrainingBackendSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.signals.base import ScoringRow
+from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.scorer import PolicyScorer
 
 GROUPS, SIBLINGS, HINTED = 4, 8, 3
@@ -96,7 +96,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
         "qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **shape}
     )
     policy = from_config(config, tokenizer, 0)
-    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
+    backend = SingleBackend(policy, None, TrainingBackendSpec(precision="fp32"))
 
     async def here(function: Callable[[], Any]) -> Any:
         return function()
@@ -104,7 +104,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
     return PolicyScorer(backend, policy.window, len(tokenizer), here)
 
 
-def rows(case: Case) -> list[tuple[list[ScoringRow], list[ScoringRow]]]:
+def rows(case: Case) -> list[tuple[list[TokenScoringRequest], list[TokenScoringRequest]]]:
     """Return, for each group, the rollouts as sampled and the teacher's rows."""
     found = []
     for group in range(GROUPS):
@@ -118,16 +118,16 @@ def rows(case: Case) -> list[tuple[list[ScoringRow], list[ScoringRow]]]:
                 spans.append((len(ids), len(ids) + case.sampled))
                 ids += [own.randrange(10, 270) for _ in range(case.sampled + case.observed)]
             ids = ids[: spans[-1][1]]
-            plain.append(ScoringRow(ids, spans, is_plain=True))
+            plain.append(TokenScoringRequest(ids, spans, is_plain=True))
             if sibling < HINTED:
                 hint = [own.randrange(10, 270) for _ in range(case.hint)]
                 moved = [(start + case.hint, end + case.hint) for start, end in spans]
-                hinted.append(ScoringRow([*first, *hint, *ids[case.prompt :]], moved))
+                hinted.append(TokenScoringRequest([*first, *hint, *ids[case.prompt :]], moved))
         found.append((plain, hinted))
     return found
 
 
-def measured(scores: PolicyScorer, groups: Sequence[Sequence[ScoringRow]]) -> Cost:
+def measured(scores: PolicyScorer, groups: Sequence[Sequence[TokenScoringRequest]]) -> Cost:
     before, started = scores.packed_tokens + scores.plain_tokens, time.thread_time()
     for group in groups:
         scores.compute(group)

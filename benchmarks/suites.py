@@ -38,21 +38,21 @@ import suites_meter
 from figures import Figure, show
 
 from ramify.clients.base import Price
-from ramify.clients.model import Model
+from ramify.clients.model_config import Model
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
+from ramify.evaluate.answer_modes import MODES
 from ramify.evaluate.attempt import attempt
-from ramify.evaluate.modes import MODES
 from ramify.evaluate.run import (
     AttemptOutcome,
-    EvaluationJob,
     EvaluationPlan,
-    RunAttempts,
+    EvaluationSetup,
+    RlmAttemptMaker,
     evaluate_all,
 )
 from ramify.evaluate.systems.attempt import attempt_by, system_of
-from ramify.evaluate.systems.base import MeterSeat, SeatBudget
-from ramify.serve.meter import Meter
+from ramify.evaluate.systems.base import MeteredModelAccess, ModelAccessBudget
+from ramify.serve.meter import MeteringProxy
 from ramify.store.store import Store
 from ramify.tasks.base import TASKS, Item, Task, items_of, task_of
 from ramify.testing.offline import model_of
@@ -191,8 +191,8 @@ def questions(b: Bench) -> Iterator[Figure]:
         yield Figure(f"{name}: CPU of a question", 1e3 * cpu / num, "ms", {}, QUESTION_MS)
 
 
-def _job(plan: EvaluationPlan, task: Task, client: ScriptedClient, mode: str) -> EvaluationJob:
-    return EvaluationJob(plan, task, None, RunAttempts(RLM(client), None, MODES[mode]))
+def _job(plan: EvaluationPlan, task: Task, client: ScriptedClient, mode: str) -> EvaluationSetup:
+    return EvaluationSetup(plan, task, None, RlmAttemptMaker(RLM(client), None, MODES[mode]))
 
 
 # --- the meter ------------------------------------------------------------------------------------
@@ -218,13 +218,13 @@ async def _budgets() -> Iterator[Figure]:
     """What seats spent beyond their budgets, with a model that writes as much as it may."""
     client = ScriptedClient(lambda messages: "x" * 400_000, price=Price(1.0, 10.0))
     budgets = [
-        *(SeatBudget(max_tokens=tokens) for tokens in (50, 333, 2_000, 30_000)),
-        *(SeatBudget(max_calls=calls) for calls in (1, 7)),
-        *(SeatBudget(max_cost=dollars) for dollars in (0.0005, 0.02)),
+        *(ModelAccessBudget(max_tokens=tokens) for tokens in (50, 333, 2_000, 30_000)),
+        *(ModelAccessBudget(max_calls=calls) for calls in (1, 7)),
+        *(ModelAccessBudget(max_cost=dollars) for dollars in (0.0005, 0.02)),
     ]
     over = {"tokens": 0.0, "requests": 0.0, "dollars": 0.0}
     num_refused = 0
-    async with Meter(client) as metered, aiohttp.ClientSession() as session:
+    async with MeteringProxy(client) as metered, aiohttp.ClientSession() as session:
         for number, budget in enumerate(budgets):
             async with metered.seat(f"liar-{number}", budget) as seat:
                 await asyncio.gather(*(_lie(session, seat, lie) for lie in _LIES * 5))
@@ -242,7 +242,9 @@ async def _budgets() -> Iterator[Figure]:
     )
 
 
-async def _lie(session: aiohttp.ClientSession, seat: MeterSeat, lie: dict[str, Any]) -> None:
+async def _lie(
+    session: aiohttp.ClientSession, seat: MeteredModelAccess, lie: dict[str, Any]
+) -> None:
     body = {"model": "x", "messages": [{"role": "user", "content": "Write all you can."}], **lie}
     headers = {"Authorization": f"Bearer {seat.key}"}
     url = f"{seat.base_url}/chat/completions"
@@ -300,7 +302,7 @@ def peers(b: Bench) -> Iterator[Figure]:
 async def _journal(rows: Sequence[tuple[str, Item]]) -> Iterator[Figure]:
     """Ours through the meter, with a journal: the counts of both must be equal."""
     differences, scores = [], []
-    async with Meter(model_of("default").client()) as metered:
+    async with MeteringProxy(model_of("default").client()) as metered:
         for suite, item in rows:
             async with metered.seat(item.id) as seat:
                 model = Model(
@@ -344,7 +346,7 @@ async def _by_peer(name: str, rows: Sequence[tuple[str, Item]]) -> SystemRun | N
         print(error, file=sys.stderr)
         return None
     outcomes, metered = [], Usage()
-    async with Meter(model_of("default").client()) as meter:
+    async with MeteringProxy(model_of("default").client()) as meter:
         for suite, item in rows:
             async with meter.seat(item.id) as seat:
                 task = task_of(suite, tokens=8_192)

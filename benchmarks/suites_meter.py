@@ -29,8 +29,8 @@ from aiohttp import web
 from figures import Figure
 
 from ramify import Model
-from ramify.evaluate.systems.base import SeatBudget
-from ramify.serve.meter import Meter
+from ramify.evaluate.systems.base import ModelAccessBudget
+from ramify.serve.meter import MeteringProxy
 
 SIZES = {"2 kB": 2_000, "100 kB": 100_000}
 """Name -> characters of the prompt."""
@@ -135,8 +135,8 @@ async def overhead(url: str, count: int) -> list[Figure]:
         model = Model("openai:test", base_url=url, api_key="none-needed", window=1 << 20)
         record = Path(folder) / "meter.jsonl"
         async with (
-            Meter(model, record=record) as meter,
-            meter.seat("a", SeatBudget(max_tokens=1 << 40)) as seat,
+            MeteringProxy(model, record=record) as meter,
+            meter.seat("a", ModelAccessBudget(max_tokens=1 << 40)) as seat,
             bare_proxy(url) as bare,
         ):
             for size, chars in SIZES.items():

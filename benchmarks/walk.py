@@ -213,9 +213,9 @@ def ask_from_outside() -> Iterator[Walk]:
 
     moments = (
         "agents/agent_function.py:__init__",
-        "http_server/completions.py:read",
-        "engine/model_conversations.py:replies",
-        "engine/agent_threads.py:place",
+        "http_server/chat_completions_api.py:read",
+        "engine/run_model_client.py:replies",
+        "engine/conversation_matching.py:place",
         "engine/model_requests.py:ask",
     )
     recorder = Recorder(*moments)
@@ -278,9 +278,9 @@ def draw() -> Iterator[Walk]:
     from tests.viewer.requests import get_json
 
     moments = (
-        "viewer/run_library.py:look",
+        "viewer/run_catalog.py:look",
         "viewer/run_tree.py:apply",
-        "viewer/picture.py:head",
+        "viewer/run_overview.py:head",
     )
     recorder = Recorder(*moments)
     with tempfile.TemporaryDirectory() as folder:

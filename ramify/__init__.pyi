@@ -12,7 +12,7 @@ from ramify import train as train
 from ramify.clients.base import Client as Client
 from ramify.clients.base import Price as Price
 from ramify.clients.base import Sampling as Sampling
-from ramify.clients.model import Model as Model
+from ramify.clients.model_config import Model as Model
 from ramify.engine.branch_search import Branches as Branches
 from ramify.engine.branch_search import by_score as by_score
 from ramify.engine.branch_search import vote as vote

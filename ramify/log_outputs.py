@@ -1,8 +1,8 @@
 """Handlers and formatters of log records: a terminal, a file, another process.
 
-    Console    ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
-    LogFile    ``OUT/run.log``, of a run's process and its child processes
-    Sender     the trainer, from a rollout worker
+    Console         ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
+    FileLogHandler  ``OUT/run.log``, of a run's process and its child processes
+    Sender          the trainer, from a rollout worker
 
 Decides levels per room, the form of a line, and that a full disk or a closed terminal never ends a
 run. A line is one for a file, a short one for a terminal, or a JSON object:
@@ -80,7 +80,7 @@ def levels_from(level: int) -> dict[str, int]:
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
 
-# --- text of a record, to which ``RecordFilter`` has given its event, runs and fields
+# --- text of a record, to which ``LogRedactionFilter`` has given its event, runs and fields
 
 
 class TextFormatter(logging.Formatter):
@@ -172,7 +172,7 @@ def _printable(char: str) -> str:
 # --- handlers
 
 
-class _RoomHandler(logging.Handler):
+class _ComponentLogHandler(logging.Handler):
     """A log handler with a separate level for each room, that is, for each package with a
     logger."""
 
@@ -191,7 +191,7 @@ class _RoomHandler(logging.Handler):
         return record.levelno >= self.levels.get(room, default)
 
 
-class LogFile(_RoomHandler):
+class FileLogHandler(_ComponentLogHandler):
     """Writes log records of level INFO and above to a file, one line of bounded length each.
     Several processes may append to the same file."""
 
@@ -230,7 +230,7 @@ class LogFile(_RoomHandler):
         super().close()
 
 
-class Console(_RoomHandler):
+class ConsoleLogHandler(_ComponentLogHandler):
     """Shows log records on a terminal: those that are marked to be shown, and in a short form those
     that the log levels ask for."""
 
@@ -262,7 +262,7 @@ class Console(_RoomHandler):
             self.show(self.format(record))
 
 
-class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class ForwardedLogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A record on its way from another process, which may run model-written code."""
 
     room: str
@@ -274,17 +274,17 @@ class SentRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     shown: bool = False
 
 
-class Sender(_RoomHandler):
+class ForwardingLogHandler(_ComponentLogHandler):
     """Passes log records of level INFO and above to another process."""
 
-    def __init__(self, send: Callable[[SentRecord], None]) -> None:
+    def __init__(self, send: Callable[[ForwardedLogRecord], None]) -> None:
         super().__init__(levels_from(INFO))
         self._send = send
 
     def emit(self, record: LogRecord) -> None:
         given = vars(record)
         self._send(
-            SentRecord(
+            ForwardedLogRecord(
                 room_of(record),
                 record.levelno,
                 given["event"],

@@ -1,11 +1,11 @@
 """The ``ramify`` logger tree: one logger per room; records have an event, fields and a run's id.
 
-    log = RoomLogger("clients")                             the logger ``ramify.clients``
+    log = ComponentLogger("clients")                             the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
     with in_run("20261122-091500-1f2e"): …                  records inside carry this id
-    with attached(LogFile(path)): …                         also write all of them to a file
+    with attached(FileLogHandler(path)): …                  also write all of them to a file
 
-    record ── RecordFilter ──┬─▶ attached handlers: OUT/run.log, stderr of the command
+    record ── LogRedactionFilter ──┬─▶ attached handlers: OUT/run.log, stderr of the command
                              └─▶ Python's ``logging``, as the application configures it
 
 A record has ``event`` (its name), ``run`` (the innermost run's id), ``outer_runs`` (ids of the runs
@@ -41,9 +41,9 @@ from ramify.log_outputs import (
     LEVELS,
     OFF,
     VARIABLE,
-    Console,
-    LogFile,
-    SentRecord,
+    ConsoleLogHandler,
+    FileLogHandler,
+    ForwardedLogRecord,
     levels_from,
     levels_of,
 )
@@ -67,7 +67,7 @@ _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
 _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", default=None)
 
 
-class RecordFilter(logging.Filter):
+class LogRedactionFilter(logging.Filter):
     """Gives each record its runs, removes secrets from it and bounds its length. It changes the
     record itself, since the application's handlers receive the same one."""
 
@@ -117,11 +117,11 @@ class RecordFilter(logging.Filter):
 # Not in Python's tree: the levels of an application, and ``logging.config``, which disables the
 # loggers that it does not name, would end a run's log.
 _outputs = logging.Logger("ramify outputs", OFF)
-_outputs.addFilter(RecordFilter())
+_outputs.addFilter(LogRedactionFilter())
 _outputs.addHandler(logging.NullHandler(OFF))  # without a handler, Python prints warnings itself
 
 
-class RoomLogger:
+class ComponentLogger:
     """The logger of one room, a part of the package such as ``train``. ``shown=True`` marks a
     record that a command prints without ``-v``."""
 
@@ -168,7 +168,7 @@ class RoomLogger:
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
         warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
 
-    def forward(self, sent: SentRecord, process: str) -> None:
+    def forward(self, sent: ForwardedLogRecord, process: str) -> None:
         """Emit a record of another process here, under its own run."""
         fields = {**sent.fields, "process": process}
         current = _runs.get() or _process_runs
@@ -325,12 +325,12 @@ def configure(show: Callable[[str], None], verbosity: int = 0) -> None:
         levels = levels_from(DEBUG if verbosity > 1 else INFO)
     if (console := current_console()) is not None:
         detach(console)
-    attach(Console(show, levels))
+    attach(ConsoleLogHandler(show, levels))
 
 
-def current_console() -> Console | None:
+def current_console() -> ConsoleLogHandler | None:
     """The console that ``configure`` attached."""
-    return next((each for each in _outputs.handlers if isinstance(each, Console)), None)
+    return next((each for each in _outputs.handlers if isinstance(each, ConsoleLogHandler)), None)
 
 
 def _to_stderr(text: str) -> None:
@@ -343,11 +343,11 @@ def _to_stderr(text: str) -> None:
 
 
 @contextlib.contextmanager
-def run_log(path: Path, id: str) -> Iterator[LogFile]:
+def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
     """The log file of the run ``id``, for all threads and child processes of this process. It
     takes records of INFO and above, and more if ``RAMIFY_LOG`` asks for more. Nothing is written
     before its ``begin``, so that a run with a wrong configuration leaves no file."""
-    file = LogFile(path, waits=True)
+    file = FileLogHandler(path, waits=True)
     variables = {_FILE_VARIABLE: str(path.absolute()), _RUN_VARIABLE: id}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -372,7 +372,7 @@ def join_run(process: str) -> None:
     if file.name:
         _process, _process_runs = process, (os.environ[_RUN_VARIABLE],)
         if file.parent.is_dir():
-            attach(LogFile(file))
+            attach(FileLogHandler(file))
 
 
 if os.environ.get(VARIABLE):

@@ -60,10 +60,10 @@ REGISTRIES = (
     "ramify.train.advantages.credit:CREDITS",
     "ramify.train.losses:POLICY_LOSSES",
     "ramify.train.losses.corrections:CORRECTIONS",
-    "ramify.train.signals.signal_reader:SIGNALS",
+    "ramify.train.signals.signal_runner:SIGNALS",
     "ramify.train.signals.judge:JUDGES",
     "ramify.train.signals.hints:HINTS",
-    "ramify.train.presets:PRESETS",
+    "ramify.train.other_trainer_presets:PRESETS",
     "ramify.train.backends.base:BACKENDS",
     "ramify.inference.http.inference_spec:ENGINES",
     "ramify.inference.weight_sync:WEIGHT_SYNCS",
@@ -107,16 +107,18 @@ MOVED_MODULES = {
     "ramify.clients.scripted_server": "ramify.testing.scripted_server",
     "ramify.sandbox.conformance": "ramify.testing.conformance",
     "ramify.cluster": "ramify.extras.cluster",
-    "ramify.tasks.evidence": "ramify.extras.studies.evidence",
+    "ramify.tasks.evidence": "ramify.extras.studies.paper_evidence_task",
     "ramify.tasks.needle": "ramify.extras.suites.niah",
     "ramify.tasks.oolong": "ramify.extras.suites.oolong",
     "ramify.extras.studies.oolong": "ramify.extras.suites.oolong",
     "ramify.tasks.programs": "ramify.extras.studies.programs",
     "ramify.tasks.toolmath": "ramify.extras.studies.toolmath",
     "ramify.train.data.sft_data:program_demos": (
-        "ramify.extras.studies.programs.demos:program_demos"
+        "ramify.extras.studies.programs.scripted_demonstrator:program_demos"
     ),
-    "ramify.train.data.sft_data:retool_demos": "ramify.extras.studies.toolmath.demos:retool_demos",
+    "ramify.train.data.sft_data:retool_demos": (
+        "ramify.extras.studies.toolmath.retool_sft_conversion:retool_demos"
+    ),
     "ramify.train.signals.hindsight": "ramify.extras.studies.hindsight",
     "ramify.train.signals.programs": "ramify.extras.studies.programs.judges",
 }

@@ -8,8 +8,8 @@ window title, write to the clipboard or fake a prompt. ``clean`` removes them, i
 
 ``one_line`` shows each character that cannot be printed, line ends too, as a replacement character.
 ``escaped`` keeps encoded JSON valid and unchanged in value: it writes such characters as escapes.
-``TerminalStream`` wraps a terminal's stream and cleans everything that is printed, also by
-libraries. Only lines that ``write_colored`` receives keep their colors.
+``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything that is printed, also
+by libraries. Only lines that ``write_colored`` receives keep their colors.
 
 Not here: what is printed (see ``cli/terminal_text.py``).
 """
@@ -67,7 +67,7 @@ def escaped(json: bytes) -> bytes:
     return _ENCODED_CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)
 
 
-class TerminalStream(io.TextIOBase):
+class SanitizingTerminalStream(io.TextIOBase):
     """A terminal's text stream whose ``write`` cleans everything. ``write_colored`` does not."""
 
     def __init__(self, terminal: TextIO) -> None:

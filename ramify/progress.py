@@ -2,7 +2,7 @@
 
     with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
         task.at(12_000, note="server.log")
-    with subscribe(listener): …           a front end displays it: ``cli/progress_screen.py``
+    with subscribe(listener): …           a front end displays it: ``cli/progress_display.py``
     heartbeat()                           a small part is done, such as one batch of a step
     with on_heartbeat(callback): …        detects work that hangs: ``train/watchdog.py``
     report_text(run, call, turn, …)       a part of a model's reply has arrived
@@ -28,9 +28,9 @@ from logging import INFO
 
 import msgspec
 
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 
-_log = RoomLogger("progress")
+_log = ComponentLogger("progress")
 _RECORD_EVERY_S = 10.0
 _ids = itertools.count()
 _listeners: tuple[Listener, ...] = ()

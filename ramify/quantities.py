@@ -75,7 +75,7 @@ def _two(whole: int, size: int, unit: str, part: str) -> str:
     return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
 
 
-def rounded(value: float) -> str:
+def format_rounded_duration(value: float) -> str:
     """Format a duration to the second: ``0 s``, ``12 s``, ``3 min 5 s``."""
     return f"{max(0, round(value))} s" if value < 59.5 else seconds(value)
 

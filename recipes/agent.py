@@ -48,7 +48,7 @@ def run() -> train.Run:
         rl=train.RlSpec(
             steps=100,
             algorithm=train.GRPO(),
-            sample=train.StepSampleSpec(items=16),
+            sample=train.RolloutBatchSpec(items=16),
             rollout=train.RolloutOptions(group=8, concurrency=64),
             optim=train.OptimizerSpec(lr=1e-6),
         ),

@@ -33,7 +33,7 @@ def run() -> train.Run:
         ),
         rl=train.RlSpec(
             steps=100,
-            sample=train.StepSampleSpec(items=16, max_items=48, first_item=10_000),
+            sample=train.RolloutBatchSpec(items=16, max_items=48, first_item=10_000),
             rollout=train.RolloutOptions(group=8, concurrency=128),
             algorithm=train.DrGRPO(credit="per_role", overlong="mask"),
             optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
@@ -49,5 +49,5 @@ def run() -> train.Run:
         ),
         evaluate=train.EvaluateSpec(num=64, first=("test",), final=("test",)),
         schedule=train.Schedule(evaluate_every=10, keep_last=1),
-        compute=train.ComputeSpec(max_tokens=16_384, recompute=True),
+        compute=train.TrainingBackendSpec(max_tokens=16_384, recompute=True),
     )

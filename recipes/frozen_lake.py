@@ -119,7 +119,7 @@ def run() -> train.Run:
         ),
         rl=train.RlSpec(
             steps=24,
-            sample=train.StepSampleSpec(items=10),
+            sample=train.RolloutBatchSpec(items=10),
             rollout=train.RolloutOptions(group=8),
             optim=train.OptimizerSpec(
                 lr=2e-3, warmup_steps=2, schedule="linear", max_grad_norm=0.5
@@ -131,6 +131,6 @@ def run() -> train.Run:
         ),
         evaluate=train.EvaluateSpec(num=100, validation=32, first=("test",)),
         schedule=train.Schedule(evaluate_every=None),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainingBackendSpec(precision="fp32"),
         threads=1,
     )

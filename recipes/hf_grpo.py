@@ -23,7 +23,7 @@ def run() -> train.Run:
         task=train.TaskSpec(name="ledger", options={"multi": 0.5, "chars": 20_000}),
         rl=train.RlSpec(
             steps=200,
-            sample=train.StepSampleSpec(items=16, max_items=48),
+            sample=train.RolloutBatchSpec(items=16, max_items=48),
             rollout=train.RolloutOptions(group=8, concurrency=128),
             algorithm=train.DrGRPO(credit="per_role", overlong="mask"),
             optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
@@ -39,5 +39,5 @@ def run() -> train.Run:
         ),
         evaluate=train.EvaluateSpec(num=64, first=("test",), final=("test",)),
         schedule=train.Schedule(evaluate_every=10, keep_last=1),
-        compute=train.ComputeSpec(max_tokens=16_384, recompute=True),
+        compute=train.TrainingBackendSpec(max_tokens=16_384, recompute=True),
     )

@@ -46,7 +46,7 @@ def run() -> train.Run:
         ),
         rl=train.RlSpec(
             steps=30,
-            sample=train.StepSampleSpec(items=8, first_item=1_000_000, minibatches=2),
+            sample=train.RolloutBatchSpec(items=8, first_item=1_000_000, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=256),
             # As in the study (docs/learning.md): the hybrid gains less with the default reduction.
             algorithm=train.GRPO(reduction="rollout"),
@@ -61,9 +61,9 @@ def run() -> train.Run:
             max_seconds=86_400,
             max_concurrency=512,
         ),
-        sandbox=SandboxSpec(provider="ramify.extras.studies.programs.evaluator"),
+        sandbox=SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter"),
         evaluate=train.EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
         schedule=train.Schedule(evaluate_every=10),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainingBackendSpec(precision="fp32"),
         threads=1,
     )

@@ -31,10 +31,10 @@ def run() -> train.Run:
         ),
         rl=msgspec.structs.replace(
             base.rl,
-            sample=train.StepSampleSpec(items=8, max_items=24),
+            sample=train.RolloutBatchSpec(items=8, max_items=24),
             rollout=train.RolloutOptions(group=8, concurrency=64),
             optim=train.OptimizerSpec(lr=1e-5, warmup_steps=5, max_grad_norm=1.0),
         ),
         schedule=train.Schedule(evaluate_every=20, keep_last=1),
-        compute=train.ComputeSpec(max_tokens=8192, recompute=True),
+        compute=train.TrainingBackendSpec(max_tokens=8192, recompute=True),
     )

@@ -25,7 +25,7 @@ def run() -> train.Run:
         name="qwen3-8b-8gpu-async",
         rl=msgspec.structs.replace(
             base.rl,
-            sample=train.StepSampleSpec(items=32, max_items=96, max_staleness=2),
+            sample=train.RolloutBatchSpec(items=32, max_items=96, max_staleness=2),
             loss=train.LossSpec(policy=train.Decoupled()),
         ),
     )

@@ -29,11 +29,11 @@ def run() -> train.Run:
         policy=train.PolicySpec(path=single.policy.path),
         rl=msgspec.structs.replace(
             single.rl,
-            sample=train.StepSampleSpec(items=32, max_items=96),
+            sample=train.RolloutBatchSpec(items=32, max_items=96),
             rollout=train.RolloutOptions(group=8, concurrency=512),
             optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
         ),
-        compute=train.ComputeSpec(
+        compute=train.TrainingBackendSpec(
             backend="fsdp", shard=train.ShardSpec(ranks=4), max_tokens=16_384, recompute=True
         ),
         inference=inference.InferenceSpec(

@@ -28,7 +28,7 @@ def run() -> train.Run:
     rounds = msgspec.structs.replace(
         base.rl,
         steps=6,
-        sample=train.StepSampleSpec(items=48, minibatches=8),
+        sample=train.RolloutBatchSpec(items=48, minibatches=8),
         algorithm=train.SFT(min_reward=1.0),
     )
     return msgspec.structs.replace(

@@ -27,7 +27,7 @@ def run() -> train.Run:
         sft=None,
         rl=train.RlSpec(
             steps=250,
-            sample=train.StepSampleSpec(items=32, minibatches=2),
+            sample=train.RolloutBatchSpec(items=32, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=256),
             signals={"outcome": train.OutcomeSignal()},
             algorithm=train.Hybrid(outcome=train.GRPO()),

@@ -33,7 +33,7 @@ def run() -> train.Run:
         task=train.TaskSpec(name=f"{__file__}:sums"),
         rl=train.RlSpec(
             steps=200,
-            sample=train.StepSampleSpec(items=16, max_items=48),
+            sample=train.RolloutBatchSpec(items=16, max_items=48),
             rollout=train.RolloutOptions(group=8, concurrency=128, direct=True),
             optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
         ),

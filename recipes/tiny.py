@@ -41,7 +41,7 @@ def run() -> train.Run:
         name="tiny",
         policy=train.PolicySpec(shape=SHAPE),
         task=train.TaskSpec(name="ledger"),
-        warmup=train.WarmUpSpec(
+        warmup=train.InductionWarmUpSpec(
             steps=150,
             optim=train.OptimizerSpec(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30),
         ),
@@ -53,7 +53,7 @@ def run() -> train.Run:
         ),
         rl=train.RlSpec(
             steps=24,
-            sample=train.StepSampleSpec(items=12, max_items=36, minibatches=2),
+            sample=train.RolloutBatchSpec(items=12, max_items=36, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=128),
             optim=train.OptimizerSpec(
                 lr=5e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5
@@ -67,6 +67,6 @@ def run() -> train.Run:
             num=256, validation=128, final=("test", "test_formats", "test_names")
         ),
         schedule=train.Schedule(evaluate_every=8),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainingBackendSpec(precision="fp32"),
         threads=1,
     )

@@ -89,7 +89,7 @@ def run() -> train.Run:
         name="tiny-evidence",
         policy=train.PolicySpec(shape=SHAPE, vocab_size=768),
         task=train.TaskSpec(name="evidence"),
-        warmup=train.WarmUpSpec(steps=100, optim=MUON),
+        warmup=train.InductionWarmUpSpec(steps=100, optim=MUON),
         sft=train.SftSpec(
             demos=f"{__file__}:demos",
             num=1_200,
@@ -99,7 +99,7 @@ def run() -> train.Run:
         ),
         rl=train.RlSpec(
             steps=16,
-            sample=train.StepSampleSpec(items=12, minibatches=2),
+            sample=train.RolloutBatchSpec(items=12, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=96),
             algorithm=train.DrGRPO(credit="per_role"),
             optim=train.OptimizerSpec(
@@ -110,6 +110,6 @@ def run() -> train.Run:
         limits=msgspec.structs.replace(LIMITS, max_seconds=86_400, max_concurrency=512),
         evaluate=train.EvaluateSpec(num=128, validation=48, first=("test",), final=("test",)),
         schedule=train.Schedule(evaluate_every=8),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainingBackendSpec(precision="fp32"),
         threads=1,
     )

@@ -37,7 +37,7 @@ def run() -> train.Run:
         ),
         rl=train.RlSpec(
             steps=25,
-            sample=train.StepSampleSpec(items=20, minibatches=2),
+            sample=train.RolloutBatchSpec(items=20, minibatches=2),
             rollout=train.RolloutOptions(group=8, concurrency=96),
             algorithm=train.DrGRPO(credit="per_role"),
             optim=train.OptimizerSpec(

@@ -21,16 +21,16 @@ import torch
 from ramify.train import PolicySpec, RlSpec, Run
 from ramify.train.advantages import ALGORITHMS, fork_estimators, group_estimators
 from ramify.train.advantages.base import finish, needs_of
-from ramify.train.advantages.weight import ALSO, weights
+from ramify.train.advantages.token_loss_weights import ALSO, weights
 from ramify.train.data.compile import token_sequences
-from ramify.train.losses import POLICY_LOSSES, LossTokens
-from ramify.train.losses.base import LossStep, SequenceSums, TokenSelectingLoss
+from ramify.train.losses import POLICY_LOSSES, PolicyLossInputs
+from ramify.train.losses.base import SequenceSums, TokenSelectingLoss, TokenSelectionInputs
 from ramify.train.losses.corrections import CORRECTIONS
-from ramify.train.losses.critic import CriticTokens, ValueLoss
-from ramify.train.losses.loss import kl_estimate
-from ramify.train.objectives import OBJECTIVES
+from ramify.train.losses.critic import CriticLossInputs, ValueLoss
+from ramify.train.losses.total_loss import kl_estimate
+from ramify.train.named_objectives import OBJECTIVES
+from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
 from ramify.train.override import override
-from ramify.train.presets import PRESETS, choices, with_preset
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -108,13 +108,13 @@ def advantages_of(name: str) -> list[float]:
     ]
 
 
-def tokens(chosen: Any = None) -> LossTokens:
+def tokens(chosen: Any = None) -> PolicyLossInputs:
     now, old, sampler = (
         torch.tensor(p, dtype=torch.float64).log() for p in (P_NOW, P_OLD, P_SAMPLER)
     )
     advantages, lag = (torch.tensor(values, dtype=torch.float64) for values in (ADVANTAGES, LAGS))
     sums = SequenceSums(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
-    return LossTokens(now.requires_grad_(), old, sampler, advantages, sums, chosen, lag)
+    return PolicyLossInputs(now.requires_grad_(), old, sampler, advantages, sums, chosen, lag)
 
 
 def loss_of(name: str) -> tuple[list[float], list[float]]:
@@ -124,7 +124,9 @@ def loss_of(name: str) -> tuple[list[float], list[float]]:
         now, old, advantages = (
             values.detach().numpy() for values in (batch.now, batch.old, batch.advantages)
         )
-        chosen = loss.choose(LossStep(now, old, advantages, np.arange(5, dtype=np.uint64)))
+        chosen = loss.choose(
+            TokenSelectionInputs(now, old, advantages, np.arange(5, dtype=np.uint64))
+        )
         batch = batch._replace(chosen=torch.from_numpy(chosen))
     value = loss.per_token(batch)
     (slope,) = torch.autograd.grad(value.sum(), batch.now)
@@ -182,7 +184,7 @@ def kls() -> Iterator[Sequence[str]]:
 def values() -> Iterator[Sequence[str]]:
     yield "V", "V at the step's start", "return", "½ max((V - R)², (clip(V, V_old ± 0.2) - R)²)"
     for now, old, returns in ((0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.1, 0.0, 1.0)):
-        batch = CriticTokens(
+        batch = CriticLossInputs(
             *(torch.tensor([number], dtype=torch.float64) for number in (now, old, returns))
         )
         yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(batch).tolist(), 4)

@@ -56,12 +56,12 @@ RULES = {
 FOLDERS = ("ramify", "scripts", "recipes", "examples", "benchmarks", "tests")
 RECORD = {"docs/log.md", "docs/log-archive.md", "scripts/check_prose.py"}
 SEEN_BY_MODELS = {
-    "ramify/engine/observe.py",
+    "ramify/engine/observation_messages.py",
     "benchmarks/prompts.py",
     "ramify/engine/prompt_text.py",
     "ramify/engine/scaffold.py",
     "ramify/engine/prelude.py",
-    "ramify/engine/retool.py",
+    "ramify/engine/retool_protocol.py",
     "ramify/engine/action.py",
     "ramify/plans/session_module.py",
     "ramify/plans/session_plans.py",

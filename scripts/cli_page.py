@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from ramify.cli.main import command
-from ramify.cli.parser import MEANINGS, OptionSpec
+from ramify.cli.parser import MEANINGS, CliOptionSpec
 
 _PART = re.compile(r"(<!-- begin ([a-z -]+?) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
@@ -35,7 +35,7 @@ def part(name: str) -> str:
     return _table(("option", "meaning"), rows)
 
 
-def _name(option: OptionSpec) -> str:
+def _name(option: CliOptionSpec) -> str:
     names = [*filter(None, [option.short]), option.long]
     if option.kind is bool and option.has_no:
         names.append(f"--no-{option.long[2:]}")

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from ramify.models import load
-from ramify.policy_card import packaged_policy
 from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.train import metrics
 from ramify.train.checkpoint import find, read_state
+from ramify.trained_policy_settings import packaged_policy
 
 CARD = """\
 # tiny

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ramify.policy_card import packaged_policy
+from ramify.trained_policy_settings import packaged_policy
 
 _FOLDER = packaged_policy("tiny")
 assert _FOLDER is not None

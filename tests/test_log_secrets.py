@@ -15,9 +15,9 @@ import pytest
 
 import ramify
 from ramify import RLM, Store
-from ramify.clients.pool import ClientPool
-from ramify.log_outputs import RUN_LOG, LogFile
-from ramify.logging import RoomLogger, attached
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.log_outputs import RUN_LOG, FileLogHandler
+from ramify.logging import ComponentLogger, attached
 from ramify.secrets import SecretRedactor
 from ramify.serve.keys import ApiKey, ApiKeys
 from tests.clients.helpers import Says
@@ -40,7 +40,7 @@ from tests.log_records import KEY, SANDBOX
 def test_secrets_are_redacted_in_every_output(
     text: str, tmp_path: Path, records: list[logging.LogRecord]
 ) -> None:
-    log, file = RoomLogger("engine"), LogFile(tmp_path / "log")
+    log, file = ComponentLogger("engine"), FileLogHandler(tmp_path / "log")
 
     def fail() -> None:
         try:
@@ -67,8 +67,8 @@ def test_secret_from_environment_is_redacted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MY_OWN_TOKEN", "a plain passphrase")
-    with attached(LogFile(tmp_path / "log")):
-        RoomLogger("engine").info("x", "it said: a plain passphrase")
+    with attached(FileLogHandler(tmp_path / "log")):
+        ComponentLogger("engine").info("x", "it said: a plain passphrase")
     assert "it said: «redacted MY_OWN_TOKEN»" in (tmp_path / "log").read_text()
 
 
@@ -88,18 +88,18 @@ def test_key_passed_in_code_is_redacted_in_every_form(
     body = json.dumps({"error": {"message": echo}}).encode()
 
     async def main() -> BaseException:
-        with attached(LogFile(tmp_path / RUN_LOG)):
+        with attached(FileLogHandler(tmp_path / RUN_LOG)):
             replies = [(500, body, {"x-key": ODD_KEY}), (400, body, {})]
             async with Says(lambda _: replies.pop(0)) as server:
                 pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.root}}
-                client = ClientPool(**pool).client("openai:m")
+                client = RateLimitedClientPool(**pool).client("openai:m")
                 async with RLM(client, sandbox=SANDBOX, store=store) as rlm:
                     with pytest.raises(ramify.ModelError) as caught:
                         await rlm.acompletion(f"say {ODD_KEY}", "?")
                 try:
                     raise OSError(f"{ODD_KEY!r}") from caught.value
                 except OSError as error:
-                    RoomLogger("engine").error("failed", f"no {ODD_KEY}", error=error)
+                    ComponentLogger("engine").error("failed", f"no {ODD_KEY}", error=error)
                 await client.close()
             return caught.value
 
@@ -147,6 +147,6 @@ def test_server_keys_are_redacted(tmp_path: Path) -> None:
     keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
     assert keys.bearer_keys is not None
     assert keys.bearer_keys.caller("an-odd-one") == "b"
-    with attached(LogFile(tmp_path / "log")):
-        RoomLogger("serve").info("x", "keys: anotherodd, an-odd-one")
+    with attached(FileLogHandler(tmp_path / "log")):
+        ComponentLogger("serve").info("x", "keys: anotherodd, an-odd-one")
     assert "keys: «redacted key of a», «redacted key of b»" in (tmp_path / "log").read_text()

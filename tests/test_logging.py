@@ -21,10 +21,10 @@ import pytest
 
 import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
-from ramify.clients.pool import ClientPool
-from ramify.engine.limits import Ledger, ResourceAmount
-from ramify.log_outputs import RUN_LOG, LogFile, levels_of
-from ramify.logging import RoomLogger, attached, in_run
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.engine.limits import BudgetAmount, BudgetLedger
+from ramify.log_outputs import RUN_LOG, FileLogHandler, levels_of
+from ramify.logging import ComponentLogger, attached, in_run
 from ramify.progress import report_progress
 from ramify.testing.script import rate_limited, server_error, unreachable
 from ramify.testing.scripted import ScriptedClient
@@ -86,7 +86,7 @@ def test_rate_limit_wait_is_recorded(
 
     async def main() -> None:
         async with ScriptedServer([rate_limited(seconds), "a", "b"]) as server:
-            pool = ClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
+            pool = RateLimitedClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
             client = pool.client("openai:m")
             first = asyncio.ensure_future(pool.ask(client, request(), Books()))
             while not of(records, "retry"):
@@ -102,7 +102,7 @@ def test_rate_limit_wait_is_recorded(
 
 def test_budget_wait_is_recorded(records: list[logging.LogRecord]) -> None:
     """A second request fits into the budget only after the first has cost less than it might."""
-    ledger, amount = Ledger(Limits(max_tokens=100), priced=False), ResourceAmount(1, 80)
+    ledger, amount = BudgetLedger(Limits(max_tokens=100), priced=False), BudgetAmount(1, 80)
 
     class Account(Books):
         async def reserve(self) -> None:
@@ -115,7 +115,7 @@ def test_budget_wait_is_recorded(records: list[logging.LogRecord]) -> None:
 
     async def main() -> None:
         async with ScriptedServer(["a", "b"], latency_s=1.2) as server:
-            pool = ClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
+            pool = RateLimitedClientPool(base_urls={"openai": server.url}, keys={"openai": KEY})
             asks = [pool.ask(pool.client("openai:m"), request(), Account()) for _ in range(2)]
             await asyncio.gather(*asks)
             await pool.close()
@@ -131,7 +131,7 @@ def test_wait_for_unreachable_model_is_recorded(records: list[logging.LogRecord]
 
     async def main() -> None:
         client = ScriptedClient([*[unreachable()] * 5, "a"])
-        pool = ClientPool(sleep=no_time, rng=random.Random(0))
+        pool = RateLimitedClientPool(sleep=no_time, rng=random.Random(0))
         await pool.ask(pool.adopt(client), request(), Books(), patience_s=300.0)
 
     with in_run("mine"):
@@ -142,8 +142,8 @@ def test_wait_for_unreachable_model_is_recorded(records: list[logging.LogRecord]
 
 def test_warning_record_has_location_of_its_caller(records: list[logging.LogRecord]) -> None:
     with pytest.warns(UserWarning, match="odd") as warned:
-        RoomLogger("engine").warn("odd")
-    RoomLogger("engine").warning("warning", "odd")
+        ComponentLogger("engine").warn("odd")
+    ComponentLogger("engine").warning("warning", "odd")
     lines = [(record.filename, record.funcName) for record in records]
     assert lines == [("test_logging.py", "test_warning_record_has_location_of_its_caller")] * 2
     assert (warned[0].filename, warned[0].lineno) == (records[0].pathname, records[0].lineno)
@@ -236,7 +236,7 @@ def test_progress_is_logged_only_if_its_room_is_named(
     for setting in ("debug", "progress=info"):
         monkeypatch.setenv("RAMIFY_LOG", setting)
         with (
-            attached(LogFile(tmp_path / setting)),
+            attached(FileLogHandler(tmp_path / setting)),
             in_run("mine"),
             report_progress("reading", total=3, unit="files") as task,
         ):
@@ -306,8 +306,8 @@ def test_verbose_prints_one_line_per_retry(tmp_path: Path) -> None:
 
 
 def test_log_lines_are_bounded_and_single(tmp_path: Path) -> None:
-    with attached(LogFile(tmp_path / "log")), in_run("a"), in_run("b"):
-        RoomLogger("train").info("x", "é\n\x1b[2J" * 100_000, text="y" * 100_000)
+    with attached(FileLogHandler(tmp_path / "log")), in_run("a"), in_run("b"):
+        ComponentLogger("train").info("x", "é\n\x1b[2J" * 100_000, text="y" * 100_000)
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert len(line) < 12_000
     assert " train a/b x: é | " in line
@@ -316,8 +316,8 @@ def test_log_lines_are_bounded_and_single(tmp_path: Path) -> None:
 
 def test_json_log_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAMIFY_LOG_FORMAT", "json")
-    with attached(LogFile(tmp_path / "log")), in_run("outer"), in_run("inner"):
-        RoomLogger("train").info("checkpoint", "saved", step=3, path=tmp_path)
+    with attached(FileLogHandler(tmp_path / "log")), in_run("outer"), in_run("inner"):
+        ComponentLogger("train").info("checkpoint", "saved", step=3, path=tmp_path)
     row = json.loads((tmp_path / "log").read_text())
     del row["at"]
     assert row == {
@@ -385,14 +385,14 @@ def test_run_log_continues_when_an_application_configures_logging(tmp_path: Path
     """``dictConfig`` closes all handlers of the process, and disables the loggers it does not
     name."""
     script = (
-        "import logging.config, sys; from ramify.log_outputs import LogFile;"
-        "from ramify.logging import RoomLogger, attached;"
+        "import logging.config, sys; from ramify.log_outputs import FileLogHandler;"
+        "from ramify.logging import ComponentLogger, attached;"
         "root = {'handlers': ['stderr'], 'level': 'WARNING'};"
         "stderr = {'class': 'logging.StreamHandler'};\n"
-        "with attached(LogFile(sys.argv[1])):\n"
-        "    RoomLogger('train').info('before', 'a')\n"
+        "with attached(FileLogHandler(sys.argv[1])):\n"
+        "    ComponentLogger('train').info('before', 'a')\n"
         "    logging.config.dictConfig({'version': 1, 'root': root, 'handlers': {'stderr': stderr}})\n"
-        "    RoomLogger('train').info('after', 'b')\n"
+        "    ComponentLogger('train').info('after', 'b')\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -403,7 +403,7 @@ def test_run_log_continues_when_an_application_configures_logging(tmp_path: Path
 
 def test_plain_record_of_a_plugin_is_bounded_and_never_ends_a_run(tmp_path: Path) -> None:
     log, wrong = logging.getLogger("ramify.plugin"), {"event": "a\nb", "fields": {"api_key": KEY}}
-    with attached(LogFile(tmp_path / "log")), in_run("mine"):
+    with attached(FileLogHandler(tmp_path / "log")), in_run("mine"):
         log.warning("%d of %d", 1)
         log.warning("x" * 100_000, extra=wrong)
         log.warning("third", extra={"fields": "no dict"})

@@ -33,23 +33,23 @@ PUBLIC = {
         amap by_score evaluate inference load map open_sandbox plans ray subscribe tasks testing train view vote
     """,
     "ramify.tasks": """
-        BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Score Item MathScore NumericScore
-        PROGRAM_HINT PROGRAM_WORDS Rubric RubricScore SCORERS Score SimpleTask StepScoredTask Stop Task
-        TaskStart Trajectory Turn UnitTestScore WholeTrajectoryReward boxed_math choice
+        BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Scorer Item MathScorer NumericScorer
+        PROGRAM_HINT PROGRAM_WORDS Rubric RubricScorer SCORERS Score SimpleTask BatchScoredTask Stop Task
+        TaskStart Trajectory Turn UnitTestScorer TrajectoryRewardFunction boxed_math choice
         dataset env_task exact f1 from_verifiers generated interval_f1 items_of last_number
         line_f1 math_answer normalised numeric task_of unit_tests validate verifiers_v1
     """,
     "ramify.evaluate": """
         AgentJob AgentOutcome AgentRun AgentTask
         AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport McpTask MeanEstimate
-        ReportRow RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
+        ItemKindStatistics RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
         paired_difference pass_at_k report table taskset text_env verifiers_task
     """,
     "ramify.inference": """
-        BadReply CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix
+        MalformedResponse CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix
         LocalClient Message ModelError Policy Price RateLimited Refused Reply ReplyCut
         ReplyFiltered ReplyLost Request Sampling SamplingDefaults ServerFailed Tool ToolCall
-        Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver WeightSource
+        Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver LazyWeight
         WeightSync connect from_config load_policy save_policy
     """,
     "ramify.plans": """
@@ -60,33 +60,33 @@ PUBLIC = {
     """,
     "ramify.ray": "Asker",
     "ramify.testing": """
-        AccuracyCurve BatchServer ByteTokenIds CHECKS ConformanceCheck ConformanceError
-        ConformanceResult ForgetfulDisk HubServer ModelLatency OfflineModel OfflineSuite
-        ReceivedRequest SandboxProbe Script ScriptRule ScriptedClient
+        AccuracyCurve BatchServer ScriptedByteTokenizer CHECKS ConformanceCheck ConformanceError
+        ConformanceResult ForgetfulDisk HubServer ModelLatency OfflineModel OfflineModelSuiteStrategy
+        ReceivedRequest SandboxUnderTest Script ScriptRule ScriptedClient
         ScriptedFailure
         ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
         no_usage rate_limited refused server_error stalled unreachable
     """,
     "ramify.train": """
         ALGORITHMS AgentJob AgentOutcome AgentRun AgentTask
-        Algorithm AlgorithmNeeds AnnealSchedule AssignedRollout AssignedStep
-        Backend Batch BranchEstimator BranchOptions ByTask CORRECTIONS CREDITS Cispo ClipCov
-        CollapseAlarms ComputeSpec CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled
+        Algorithm AlgorithmNeeds AnnealSchedule RolloutAdvantages StepAdvantages
+        Backend Batch BranchEstimator BranchOptions PerTaskAlgorithm CORRECTIONS CREDITS Cispo ClipCov
+        CollapseAlarms TrainingBackendSpec CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled
         DecoupledGspo DemonstrationHints DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip
-        EntropyBranchEstimator EvaluateSpec FeedbackHints FormatSignal FrozenSpec FsdpRanks GDPO
+        EntropyBranchEstimator EvaluateSpec FeedbackHints FormatSignal FrozenModelBudget FsdpRanks GDPO
         GRPO GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
-        HintFilter HintJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
-        JudgeView JudgedTurn KlCov LoraSpec LossFormula LossSpec LossTokens MaxRL
+        HintFilter HintWritingJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
+        JudgeView JudgeTurnView KlCov LoraSpec BaseLossFormula LossSpec PolicyLossInputs MaxRL
         ModelCaller NextMessageHints NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
         OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
-        ProcessRewardSignal ProxApprox PublishedPolicy RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
-        RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run RunInfo SFT Sapo
-        Schedule ScoringRow SequenceClip SequenceMask SequenceSums SequenceTis ServiceSpec
+        ProcessRewardSignal ProxApprox PublicationResult RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
+        RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run TrackerRunInfo SFT Sapo
+        Schedule TokenScoringRequest SequenceClip SequenceMask SequenceSums SequenceTis RewardServiceSpec
         SftSpec ShardSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
-        StateGroupEstimator StepJudge StepMetrics StepRules StepSampleSpec TaskSpec TeacherSignal
+        StateGroupEstimator StepJudge StepMetrics StepRules RolloutBatchSpec TaskSpec TeacherSignal
         TokenCredit TokenScorer TokenScores TokenSequence TokenTis ToolUseSignal
-        TopKCandidates Tracker TrainedModel TrainedPolicySpec TrainingGuard TrajectoryHints
-        VineEstimator WarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
+        TopKCandidates Tracker TrainedModel CoTrainedPolicySpec TrainingGuard HintsForTrajectory
+        VineEstimator InductionWarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
         publish ratio
         read_group_records read_metrics token_sequences train with_objective with_preset
     """,

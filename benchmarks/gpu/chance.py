@@ -7,7 +7,7 @@ import random
 import zlib
 from typing import Any
 
-from ramify.tasks import Item, SimpleTask, WholeTrajectoryReward, generated
+from ramify.tasks import Item, SimpleTask, TrajectoryRewardFunction, generated
 
 
 def _item(rng: random.Random) -> Item:
@@ -21,4 +21,4 @@ def _coin(item: Item, trajectory: Any) -> float:
 
 
 def task() -> SimpleTask:
-    return SimpleTask("chance", generated("chance", _item), WholeTrajectoryReward(_coin))
+    return SimpleTask("chance", generated("chance", _item), TrajectoryRewardFunction(_coin))

@@ -5,7 +5,7 @@ figures with the range that was expected before they were measured, and the file
     with kit.figure("name", …): …        a failure or a missing capability costs one figure
     OUT/gpu/STAGE.json                   written again after every figure
 
-A range comes from the data sheet of a GPU (``ramify.extras.cluster.shape``) and the share of it that a
+A range comes from the data sheet of a GPU (``ramify.extras.cluster.model_and_device_specs``) and the share of it that a
 program may reach. A CPU has no sheet: a matrix product and a copy of this run take its place.
 """
 
@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from ramify.extras.cluster.shape import DEVICES, DeviceSpec
+from ramify.extras.cluster.model_and_device_specs import DEVICES, DeviceHardwareSpec
 from ramify.models.load import Policy, from_config
-from ramify.models.tokenizer import train_tokenizer
+from ramify.models.tokenizer_training import train_tokenizer
 
 VOCABULARY = 512
 """Tokens of the kit's tokenizer; a model may have more."""
@@ -333,9 +333,9 @@ def tokenizer() -> Any:
     return train_tokenizer(texts, VOCABULARY)
 
 
-def sheet_of(device: torch.device) -> DeviceSpec | None:
+def sheet_of(device: torch.device) -> DeviceHardwareSpec | None:
     """The data sheet of a GPU, or a CPU's own speeds in a matrix product and a copy; None for a
-    GPU that ``ramify.extras.cluster.shape`` does not list."""
+    GPU that ``ramify.extras.cluster.model_and_device_specs`` does not list."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower().replace(" ", "")
         return next(
@@ -347,7 +347,7 @@ def sheet_of(device: torch.device) -> DeviceSpec | None:
     into = torch.empty_like(big)
     product = min(_seconds(lambda: torch.mm(left, right)) for _ in range(20))
     copy = min(_seconds(lambda: into.copy_(big)) for _ in range(5))
-    return DeviceSpec("cpu", 0, 2 * size**3 / product / 1e12, 2 * big.nbytes / copy / 1e9)
+    return DeviceHardwareSpec("cpu", 0, 2 * size**3 / product / 1e12, 2 * big.nbytes / copy / 1e9)
 
 
 def _seconds(work: Callable[[], Any]) -> float:

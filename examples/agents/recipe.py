@@ -51,12 +51,12 @@ def run(name: str = "") -> train.Run:
         ),
         rl=train.RlSpec(
             steps=20,
-            sample=train.StepSampleSpec(items=2),
+            sample=train.RolloutBatchSpec(items=2),
             rollout=train.RolloutOptions(group=8, concurrency=16),
             optim=train.OptimizerSpec(lr=1e-2, max_grad_norm=1.0),
         ),
         limits=Limits(max_reply_tokens=24, max_seconds=600),
         evaluate=train.EvaluateSpec(num=1, final=()),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainingBackendSpec(precision="fp32"),
         threads=1,
     )

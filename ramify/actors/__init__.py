@@ -12,7 +12,7 @@ run_messages.py       the messages on them: declared types, never pickle
 connect_back.py       started processes connect to the run, with a ticket from their standard input
 rank_store.py         the store of a process group, over these connections
 group_proof.py        the same proof over the connections that gloo and NCCL open
-tcp_table.py          whose process is at the other end of a TCP connection of this machine
+socket_owner.py       whose process is at the other end of a TCP connection of this machine
 restarts.py           when a lost process is restarted, and when it is given up
 rank_group.py         processes that run the same calls together
 rank_watch.py         which of them is lost, or keeps the others waiting

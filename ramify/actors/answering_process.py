@@ -27,7 +27,7 @@ _BARE = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
 """Environment variables of a process that gets no others."""
 
 
-def start(serve: str, *, is_bare: bool = False) -> subprocess.Popen[bytes]:
+def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Popen[bytes]:
     """Start a Python process that calls the function ``serve``, given as ``module:name``.
 
     is_bare: whether it starts without the environment variables of this process, which may be

@@ -77,7 +77,7 @@ def absolute_word(word: str) -> str:
     return str(Path(word).absolute())
 
 
-def check_program(word: str, where: str) -> None:
+def check_program_installed(word: str, where: str) -> None:
     """Raise ConfigError unless the first ``word`` of a command is a program here."""
     if "{" not in word and shutil.which(word) is None:
         raise ConfigError(

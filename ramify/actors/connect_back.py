@@ -26,7 +26,7 @@ BEAT_S = 1.0
 """Seconds between heartbeats."""
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class ConnectBackTicket(msgspec.Struct, frozen=True):
     """What a started process needs to connect back."""
 
     address: str
@@ -35,17 +35,17 @@ class Ticket(msgspec.Struct, frozen=True):
     """Name of the process, which it sends as the first message of its channel."""
 
 
-class Listener(ChannelListener):
+class ConnectBackListener(ChannelListener):
     """Accepts the channels of processes that were started with this listener's tickets."""
 
     def ticket(self, name: str) -> bytes:
         """Encode a ticket, to be the standard input of a process that calls ``connect_back``."""
-        return encode(Ticket(self.address, self.key, name))
+        return encode(ConnectBackTicket(self.address, self.key, name))
 
 
-def read_ticket() -> Ticket:
+def read_ticket() -> ConnectBackTicket:
     """Read the ticket of this process from standard input."""
-    ticket: Ticket = decode(sys.stdin.buffer.read(), Ticket)
+    ticket: ConnectBackTicket = decode(sys.stdin.buffer.read(), ConnectBackTicket)
     return ticket
 
 

@@ -34,7 +34,7 @@ _WAIT_S = 40.0
 _SETTING = threading.RLock()
 
 
-class AuthenticatedGroups:
+class AuthenticatedGroupFactory:
     """Forms the groups of processes that have a common key."""
 
     def __init__(self, key: bytes, is_local: bool) -> None:

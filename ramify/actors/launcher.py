@@ -1,6 +1,6 @@
 """Launchers start processes, each on its slot: on this machine, or by Ray on others.
 
-    launcher.start(SlotMember("trainer", 1), command, environment, log)
+    launcher.start(RoleInstance("trainer", 1), command, environment, log)
         ->  Process: is it alive, why did it end, end it
 
     LocalLauncher ──────────────────────────────────── ChildProcess
@@ -12,8 +12,8 @@ which of them leads; neither depends on the launcher.
 
 A slot is the share of a machine that a process takes, or several that are colocated:
 
-    PlacementSlot("gpus", node=0, needs=SlotResources(gpus=1, cpus=8),
-                  members=(SlotMember("trainer", 0), SlotMember("inference", 0)))
+    NodeResourceSlot("gpus", node=0, needs=SlotResources(gpus=1, cpus=8),
+                  members=(RoleInstance("trainer", 0), RoleInstance("inference", 0)))
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import msgspec
 
 from ramify.actors.child_process import ChildProcess, Process, end_all
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 
 ALMOST = 1e-9
 """Tolerance for fractions: three times a third of a GPU is one GPU."""
@@ -56,14 +56,14 @@ class SlotResources(NamedTuple):
         return all(a <= b + ALMOST for a, b in zip(self, available, strict=True))
 
 
-class SlotMember(NamedTuple):
+class RoleInstance(NamedTuple):
     """A process, given by its role (such as ``trainer``) and its number in that role."""
 
     role: str
     number: int
 
 
-class PlacementSlot(msgspec.Struct, frozen=True):
+class NodeResourceSlot(msgspec.Struct, frozen=True):
     """The share of one node that a process takes, or several that are colocated."""
 
     pool: str
@@ -71,11 +71,11 @@ class PlacementSlot(msgspec.Struct, frozen=True):
     node: int
     """Index of the node in its pool."""
     needs: SlotResources
-    members: tuple[SlotMember, ...]
+    members: tuple[RoleInstance, ...]
     offsets: tuple[float, ...] = ()
     """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
 
-    def share(self, member: SlotMember, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
+    def share(self, member: RoleInstance, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
         """Return the GPUs of this slot that ``member`` may use. ``slot_gpus`` lists all GPUs of the
         slot, and ``gpus`` is how many of them the member needs. Without ``offsets``, or if ``gpus``
         is 0, the member shares all of them."""
@@ -85,7 +85,7 @@ class PlacementSlot(msgspec.Struct, frozen=True):
         return list(slot_gpus[first : first + max(1, int(gpus + ALMOST))])
 
 
-_log = RoomLogger("actors")
+_log = ComponentLogger("actors")
 STOPPED_S = 30.0
 """A process that is stopped (SIGSTOP) for this many seconds counts as lost and is killed."""
 _END_S = 5.0
@@ -102,7 +102,7 @@ class Launcher(Protocol):
 
     def start(
         self,
-        member: SlotMember,
+        member: RoleInstance,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
@@ -113,16 +113,16 @@ class Launcher(Protocol):
         ConfigError if the process cannot be started."""
         ...
 
-    def address_of(self, member: SlotMember) -> str:
+    def address_of(self, member: RoleInstance) -> str:
         """Return the address of the machine on which the process ``member`` is placed, as other
         processes reach it."""
         ...
 
-    def free_port(self, member: SlotMember) -> int:
+    def free_port(self, member: RoleInstance) -> int:
         """Return a free TCP port on the machine on which the process ``member`` is placed."""
         ...
 
-    def renew(self, member: SlotMember) -> None:
+    def renew(self, member: RoleInstance) -> None:
         """Ensure that the process ``member`` has a slot. If its slot is lost, another one is found,
         perhaps on another machine, which may take a while. Raises ConfigError if there is none."""
         ...
@@ -138,11 +138,11 @@ class LocalLauncher:
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._children: dict[SlotMember, ChildProcess] = {}
+        self._children: dict[RoleInstance, ChildProcess] = {}
 
     def start(
         self,
-        member: SlotMember,
+        member: RoleInstance,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
@@ -158,13 +158,13 @@ class LocalLauncher:
             raise cannot_start(member, "", f"{error.filename}: {error.strerror}") from None
         return child
 
-    def address_of(self, member: SlotMember) -> str:
+    def address_of(self, member: RoleInstance) -> str:
         return self.address
 
-    def free_port(self, member: SlotMember) -> int:
+    def free_port(self, member: RoleInstance) -> int:
         return free_port(self.address)
 
-    def renew(self, member: SlotMember) -> None:
+    def renew(self, member: RoleInstance) -> None:
         """Do nothing: this machine is available as long as the run is."""
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class RemoteProcess:
         self.poll()
 
 
-def cannot_start(member: SlotMember, where: str, why: str) -> ConfigError:
+def cannot_start(member: RoleInstance, where: str, why: str) -> ConfigError:
     return ConfigError(f"{member.role} {member.number} cannot be started{where}: {why}")
 
 

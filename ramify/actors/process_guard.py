@@ -67,7 +67,7 @@ class ProcessGuard:
         self._parent_fd = self._watch_parent()
         self._pid = self._start(spec)
 
-    def run(self) -> None:
+    def run_until_all_exit(self) -> None:
         """Return once the command and everything that it started have ended."""
         try:
             while self._status is None:
@@ -301,4 +301,4 @@ def _read(size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    ProcessGuard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run()
+    ProcessGuard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run_until_all_exit()

@@ -1,8 +1,8 @@
 """A group of ranks that work together, and how it handles a rank that fails.
 
     rank 0, the run's own process                     rank 1, 2, …
-    call(verb) ── VerbCall ─────────────────────────> follow: run it, all at the same time
-               <─ VerbResult ────────────────────────
+    call(verb) ── RankMethodCall ─────────────────────────> follow: run it, all at the same time
+               <─ RankMethodResult ────────────────────────
 
 The training loop runs only in rank 0 and does not use ranks itself: otherwise it would have to run
 everywhere, with the same rollouts, clock and decisions. The other ranks run verbs, and hold no
@@ -32,26 +32,26 @@ from ramify import errors
 from ramify.actors.child_process import Process, end_when_done
 from ramify.actors.rank_watch import (
     GRACE_S,
-    EndNow,
-    HeartbeatCount,
+    AbortRankRequest,
+    HeartbeatReply,
     RankConnection,
     RankError,
     RankHeartbeat,
+    RankMethodResult,
     RankStack,
     RankWatch,
     StackRequest,
-    VerbResult,
     WatchRequest,
 )
 from ramify.actors.run_channel import Channel
 from ramify.actors.run_messages import decode, encode
 from ramify.errors import RamifyError, TrainError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 
 
-class VerbCall(msgspec.Struct, tag=True, frozen=True):
+class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
     """Message from rank 0 that asks another rank to run a method, called a verb."""
 
     verb: str
@@ -59,14 +59,14 @@ class VerbCall(msgspec.Struct, tag=True, frozen=True):
     """Encoded as the types of the verb's parameters."""
 
 
-class Leave(msgspec.Struct, tag=True, frozen=True):
+class EndGroupRequest(msgspec.Struct, tag=True, frozen=True):
     """Message from rank 0 that ends the group: no further method call follows."""
 
 
-RankRequest = VerbCall | Leave
+RankRequest = RankMethodCall | EndGroupRequest
 
 
-class RemoteRankError(TrainError):
+class PeerRankFailedError(TrainError):
     """This rank stops because another rank has an error, which that rank reports."""
 
 
@@ -108,7 +108,7 @@ class RankGroup:
                     own = each[connection.rank] if each else ()
                     arguments = [msgspec.Raw(encode(value)) for value in (*shared, *own)]
                     with contextlib.suppress(OSError):  # the watch thread reports why
-                        connection.talk.send(VerbCall(verb, arguments))
+                        connection.talk.send(RankMethodCall(verb, arguments))
                 try:
                     first = _carried_out(self._own, verb, (*shared, *(each[0] if each else ())))
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
@@ -127,7 +127,7 @@ class RankGroup:
         self._watch.close()
         for connection in self.connections:
             with contextlib.suppress(OSError):
-                connection.talk.send(Leave())
+                connection.talk.send(EndGroupRequest())
         end_when_done(self.processes, GRACE_S)
         for connection in self.connections:
             connection.talk.close()
@@ -148,7 +148,7 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
         return _Outcome(error=error)
 
 
-def _received(result: VerbResult, kind: Any) -> _Outcome:
+def _received(result: RankMethodResult, kind: Any) -> _Outcome:
     """Decode the outcome that another rank reports for a verb whose value has the type ``kind``."""
     if result.error is None:
         return _Outcome(decode(result.value, kind))
@@ -158,7 +158,9 @@ def _received(result: VerbResult, kind: Any) -> _Outcome:
 def _values(ended: Sequence[_Outcome]) -> list[Any]:
     errors = [each.error for each in ended if each.error is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, RemoteRankError)), errors[0])
+        raise next(
+            (error for error in errors if not isinstance(error, PeerRankFailedError)), errors[0]
+        )
     return [each.value for each in ended]
 
 
@@ -167,7 +169,7 @@ _KINDS: tuple[type[RamifyError], ...] = (
     errors.StoreError,
     errors.SourceError,
     TrainError,
-    RemoteRankError,
+    PeerRankFailedError,
 )
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 """Errors that keep their class when a rank reports them. Any other Ramify error becomes a
@@ -182,14 +184,14 @@ def _types(kind: Any, verb: str) -> tuple[list[Any], Any]:
     return list(hints.values()), value
 
 
-def _called(own: Any, call: VerbCall) -> VerbResult:
+def _called(own: Any, call: RankMethodCall) -> RankMethodResult:
     """Run the verb that rank 0 has called, and return its result."""
     parameters, _ = _types(own.__class__, call.verb)
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)
     if ended.error is not None:
-        return VerbResult(error=RankError(type(ended.error).__name__, str(ended.error)))
-    return VerbResult(value=msgspec.Raw(encode(ended.value)))
+        return RankMethodResult(error=RankError(type(ended.error).__name__, str(ended.error)))
+    return RankMethodResult(value=msgspec.Raw(encode(ended.value)))
 
 
 def _describe(verb: str, error: Exception) -> str:
@@ -213,14 +215,14 @@ def follow(
                 request: RankRequest = talk.receive(RankRequest)
             except (EOFError, OSError):
                 _end(rank, "rank 0 is gone")
-            if isinstance(request, Leave):
+            if isinstance(request, EndGroupRequest):
                 return
             with pulse.doing(request.verb):
                 try:
                     ended = _called(own, request)
                 except Exception as error:  # noqa: BLE001 (sent to rank 0, and raised there)
                     traceback.print_exc()
-                    ended = VerbResult(broke=_describe(request.verb, error))
+                    ended = RankMethodResult(broke=_describe(request.verb, error))
             talk.send(ended)
             if ended.broke:
                 _end(rank, ended.broke)
@@ -244,10 +246,10 @@ def _answer(
                     _end(rank, f"no message from rank 0 for {timeout_s:g} s")
                 continue
             request: WatchRequest = watch.receive(WatchRequest)
-            if isinstance(request, EndNow):
+            if isinstance(request, AbortRankRequest):
                 _end(rank, request.reason)
             asks_stack = isinstance(request, StackRequest)
-            watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatCount(pulse.count))
+            watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatReply(pulse.count))
         except (EOFError, OSError):
             if stop.wait(GRACE_S):
                 return

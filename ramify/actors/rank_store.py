@@ -1,8 +1,8 @@
 """Key-value store through which the processes of a group exchange their addresses. It has torch's
 interface and uses authenticated channels.
 
-    rank 0           HashStore <── StoreHost, one thread per channel <──┐
-    rank 1, 2, …     ChannelStore ── SetKey, AwaitKeys, … ──────────────┘
+    rank 0           HashStore <── KeyValueStoreServer, one thread per channel <──┐
+    rank 1, 2, …     ChannelStore ── SetKeyRequest, WaitForKeysRequest, … ──────────────┘
 
 torch's own stores accept every process that connects (``TCPStore``), or need a shared folder
 (``FileStore``). A process that writes to a group's store decides to which addresses its ranks
@@ -28,38 +28,38 @@ from ramify.errors import TrainError
 _POLL_S = 0.2
 
 
-class SetKey(msgspec.Struct, tag=True, frozen=True):
+class SetKeyRequest(msgspec.Struct, tag=True, frozen=True):
     key: str
     value: bytes
 
 
-class GetKey(msgspec.Struct, tag=True, frozen=True):
+class GetKeyRequest(msgspec.Struct, tag=True, frozen=True):
     """Request for the value of a key that exists."""
 
     key: str
 
 
-class AwaitKeys(msgspec.Struct, tag=True, frozen=True):
+class WaitForKeysRequest(msgspec.Struct, tag=True, frozen=True):
     """Request to wait until all keys exist."""
 
     keys: list[str]
     timeout_s: float
 
 
-class CheckKeys(msgspec.Struct, tag=True, frozen=True):
+class CheckKeysRequest(msgspec.Struct, tag=True, frozen=True):
     """Request that asks whether all keys exist."""
 
     keys: list[str]
 
 
-class AddNumber(msgspec.Struct, tag=True, frozen=True):
+class IncrementKeyRequest(msgspec.Struct, tag=True, frozen=True):
     """Request to add a number to the value of a key. A missing key counts as 0."""
 
     key: str
     amount: int
 
 
-class CompareSet(msgspec.Struct, tag=True, frozen=True):
+class CompareAndSetRequest(msgspec.Struct, tag=True, frozen=True):
     """Request to replace the value of a key if it equals the expected one."""
 
     key: str
@@ -67,11 +67,19 @@ class CompareSet(msgspec.Struct, tag=True, frozen=True):
     desired: bytes
 
 
-class DeleteKey(msgspec.Struct, tag=True, frozen=True):
+class DeleteKeyRequest(msgspec.Struct, tag=True, frozen=True):
     key: str
 
 
-StoreRequest = SetKey | GetKey | AwaitKeys | CheckKeys | AddNumber | CompareSet | DeleteKey
+StoreRequest = (
+    SetKeyRequest
+    | GetKeyRequest
+    | WaitForKeysRequest
+    | CheckKeysRequest
+    | IncrementKeyRequest
+    | CompareAndSetRequest
+    | DeleteKeyRequest
+)
 
 
 class StoreReply(msgspec.Struct, frozen=True):
@@ -82,7 +90,7 @@ class StoreReply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class StoreHost:
+class KeyValueStoreServer:
     """Holds the store in rank 0, and answers the requests of the other ranks."""
 
     def __init__(
@@ -120,26 +128,26 @@ class StoreHost:
         store: Any = self._store
         try:
             match request:
-                case SetKey():
+                case SetKeyRequest():
                     store.set(request.key, request.value)
-                case GetKey():
+                case GetKeyRequest():
                     return StoreReply(value=bytes(store.get(request.key)))
-                case AwaitKeys():
+                case WaitForKeysRequest():
                     return self._awaited(request, channel)
-                case CheckKeys():
+                case CheckKeysRequest():
                     return StoreReply(number=int(store.check(request.keys)))
-                case AddNumber():
+                case IncrementKeyRequest():
                     return StoreReply(number=store.add(request.key, request.amount))
-                case CompareSet():
+                case CompareAndSetRequest():
                     value = store.compare_set(request.key, request.expected, request.desired)
                     return StoreReply(value=bytes(value))
-                case DeleteKey():
+                case DeleteKeyRequest():
                     return StoreReply(number=int(store.delete_key(request.key)))
         except (RuntimeError, dist.DistError) as error:
             return StoreReply(error=str(error).partition("\n")[0])
         return StoreReply()
 
-    def _awaited(self, request: AwaitKeys, channel: Channel) -> StoreReply:
+    def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> StoreReply:
         """Wait for the keys, in short steps, so that the thread ends soon after its rank."""
         until = time.monotonic() + request.timeout_s
         while not channel.is_ended:
@@ -167,27 +175,27 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
         self._asking = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:
-        self._ask(SetKey(key, _bytes(value)))
+        self._ask(SetKeyRequest(key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._ask(GetKey(key)).value
+        return self._ask(GetKeyRequest(key)).value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         seconds = (timeout or self.timeout).total_seconds()
-        self._ask(AwaitKeys(list(keys), seconds))
+        self._ask(WaitForKeysRequest(list(keys), seconds))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(CheckKeys(list(keys))).number)
+        return bool(self._ask(CheckKeysRequest(list(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(AddNumber(key, amount)).number
+        return self._ask(IncrementKeyRequest(key, amount)).number
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._ask(CompareSet(key, _bytes(expected), _bytes(desired))).value
+        return self._ask(CompareAndSetRequest(key, _bytes(expected), _bytes(desired))).value
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(DeleteKey(key)).number)
+        return bool(self._ask(DeleteKeyRequest(key)).number)
 
     deleteKey = delete_key
     """torch's own threads call ``delete_key`` by this name."""

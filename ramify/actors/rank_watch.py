@@ -1,7 +1,7 @@
 """Watches a group of ranks from rank 0: which rank is lost, and which one the others wait for.
 
     watch      ── Ping, every half second ──────────> watch: answers from a separate thread
-               <─ HeartbeatCount, or RankStack ──────
+               <─ HeartbeatReply, or RankStack ──────
 
 A rank that exits is noticed by its connection. A rank is stuck if no rank makes progress for
 ``timeout_s`` during a verb. Then every rank is asked for its stack: ranks that wait inside
@@ -82,7 +82,7 @@ class RankError(msgspec.Struct, frozen=True):
     text: str
 
 
-class VerbResult(msgspec.Struct, frozen=True):
+class RankMethodResult(msgspec.Struct, frozen=True):
     """Result of one verb on one rank, sent to rank 0."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -100,13 +100,13 @@ class StackRequest(msgspec.Struct, tag=True, frozen=True):
     """Rank 0 asks for the rank's stack trace."""
 
 
-class EndNow(msgspec.Struct, tag=True, frozen=True):
+class AbortRankRequest(msgspec.Struct, tag=True, frozen=True):
     """Rank 0 tells the rank to exit at once."""
 
     reason: str
 
 
-class HeartbeatCount(msgspec.Struct, tag=True, frozen=True):
+class HeartbeatReply(msgspec.Struct, tag=True, frozen=True):
     count: int
 
 
@@ -114,8 +114,8 @@ class RankStack(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-WatchRequest = Ping | StackRequest | EndNow
-WatchAnswer = HeartbeatCount | RankStack
+WatchRequest = Ping | StackRequest | AbortRankRequest
+WatchAnswer = HeartbeatReply | RankStack
 
 
 class RankWatch:
@@ -139,7 +139,7 @@ class RankWatch:
         """Why the group has ended; empty while it works."""
         self._guard = threading.Lock()
         self._counts = [0] * (1 + len(connections))
-        self._inbox: dict[int, list[VerbResult]] = {link.rank: [] for link in connections}
+        self._inbox: dict[int, list[RankMethodResult]] = {link.rank: [] for link in connections}
         """Results received from ranks and not yet returned."""
         self._answers: dict[int, str] = {}
         """Rank -> its stack, after it was requested."""
@@ -165,7 +165,7 @@ class RankWatch:
         self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
         raise TrainError(self._reason)
 
-    def ended(self, link: RankConnection) -> VerbResult:
+    def ended(self, link: RankConnection) -> RankMethodResult:
         """The rank's result, once it has finished its verb. Raises TrainError if a rank was
         lost."""
         while True:
@@ -184,7 +184,7 @@ class RankWatch:
     def _receive(self, link: RankConnection) -> None:
         with self._guard, contextlib.suppress(EOFError, OSError):
             while link.talk.poll():
-                self._inbox[link.rank].append(link.talk.receive(VerbResult))
+                self._inbox[link.rank].append(link.talk.receive(RankMethodResult))
 
     def close(self) -> None:
         self._closing.set()
@@ -231,7 +231,7 @@ class RankWatch:
             with contextlib.suppress(EOFError, OSError):
                 while link.watch.poll():
                     answer: WatchAnswer = link.watch.receive(WatchAnswer)
-                    if isinstance(answer, HeartbeatCount):
+                    if isinstance(answer, HeartbeatReply):
                         self._counts[link.rank] = answer.count
                     else:
                         self._answers[link.rank] = answer.text
@@ -321,7 +321,7 @@ class RankWatch:
                 return
             self._reason = reason
         for link in self._connections:
-            self._send(link, EndNow(reason))
+            self._send(link, AbortRankRequest(reason))
         for process in self._processes:
             process.end(0.0)
         for link in self._connections:

@@ -1,6 +1,6 @@
 """Joining a Ray cluster, or starting one here that ends with this process's work.
 
-    cluster = RayCluster(address)       the address, else RAY_ADDRESS, else a new one on loopback
+    cluster = RayClusterConnection(address)   the address, RAY_ADDRESS, or a new one on loopback
     cluster.join() ── work ── cluster.leave()
 
 Ray compares the versions of Ray and Python when a process joins. Ray is imported only when it is
@@ -36,7 +36,7 @@ _SETTINGS = 4
 """Type of the frame with which each server of HTTP/2 begins."""
 
 
-class RayCluster:
+class RayClusterConnection:
     """The membership of this process in a Ray cluster."""
 
     def __init__(

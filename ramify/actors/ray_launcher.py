@@ -29,13 +29,13 @@ from typing import Any
 
 from ramify.actors.launcher import (
     NodeAgent,
-    PlacementSlot,
+    NodeResourceSlot,
     RemoteProcess,
-    SlotMember,
+    RoleInstance,
     SlotResources,
     cannot_start,
 )
-from ramify.actors.ray_cluster import RayCluster, imported
+from ramify.actors.ray_cluster import RayClusterConnection, imported
 from ramify.errors import ConfigError, TrainError
 
 _LOOPBACK = "127.0.0.1"
@@ -51,7 +51,7 @@ class RayLauncher:
 
     def __init__(
         self,
-        placement_slots: Sequence[PlacementSlot],
+        placement_slots: Sequence[NodeResourceSlot],
         *,
         gpus: Mapping[str, float] | None = None,
         spread: Collection[str] = (),
@@ -68,7 +68,7 @@ class RayLauncher:
         not available.
         """
         self._ray = imported()
-        self._cluster = RayCluster(address, start_s)
+        self._cluster = RayClusterConnection(address, start_s)
         self._gpus = gpus or {}
         self._spread = spread
         self.start_s = start_s
@@ -99,7 +99,7 @@ class RayLauncher:
 
     def start(
         self,
-        member: SlotMember,
+        member: RoleInstance,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
@@ -132,14 +132,14 @@ class RayLauncher:
         until a slot is on another machine, and this machine's network address from then on."""
         return self._own if self._is_distributed else _LOOPBACK
 
-    def address_of(self, member: SlotMember) -> str:
+    def address_of(self, member: RoleInstance) -> str:
         address = str(self._locations[self._slot_of(member)]["address"])
         return self.address if address == self._own else address
 
-    def free_port(self, member: SlotMember) -> int:
+    def free_port(self, member: RoleInstance) -> int:
         return int(self._ask(self._slot_of(member), "free_port"))
 
-    def renew(self, member: SlotMember) -> None:
+    def renew(self, member: RoleInstance) -> None:
         """Ensure that ``member`` has a slot. If the slot's node agent no longer answers, it is
         killed and replaced, perhaps on another machine. Raises ConfigError if no node has room for
         the slot."""
@@ -196,7 +196,7 @@ class RayLauncher:
                 f"slot {index} on {host} does not answer ({type(error).__name__}: {first})"
             ) from None
 
-    def _slot_of(self, member: SlotMember) -> int:
+    def _slot_of(self, member: RoleInstance) -> int:
         return next(
             index
             for index, placement_slot in enumerate(self._placement_slots)
@@ -288,7 +288,7 @@ class RayLauncher:
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].share(
-            SlotMember("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
+            RoleInstance("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
         )
         own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
         if slot_gpus and slot_gpus[0] != own_gpus[0]:
@@ -300,7 +300,7 @@ class RayLauncher:
 
 
 def bundles(
-    placement_slots: Sequence[PlacementSlot],
+    placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
     """Return the resources to reserve on each node of each pool. For each node there are the total
     resources of its slots and the indices of these slots. Slots without a pool are separate

@@ -1,6 +1,6 @@
 """When a process that was lost is restarted, and when it is given up.
 
-    restarts = RestartCount(3, log, "worker")
+    restarts = ProcessRestartLimiter(3, log, "worker")
     restarts.failed(1, "worker 1 ended")    True: restart it; False: it was lost 4 times in a row
     restarts.failed(1, "no memory")         the same for a restart that failed
     restarts.back(1, "worker 1 is back")
@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from ramify.errors import RamifyError
-from ramify.logging import RoomLogger, in_outermost_run
+from ramify.logging import ComponentLogger, in_outermost_run
 
 LONGEST_PAUSE_S = 30.0
 T = TypeVar("T")
@@ -28,10 +28,10 @@ T = TypeVar("T")
 Name = str | int
 
 
-class RestartCount:
+class ProcessRestartLimiter:
     """How often each process was lost without any success in between."""
 
-    def __init__(self, restarts: int, log: RoomLogger, kind: str) -> None:
+    def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
         """``restarts`` is the number of losses in a row after which a process is still restarted.
         ``kind`` says in log records what the processes are: ``worker``, ``service``, …"""
         self._restarts = restarts

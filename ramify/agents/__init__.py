@@ -7,13 +7,13 @@
     reward(AgentRun) ◀──── exit code, output, files, tree
 
     agent_task.py       the task: items, the agent, its reward; all that is checked beforehand
-    agent_job.py        what an agent is given: folder, item, addresses, key, environment
+    agent_inputs.py     what an agent is given: folder, item, addresses, key, environment
     agent_attempt.py    one rollout: limits, and which of its outcomes are learned from
     agent_function.py   a Python function as the agent
     agent_command.py    a command as the agent: its arguments, its environment, its process
     agent_container.py  Docker as the place of a command
-    agent_run.py        what a reward sees
+    agent_result.py     what a reward sees
 
-Not here: the HTTP endpoint (``evaluate/model_endpoint.py``), and which request continues which call
-(``engine/model_conversations.py``).
+Not here: the HTTP endpoint (``evaluate/agent_model_endpoint.py``), and which request continues
+which call (``engine/run_model_client.py``).
 """

@@ -21,17 +21,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.agents.agent_job import (
+from ramify.agents.agent_inputs import (
     AgentJob,
     new_folder,
     remove_folder,
     visible_to_agent,
     write_item_file,
 )
-from ramify.agents.agent_run import AgentRecord
-from ramify.engine.model_conversations import ModelConversations
+from ramify.agents.agent_result import AgentRecord
+from ramify.engine.run_model_client import RunModelClient
 from ramify.errors import RamifyError
-from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.secrets import MARK
 from ramify.tasks.base import Item
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
@@ -93,13 +93,13 @@ class AgentAttempt:
         self._record: AgentRecord | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
 
-    async def conduct(self, conversations: ModelConversations) -> Any:
+    async def conduct(self, conversations: RunModelClient) -> Any:
         """Let the agent work, and return its answer. Raises RamifyError unless it ended well."""
         endpoint = await conversations.shared(ModelEndpoint, ModelEndpoint)
         folder = new_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
         self._remove = weakref.finalize(self, remove_folder, folder)
-        seat = EndpointSeat(conversations, "")
+        seat = AgentModelAccess(conversations, "")
         began = time.monotonic()
         with endpoint.seat_key(seat) as key:
             job = self._job(endpoint, key, folder)
@@ -151,7 +151,7 @@ class AgentAttempt:
             api_key=key,
         )
 
-    async def _outcome(self, agent: RunningAgent, seat: EndpointSeat) -> AgentOutcome:
+    async def _outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
         """Wait until the agent has ended, or has reached one of its limits."""
         limits = self._limits
         first_s = min(limits.first_request_s, limits.max_seconds)
@@ -167,7 +167,7 @@ class AgentAttempt:
             return AgentOutcome.NEVER_CALLED
         return AgentOutcome.OUTLIVED if agent.num_left else AgentOutcome.ENDED
 
-    def _reason(self, record: AgentRecord, seat: EndpointSeat, place: str) -> str:
+    def _reason(self, record: AgentRecord, seat: AgentModelAccess, place: str) -> str:
         limits = self._limits
         match record.outcome:
             case AgentOutcome.CRASHED:

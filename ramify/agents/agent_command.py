@@ -31,7 +31,7 @@ from typing import Any
 from ramify.actors.child_process import ChildProcess
 from ramify.actors.command_words import (
     absolute_word,
-    check_program,
+    check_program_installed,
     filled_words,
     passed_on,
     split_command,
@@ -39,9 +39,9 @@ from ramify.actors.command_words import (
 )
 from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
-from ramify.agents.agent_job import AgentJob
-from ramify.agents.agent_run import MAX_OUTPUT_CHARS, output_tail
-from ramify.engine.threads import in_thread
+from ramify.agents.agent_inputs import AgentJob
+from ramify.agents.agent_result import MAX_OUTPUT_CHARS, output_tail
+from ramify.engine.event_loop_thread import in_thread
 from ramify.errors import ConfigError, RamifyError
 
 PLACEHOLDERS = {
@@ -85,7 +85,7 @@ class CommandTemplate:
         if container:
             self.container = AgentContainer(container)
         elif not shell:
-            check_program(self._words[0], "AgentTask")
+            check_program_installed(self._words[0], "AgentTask")
 
     def words(self, job: AgentJob) -> list[str]:
         """Return the words of the command for one rollout, with its placeholders filled in. In a

@@ -39,8 +39,8 @@ from ramify.agents.agent_attempt import (
 )
 from ramify.agents.agent_command import CommandTemplate, named_variables, start_command
 from ramify.agents.agent_function import AgentFunction
-from ramify.agents.agent_job import AgentJob, remove_folder
-from ramify.agents.agent_run import AgentRecord, AgentRun
+from ramify.agents.agent_inputs import AgentJob, remove_folder
+from ramify.agents.agent_result import AgentRecord, AgentRun
 from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import is_reference, load_object, place_of
 from ramify.tasks.base import (

@@ -19,11 +19,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.early_start import SMALL_BYTES
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog, parse_size
-from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
+from ramify.cli.parser import (
+    CliCommandSpec,
+    CliOptionSpec,
+    ExitCode,
+    UsageError,
+    epilog,
+    parse_size,
+)
+from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models, unknown_variables
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, write
+from ramify.cli.terminal_text import StderrMessageWriter, write
 from ramify.errors import ConfigError
 from ramify.logging import collect_warnings
 
@@ -46,91 +53,91 @@ _PATIENCE_S = 1.0
 """Seconds to wait for piped input before saying so."""
 
 SETTINGS = (
-    OptionSpec("model", str, "model that drives the session, as provider:model", "MODEL", "-m"),
-    OptionSpec(
+    CliOptionSpec("model", str, "model that drives the session, as provider:model", "MODEL", "-m"),
+    CliOptionSpec(
         "sub_model",
         list,
         "model for sub-calls (default: the same model); repeat to offer several by name",
         "MODEL",
     ),
-    OptionSpec("max_cost", float, "maximum cost in dollars (default: 5, if prices are known)"),
-    OptionSpec("max_seconds", float, "maximum time to answer, in seconds (default: 1800)"),
-    OptionSpec("max_calls", int, "maximum number of model requests (default: 1000)"),
-    OptionSpec("max_depth", int, "maximum nesting depth of sessions (default: 1)"),
-    OptionSpec("max_turns", int, "maximum turns per session (default: 30)"),
-    OptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
-    OptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
-    OptionSpec("max_sub_reply_tokens", int, "the same for replies to llm_query"),
-    OptionSpec("max_reasoning_tokens", int, "tokens of hidden reasoning per reply, in addition"),
-    OptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
-    OptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
-    OptionSpec(
+    CliOptionSpec("max_cost", float, "maximum cost in dollars (default: 5, if prices are known)"),
+    CliOptionSpec("max_seconds", float, "maximum time to answer, in seconds (default: 1800)"),
+    CliOptionSpec("max_calls", int, "maximum number of model requests (default: 1000)"),
+    CliOptionSpec("max_depth", int, "maximum nesting depth of sessions (default: 1)"),
+    CliOptionSpec("max_turns", int, "maximum turns per session (default: 30)"),
+    CliOptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
+    CliOptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
+    CliOptionSpec("max_sub_reply_tokens", int, "the same for replies to llm_query"),
+    CliOptionSpec("max_reasoning_tokens", int, "tokens of hidden reasoning per reply, in addition"),
+    CliOptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
+    CliOptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
+    CliOptionSpec(
         "branches",
         int,
         "sample N continuations of the first turn and take the majority answer (default: 1)",
     ),
-    OptionSpec("cite", bool, "ask for citations and verify them"),
-    OptionSpec(
+    CliOptionSpec("cite", bool, "ask for citations and verify them"),
+    CliOptionSpec(
         "scaffold",
         str,
         "prompts and form of replies: a name (`ramify plugins scaffold` lists them), or a .toml or "
         ".json file",
         "NAME|FILE",
     ),
-    OptionSpec("instructions", str, "instructions that are added to every prompt", "FILE|TEXT"),
-    OptionSpec(
+    CliOptionSpec("instructions", str, "instructions that are added to every prompt", "FILE|TEXT"),
+    CliOptionSpec(
         "examples",
         str,
         "questions with the answers that are wanted, added to every prompt: .jsonl or .json",
         "FILE",
     ),
-    OptionSpec("sandbox", str, "sandbox that runs the model's code (default: jail)"),
-    OptionSpec("tier", str, "weakest jail tier to accept: A, B or C (default: B)", "A|B|C"),
-    OptionSpec("allow_weaker", bool, "accept weaker isolation, or none if no jail is available"),
-    OptionSpec("memory", str, "memory limit per session (default: 2GiB)", "SIZE"),
-    OptionSpec(
+    CliOptionSpec("sandbox", str, "sandbox that runs the model's code (default: jail)"),
+    CliOptionSpec("tier", str, "weakest jail tier to accept: A, B or C (default: B)", "A|B|C"),
+    CliOptionSpec("allow_weaker", bool, "accept weaker isolation, or none if no jail is available"),
+    CliOptionSpec("memory", str, "memory limit per session (default: 2GiB)", "SIZE"),
+    CliOptionSpec(
         "package", list, "installed Python package that sessions may import; repeat for more"
     ),
-    OptionSpec(
+    CliOptionSpec(
         "mount",
         list,
         "file or folder that sessions may read, and its path inside; repeat for more",
         "PATH:PLACE",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "mcp",
         list,
         "MCP server (command or URL) whose tools sessions can call; repeat for more",
         "COMMAND",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "max_bytes",
         str,
         "most bytes to read (default: 1GiB into memory; large texts stay in their files)",
         "SIZE",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "allow_private",
         bool,
         "let web addresses lead to private ones, such as those of this machine",
     ),
-    OptionSpec("strict", bool, "stop if one of several files cannot be read, not only note it"),
-    OptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
-    OptionSpec(
+    CliOptionSpec("strict", bool, "stop if one of several files cannot be read, not only note it"),
+    CliOptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
+    CliOptionSpec(
         "direct",
         bool,
         "answer with one plain call if the input is small enough (default: yes; --no-direct is "
         "--mode free)",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "cache",
         bool,
         "reuse the replies that earlier runs recorded for the same requests",
     ),
-    OptionSpec("store", bool, "store the run (default: yes)"),
-    OptionSpec("json", bool, "print one JSON object"),
-    OptionSpec("quiet", bool, "print only errors to stderr", short="-q"),
-    OptionSpec(
+    CliOptionSpec("store", bool, "store the run (default: yes)"),
+    CliOptionSpec("json", bool, "print one JSON object"),
+    CliOptionSpec("quiet", bool, "print only errors to stderr", short="-q"),
+    CliOptionSpec(
         "verbose", bool, "print a line to stderr for each step; -vv prints more", short="-v"
     ),
     OPTION,
@@ -153,7 +160,7 @@ _ALLOWED_WITH_RESUME = {
     *LIMITS,
 }
 """Settings that may be given together with ``--resume``."""
-MODE = OptionSpec(
+MODE = CliOptionSpec(
     "mode",
     str,
     "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it), direct "
@@ -162,19 +169,23 @@ MODE = OptionSpec(
     "auto|free|plan|direct",
 )
 OF_ONE_QUESTION = (
-    OptionSpec(
+    CliOptionSpec(
         "dry_run",
         bool,
         "print the prompt, what would be loaded and what it would cost; send nothing",
         has_no=False,
     ),
     MODE,
-    OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
-    OptionSpec("resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"),
-    OptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
-    OptionSpec("call", str, "with --from: the call of that turn (default: the root)", "ID"),
-    OptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
-    OptionSpec("prompt", str, "with --from: text in place of that prompt's last message", "FILE"),
+    CliOptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
+    CliOptionSpec(
+        "resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"
+    ),
+    CliOptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
+    CliOptionSpec("call", str, "with --from: the call of that turn (default: the root)", "ID"),
+    CliOptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
+    CliOptionSpec(
+        "prompt", str, "with --from: text in place of that prompt's last message", "FILE"
+    ),
 )
 MODES = ("auto", "free", "plan", "direct")
 _OF_SESSIONS = (
@@ -224,7 +235,7 @@ def ask(
         for name in ("code", "prompt"):
             edit[name] = edit[name] and _read(edit[name], f"the {name}").decode()
         fork = None if turn is None else (turn - 1, edit)
-        with exporting(notes), ProgressScreen(notes, form) as screen:
+        with exporting(notes), ProgressDisplay(notes, form) as screen:
             return run_again(
                 resume,
                 screen,
@@ -245,7 +256,7 @@ def ask(
     if dry_run:
         settings |= {"direct": False} if mode == "free" else {}
         return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
-    with exporting(notes), ProgressScreen(notes, form) as screen:
+    with exporting(notes), ProgressDisplay(notes, form) as screen:
         return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen, mode)
 
 
@@ -280,10 +291,10 @@ def check_mode(mode: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def open_notes(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrNotes:
+def open_notes(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrMessageWriter:
     """Return the notes of a command with these settings. They take the warnings of this process,
     and begin with one for each variable that looks like a setting of ``kinds`` and is none."""
-    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(kinds):
         notes.warning(line)
@@ -300,7 +311,7 @@ def prompt(
 ) -> int:
     """Run ``ramify prompt``: print the prompt with which a question begins, without sending it."""
     settings = fill(given, KINDS)
-    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     if not words[0].strip():
         raise UsageError("no question: ramify prompt QUESTION PATH…")
@@ -325,18 +336,18 @@ def show_prompt(
     words: list[str],
     answer_schema: str | None,
     settings: dict[str, Any],
-    notes: StderrNotes,
+    notes: StderrMessageWriter,
     **options: Any,
 ) -> int:
     """Print the prompt of a question; ``options`` are those of ``prompt_screen.show``."""
-    from ramify.cli import prompt_screen
+    from ramify.cli import prompt_preview_printer
 
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, sandbox_spec(settings), None, tools)
         # A dry run prints what was loaded itself.
-        quiet = StderrNotes(quiet=True) if options.get("is_dry_run") else notes
+        quiet = StderrMessageWriter(quiet=True) if options.get("is_dry_run") else notes
         loaded = load_sources(words[1:], quiet, settings)
-        return prompt_screen.show(
+        return prompt_preview_printer.show(
             rlm,
             _decoded_text(words[0]),
             loaded,
@@ -379,7 +390,7 @@ def _ask(
     paths: list[str],
     answer_schema: str | None,
     settings: dict[str, Any],
-    screen: ProgressScreen,
+    screen: ProgressDisplay,
     mode: Any,
 ) -> int:
     spec = sandbox_spec(settings)
@@ -463,7 +474,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     if absent := next((path for path, _ in places if not os.path.exists(path)), None):
         raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
     if spec.packages and spec.provider in LOCAL_SANDBOXES:
-        from ramify.sandbox.host.session_packages import locate
+        from ramify.sandbox.host.importable_packages import locate
 
         locate(spec.packages)
     return spec
@@ -580,7 +591,7 @@ def open_folder(settings: dict[str, Any], command: str) -> Store | None:
 
 
 def load_sources(
-    paths: list[str], notes: StderrNotes, settings: dict[str, Any]
+    paths: list[str], notes: StderrMessageWriter, settings: dict[str, Any]
 ) -> LoadedContext | None:
     """Load ``paths``, or standard input if there are none; None without any input."""
     size = settings.get("max_bytes")
@@ -688,7 +699,7 @@ def _decoded(data: bytes, name: str) -> Any:
         ) from None
 
 
-def _is_piped(notes: StderrNotes) -> bool:
+def _is_piped(notes: StderrMessageWriter) -> bool:
     """Whether standard input is a pipe or file with at least one byte. Waits for that byte."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -719,15 +730,15 @@ def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[st
 
 
 OF_A_PROMPT = (
-    OptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
-    OptionSpec("depth", int, "prompt of a child at this depth (default: 0, the root)"),
-    OptionSpec(
+    CliOptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
+    CliOptionSpec("depth", int, "prompt of a child at this depth (default: 0, the root)"),
+    CliOptionSpec(
         "tokenizer", str, "count the tokens and apply the chat template of this model", "FOLDER"
     ),
-    OptionSpec("tokens", bool, "with --tokenizer: print the token ids", has_no=False),
+    CliOptionSpec("tokens", bool, "with --tokenizer: print the token ids", has_no=False),
 )
 
-_ASK = CommandSpec(
+_ASK = CliCommandSpec(
     "ask",
     """\
 Answer QUESTION over the content of each PATH: a file, folder, glob, archive or database, or - for
@@ -742,7 +753,7 @@ file or as an environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
     options=(*SETTINGS, *OF_ONE_QUESTION),
     epilog=epilog(),
 )
-_PROMPT = CommandSpec(
+_PROMPT = CliCommandSpec(
     "prompt",
     """\
 Print exactly what a model would be sent for QUESTION over the content of each PATH, as text or as

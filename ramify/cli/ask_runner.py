@@ -4,7 +4,7 @@
                ^
                └── Ctrl-C: the first calls ``wrap_up``, the second ``cancel``, the third is Python's
 
-Not here: the options (see ask.py), the progress display (see progress_screen.py) and resuming a
+Not here: the options (see ask.py), the progress display (see progress_display.py) and resuming a
 stored run's settings (see resume.py).
 """
 
@@ -22,12 +22,12 @@ import msgspec
 
 from ramify.cli import terminal_text
 from ramify.cli.parser import ExitCode, exit_of
-from ramify.cli.progress_screen import ProgressScreen
-from ramify.cli.step_lines import StepLines
+from ramify.cli.progress_display import ProgressDisplay
+from ramify.cli.run_event_printer import RunEventPrinter
 from ramify.cli.stop_signals import ends_if_blocked, on_signal
-from ramify.cli.terminal_text import StderrNotes, error_line, one_line, seconds
+from ramify.cli.terminal_text import StderrMessageWriter, error_line, one_line, seconds
+from ramify.engine.answer_json import jsonable
 from ramify.engine.question import RunOptions
-from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
@@ -58,7 +58,7 @@ class AskRequest(msgspec.Struct, frozen=True):
         return rlm.start(prompt, query, self.options, on_event=on_event)
 
 
-def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
+def run(rlm: RLM, asked: AskRequest, screen: ProgressDisplay, *, as_json: bool) -> ExitCode:
     return _finish(
         lambda on_event: asked.start(rlm, on_event),
         rlm,
@@ -70,7 +70,7 @@ def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -
 
 def run_again(
     run: str,
-    screen: ProgressScreen,
+    screen: ProgressDisplay,
     *,
     as_json: bool,
     allow_weaker: bool,
@@ -92,7 +92,7 @@ def run_again(
     if not is_over and fork is None:
         store.check_free(run)
     has_schema = bool(started.config.get("answer_schema"))
-    rlm = resume.rebuild(
+    rlm = resume.rebuild_rlm(
         started, store, limits=now, with_tools=not is_over, allow_weaker=allow_weaker
     )
     if fork is not None:
@@ -130,7 +130,7 @@ def run_again(
 
 
 def _finish(
-    start: Start, rlm: RLM, screen: ProgressScreen, as_json: bool, has_schema: bool
+    start: Start, rlm: RLM, screen: ProgressDisplay, as_json: bool, has_schema: bool
 ) -> ExitCode:
     notes = screen.notes
     interrupts = RunInterrupts(notes)
@@ -147,7 +147,7 @@ def _finish(
 
 
 async def _watched(
-    start: Start, rlm: RLM, screen: ProgressScreen, interrupts: RunInterrupts
+    start: Start, rlm: RLM, screen: ProgressDisplay, interrupts: RunInterrupts
 ) -> Result:
     async with rlm:
         watcher = _watcher(rlm, screen)
@@ -156,8 +156,8 @@ async def _watched(
             return await running.result()
 
 
-def _watcher(rlm: RLM, screen: ProgressScreen) -> StepLines | LiveView:
-    lines = StepLines(screen.notes, screen)
+def _watcher(rlm: RLM, screen: ProgressDisplay) -> RunEventPrinter | LiveView:
+    lines = RunEventPrinter(screen.notes, screen)
     if screen.form != "live":
         return lines
     from ramify.cli.live import LiveView
@@ -168,7 +168,7 @@ def _watcher(rlm: RLM, screen: ProgressScreen) -> StepLines | LiveView:
 class RunInterrupts:
     """Handlers of Ctrl-C and SIGTERM while a run is in progress."""
 
-    def __init__(self, notes: StderrNotes) -> None:
+    def __init__(self, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.STOPPED
         self._notes = notes
         self._count = 0
@@ -202,7 +202,7 @@ class RunInterrupts:
 
 
 def _print(
-    result: Result, notes: StderrNotes, as_json: bool, has_schema: bool, *, is_stored: bool
+    result: Result, notes: StderrMessageWriter, as_json: bool, has_schema: bool, *, is_stored: bool
 ) -> ExitCode:
     code = exit_of(result.stop, result.answer)
     run_id = result.run_id if is_stored else None
@@ -234,7 +234,7 @@ def _print(
     is_recorded = isinstance(failure, ReplyFiltered)  # a resume would replay the same failure
     if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
         notes.say(f"continue this run with: ramify ask --resume {run_id}")
-    notes.say(summary(result.trajectory, run_id))
+    notes.say(format_run_summary(result.trajectory, run_id))
     reason = result.trajectory.reason
     printed = result.error if result.answer is not None else why_unanswered(result)
     if result.stop is not Stop.FINAL and reason not in (printed or ""):
@@ -268,7 +268,7 @@ def _print_json(result: Result, run_id: str | None) -> None:
     print(terminal_text.json_line(fields))
 
 
-def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
+def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) -> None:
     """Print the answer unchanged, and then its citations. If the answer has a schema, the citations
     go to stderr, so that stdout stays JSON."""
     print(result.response)
@@ -285,7 +285,9 @@ def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
         print("\n" + "\n".join(lines))
 
 
-def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "running") -> str:
+def format_run_summary(
+    trajectory: Trajectory, run_id: str | None, unfinished: str = "running"
+) -> str:
     """One-line summary of a run; ``unfinished`` replaces the stop reason if it has not ended.
 
     ``final · 3 turns, 12 requests · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``

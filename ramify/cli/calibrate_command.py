@@ -18,8 +18,8 @@ import msgspec
 
 from ramify.cli.ask import KINDS, SETTINGS, make_rlm, open_notes, sandbox_spec
 from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
-from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, UsageError
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, folder_store, named_models
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import dollars, json_line, many
@@ -41,24 +41,24 @@ _ASKED_WITH = (
 """Settings of ``ask`` that concern plain calls."""
 _KEPT = (*_ASKED_WITH, "json", "quiet", "verbose", "progress")
 OPTIONS = (
-    OptionSpec(
+    CliOptionSpec(
         "sizes",
         str,
         "sizes of a leaf in tokens of three bytes, such as 2000,8000 (default: 2000, doubled up to "
         "the model's window)",
         "SIZES",
     ),
-    OptionSpec("items", int, f"questions of each kind and size (default: {_ITEMS})"),
-    OptionSpec(
+    CliOptionSpec("items", int, f"questions of each kind and size (default: {_ITEMS})"),
+    CliOptionSpec(
         "tolerance",
         float,
         "accuracy that the best size may lose against the most accurate one (default: 0.02)",
     ),
-    OptionSpec("seed", int, "seed of the questions (default: 0)"),
-    OptionSpec("concurrency", int, "concurrent questions (default: 16)"),
-    OptionSpec("svg", str, "also write the curve to an image", "FILE"),
-    OptionSpec("yes", bool, "begin without asking", has_no=False, short="-y"),
-    OptionSpec("resume", str, "continue an interrupted calibration; last is the latest", "ID"),
+    CliOptionSpec("seed", int, "seed of the questions (default: 0)"),
+    CliOptionSpec("concurrency", int, "concurrent questions (default: 16)"),
+    CliOptionSpec("svg", str, "also write the curve to an image", "FILE"),
+    CliOptionSpec("yes", bool, "begin without asking", has_no=False, short="-y"),
+    CliOptionSpec("resume", str, "continue an interrupted calibration; last is the latest", "ID"),
     *(option for option in SETTINGS if option.name in _KEPT),
 )
 
@@ -97,7 +97,7 @@ def run(
         raise UsageError(f"--svg {svg}: its folder does not exist")
     with (
         exporting(notes),
-        ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
+        ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen,
     ):
         shown = _Curve(screen, tolerance, svg, as_json=bool(settings.get("json")))
         options = MatrixOptions(
@@ -121,7 +121,7 @@ class _Curve:
     """Prints the curve of a finished calibration and stores it."""
 
     def __init__(
-        self, screen: ProgressScreen, tolerance: float, svg: str | None, *, as_json: bool
+        self, screen: ProgressDisplay, tolerance: float, svg: str | None, *, as_json: bool
     ) -> None:
         self._notes = screen.notes
         self._tolerance = tolerance
@@ -130,7 +130,7 @@ class _Curve:
 
     def announce(self, plan: MatrixPlan, likely: float | None) -> None:
         """Say what will be asked, and what it probably costs."""
-        from ramify.evaluate.calibration_curve import size_of
+        from ramify.evaluate.leaf_size_accuracy_curve import size_of
 
         sizes = sorted({size_of(cell) for cell in plan.cells})
         per_size = sum(cell.plan.items for cell in plan.cells) // len(sizes)
@@ -141,8 +141,13 @@ class _Curve:
         )
 
     def __call__(self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]) -> None:
-        from ramify.evaluate.calibration_curve import curve_lines, curve_svg, date_of, points_of
-        from ramify.plans.calibration import Calibration, store_calibration
+        from ramify.evaluate.leaf_size_accuracy_curve import (
+            curve_lines,
+            curve_svg,
+            date_of,
+            points_of,
+        )
+        from ramify.plans.calibration import PartSizeCalibration, store_calibration
 
         points = points_of(plan, outcomes)
         if not points:
@@ -150,7 +155,7 @@ class _Curve:
         missing = sum(cell.plan.items for cell in plan.cells) - sum(each.items for each in points)
         model = plan.first.model
         name = named_models()[model].name if model in named_models() else model
-        found = Calibration(name, date_of(plan), points, self._tolerance)
+        found = PartSizeCalibration(name, date_of(plan), points, self._tolerance)
         path = None
         if not missing:
             path = store_calibration(found, folder_store("ramify calibrate").root)
@@ -184,14 +189,14 @@ def _plan(
 
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
-    from ramify.evaluate.calibration_curve import (
+    from ramify.evaluate.answer_modes import room_of
+    from ramify.evaluate.leaf_size_accuracy_curve import (
         QUESTIONS,
         likely_dollars,
         sizes_for,
         text_tokens,
     )
     from ramify.evaluate.matrix import MatrixAxes, MatrixTasks, plan_of
-    from ramify.evaluate.modes import room_of
     from ramify.evaluate.run import EvaluationPlan
 
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
@@ -225,7 +230,7 @@ def _plan(
 def _sizes(text: str) -> list[int]:
     """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000]. Returns
     numbers of tokens in ascending order. Raises UsageError for anything else."""
-    from ramify.evaluate.calibration_curve import text_tokens
+    from ramify.evaluate.leaf_size_accuracy_curve import text_tokens
 
     found = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -240,10 +245,10 @@ def _sizes(text: str) -> list[int]:
 
 def _recorded(id: str) -> MatrixPlan:
     """Return the stored calibration that ``id`` names."""
-    from ramify.evaluate.calibration_curve import is_calibration
-    from ramify.evaluate.matrix import MatrixRecords
+    from ramify.evaluate.leaf_size_accuracy_curve import is_calibration
+    from ramify.evaluate.matrix import EvaluationMatrixStore
 
-    plan = MatrixRecords(folder_store("ramify calibrate").root).find(id)
+    plan = EvaluationMatrixStore(folder_store("ramify calibrate").root).find(id)
     if plan is None:
         raise UnknownRun(f"no calibration is called {id!r}: ramify calibrate prints its id")
     if not is_calibration(plan):
@@ -251,7 +256,7 @@ def _recorded(id: str) -> MatrixPlan:
     return plan
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     "calibrate",
     """\
 Measure how accurate MODEL answers about texts of each size, and store the best size for plans.

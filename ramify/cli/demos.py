@@ -26,9 +26,9 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.eval import OUTPUT_SETTINGS, check_task, open_task, task_option
-from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.terminal_text import dollars, error_line, json_line, many
@@ -36,27 +36,29 @@ from ramify.progress import report_progress
 
 if TYPE_CHECKING:
     from ramify.evaluate.cost_budget import CostBudget
-    from ramify.evaluate.run import Evaluation, EvaluationPlan, EvaluationRecord
+    from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationResult
     from ramify.store.store import Store
     from ramify.tasks.base import Task
 
 _OPTIONS = (
-    OptionSpec("num", int, "number of items, from the start of the training split (default: 100)"),
-    OptionSpec("out", str, "folder of the store; created if it does not exist", "FOLDER"),
-    OptionSpec("max_cost", float, "maximum cost in dollars of all demonstrations together"),
-    OptionSpec(
+    CliOptionSpec(
+        "num", int, "number of items, from the start of the training split (default: 100)"
+    ),
+    CliOptionSpec("out", str, "folder of the store; created if it does not exist", "FOLDER"),
+    CliOptionSpec("max_cost", float, "maximum cost in dollars of all demonstrations together"),
+    CliOptionSpec(
         "max_run_cost",
         float,
         "maximum cost in dollars of one demonstration (default: eight times its share of "
         "--max-cost, at most 5)",
     ),
-    OptionSpec("attempts", int, "attempts per item (default: 1)"),
-    OptionSpec(
+    CliOptionSpec("attempts", int, "attempts per item (default: 1)"),
+    CliOptionSpec(
         "min_reward", float, "count demonstrations with at least this reward as good (default: 1)"
     ),
-    OptionSpec("seed", int, "sampling seed (default: 0)"),
-    OptionSpec("concurrency", int, "concurrent demonstrations (default: 16)"),
-    OptionSpec(
+    CliOptionSpec("seed", int, "sampling seed (default: 0)"),
+    CliOptionSpec("concurrency", int, "concurrent demonstrations (default: 16)"),
+    CliOptionSpec(
         "validate",
         bool,
         "first check that right answers score 1 and wrong ones do not (default: yes)",
@@ -104,7 +106,7 @@ def demos(
 
     _check_is_bounded(settings, max_cost)
     plan = _plan(words, settings, num, attempts, seed)
-    with ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
+    with ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen:
         task = open_task(plan)
         items_of(task, plan.split)
         if validate is not False:
@@ -168,7 +170,7 @@ class _Demonstrations:
     def __init__(
         self,
         settings: dict[str, Any],
-        screen: ProgressScreen,
+        screen: ProgressDisplay,
         plan: EvaluationPlan,
         task: Task,
         concurrency: int,
@@ -183,11 +185,11 @@ class _Demonstrations:
         self, out: Path, max_cost: float | None, max_run_cost: float | None, min_reward: float
     ) -> ExitCode:
         from ramify.evaluate.cost_budget import CostBudget
-        from ramify.evaluate.run import EvaluationRecords, read_evaluation
+        from ramify.evaluate.run import EvaluationStore, read_evaluation
         from ramify.store.store import Store
 
         store = Store(out)
-        record = EvaluationRecords(store.root).continued(self._plan)
+        record = EvaluationStore(store.root).continued(self._plan)
         spent = sum(each.cost or 0.0 for each in read_evaluation(record.path).outcomes)
         budget = None
         if max_cost is not None:
@@ -204,8 +206,8 @@ class _Demonstrations:
         return self._summary(made, out, budget, spent, min_reward)
 
     def _made(
-        self, store: Store, record: EvaluationRecord, budget: CostBudget | None
-    ) -> Evaluation | None:
+        self, store: Store, record: EvaluationFileWriter, budget: CostBudget | None
+    ) -> EvaluationResult | None:
         """Run the missing attempts. Returns None if Ctrl-C stopped them."""
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
@@ -219,7 +221,7 @@ class _Demonstrations:
             mcp_tools({"mcp": self._settings.get("mcp")}) as tools,
         ):
             rlm = make_rlm(self._settings, sandbox_spec(self._settings), store, tools)
-            progress = EvaluationProgress(self._screen, work, num, record.outcomes)
+            progress = EvaluationProgressReporter(self._screen, work, num, record.outcomes)
             making = evaluate(
                 rlm,
                 self._task,
@@ -241,7 +243,7 @@ class _Demonstrations:
 
     def _summary(
         self,
-        made: Evaluation,
+        made: EvaluationResult,
         out: Path,
         budget: CostBudget | None,
         spent_before: float,
@@ -299,7 +301,7 @@ class _Demonstrations:
         return ExitCode.ANSWERED
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     "demos",
     """\
 Ask a model for demonstrations of TASK: attempts at the first items of its training split. They are

@@ -36,13 +36,13 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
-from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, error_line, json_line, many, write
+from ramify.cli.terminal_text import StderrMessageWriter, error_line, json_line, many, write
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.evaluate.evaluation_report import EvaluationReport
     from ramify.evaluate.matrix import MatrixPlan
-    from ramify.evaluate.run import Evaluation, EvaluationPlan, EvaluationRecord
+    from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationResult
     from ramify.tasks.base import Task
     from ramify.train.metrics import StepMetrics
     from ramify.train.trackers.base import RunTrackers
@@ -58,79 +58,79 @@ if TYPE_CHECKING:
 OUTPUT_SETTINGS = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not affect the result of an attempt."""
 OF_AN_EVALUATION = (
-    OptionSpec("split", str, "split of the task (default: test)"),
-    OptionSpec(
+    CliOptionSpec("split", str, "split of the task (default: test)"),
+    CliOptionSpec(
         "items",
         int,
         "number of items, from the start of the split; of each family in a matrix (default: 100)",
     ),
-    OptionSpec("n", int, "attempts per item (default: 1)"),
-    OptionSpec("k", int, "k of pass@k and majority@k (default: n)"),
-    OptionSpec("seed", int, "sampling seed (default: 0)"),
-    OptionSpec("concurrency", int, "concurrent attempts (default: 16)"),
-    OptionSpec(
+    CliOptionSpec("n", int, "attempts per item (default: 1)"),
+    CliOptionSpec("k", int, "k of pass@k and majority@k (default: n)"),
+    CliOptionSpec("seed", int, "sampling seed (default: 0)"),
+    CliOptionSpec("concurrency", int, "concurrent attempts (default: 16)"),
+    CliOptionSpec(
         "validate",
         bool,
         "first check that right answers score 1 and wrong ones do not (default: yes)",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "resume",
         str,
         "continue an interrupted evaluation with its original settings; last is the latest",
         "ID",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "against",
         str,
         "also report the difference from another evaluation of the same items",
         "ID",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "track",
         list,
         "also send results to tensorboard, wandb, mlflow, trackio or module:Class; repeat for more",
     ),
 )
 OF_A_MATRIX = (
-    OptionSpec("lengths", str, "tokens of the contexts, such as 8k,64k,512k", "LENGTHS"),
-    OptionSpec("models", str, "models to compare, separated by commas", "MODELS"),
-    OptionSpec(
+    CliOptionSpec("lengths", str, "tokens of the contexts, such as 8k,64k,512k", "LENGTHS"),
+    CliOptionSpec("models", str, "models to compare, separated by commas", "MODELS"),
+    CliOptionSpec(
         "modes",
         str,
         "ways to answer, separated by commas: free (a session; the default), plan (a ready plan), "
         "direct (one plain call), auto (one of them, chosen for each question)",
         "MODES",
     ),
-    OptionSpec("mode", str, "the same for one of them", "MODE"),
-    OptionSpec(
+    CliOptionSpec("mode", str, "the same for one of them", "MODE"),
+    CliOptionSpec(
         "with",
         list,
         "another system that answers the same items at a meter: rlms, droste, dspy, or a command "
         "'… {question} {context_file}'; repeat for more",
         "SYSTEM",
     ),
-    OptionSpec("html", str, "also write the matrix to one file that opens offline", "FILE"),
-    OptionSpec(
+    CliOptionSpec("html", str, "also write the matrix to one file that opens offline", "FILE"),
+    CliOptionSpec(
         "dry_run",
         bool,
         "print the number of attempts and the most that they may cost; ask nothing",
         has_no=False,
     ),
-    OptionSpec("yes", bool, "begin a matrix without asking on a terminal", has_no=False),
-    OptionSpec(
+    CliOptionSpec("yes", bool, "begin a matrix without asking on a terminal", has_no=False),
+    CliOptionSpec(
         "placement",
         str,
         "where attempts are made: local, or ray (joins RAY_ADDRESS if set)",
         "local|ray",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "workers",
         int,
         "workers with --placement ray (default: one for each CPU of the cluster)",
     ),
 )
 _NOT_HERE = ("cite", "cache", *OF_SOURCES)
-_DIRECT = OptionSpec(
+_DIRECT = CliOptionSpec(
     "direct",
     bool,
     "answer with one plain call if the input is small enough (default: no, always use a session)",
@@ -197,7 +197,7 @@ def evaluate(
     _refuse_others(is_matrix, {"--against": against, "--track": track}, html, dry_run, yes)
     with (
         exporting(notes),
-        ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen,
+        ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen,
     ):
         if not is_matrix:
             return _Command(settings, screen, k, against, concurrency, track or []).run(
@@ -214,10 +214,10 @@ def evaluate(
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
     """Return the stored matrix (an evaluation of several settings) with this id. Returns None if
     the id is that of a single evaluation."""
-    from ramify.evaluate.matrix import MatrixRecords
+    from ramify.evaluate.matrix import EvaluationMatrixStore
 
     store = open_folder(settings, "ramify eval")
-    return None if store is None else MatrixRecords(store.root).find(id)
+    return None if store is None else EvaluationMatrixStore(store.root).find(id)
 
 
 def _refuse_others(
@@ -247,7 +247,7 @@ def _matrix(
     axes: dict[str, str | None],
     systems: list[str],
     settings: dict[str, Any],
-    screen: ProgressScreen,
+    screen: ProgressDisplay,
     options: MatrixOptions,
     plan_options: dict[str, Any],
 ) -> int:
@@ -286,7 +286,7 @@ class _Command:
     def __init__(
         self,
         settings: dict[str, Any],
-        screen: ProgressScreen,
+        screen: ProgressDisplay,
         k: int | None,
         against: str | None,
         concurrency: int,
@@ -307,9 +307,9 @@ class _Command:
 
     def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
         from ramify.evaluate.evaluation_report import check_k, check_same_items
-        from ramify.evaluate.run import EvaluationRecords
+        from ramify.evaluate.run import EvaluationStore
 
-        records = EvaluationRecords(self._store.root) if self._store is not None else None
+        records = EvaluationStore(self._store.root) if self._store is not None else None
         other = self._baseline(records)
         record = records.reopen(resume) if records is not None and resume is not None else None
         plan = (
@@ -338,7 +338,7 @@ class _Command:
                 record.close()
 
     def _tracked(
-        self, plan: EvaluationPlan, record: EvaluationRecord | None, is_resumed: bool
+        self, plan: EvaluationPlan, record: EvaluationFileWriter | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Open the trackers at the start, so that their errors appear before any money is spent."""
         if self._trackers is None:
@@ -349,21 +349,21 @@ class _Command:
             name, Path("runs/evaluations") / id, config, 0 if is_resumed else None
         )
 
-    def _baseline(self, records: Any) -> Evaluation | None:
+    def _baseline(self, records: Any) -> EvaluationResult | None:
         """Load the evaluation to compare with, before any money is spent."""
         if self._against is None:
             return None
         if records is None:
             raise UsageError("--against reads a stored evaluation: remove --no-store")
-        evaluation: Evaluation = records.load(self._against)
+        evaluation: EvaluationResult = records.load(self._against)
         return evaluation
 
     def _evaluated(
         self,
         task: Task,
         plan: EvaluationPlan,
-        record: EvaluationRecord | None,
-        other: Evaluation | None,
+        record: EvaluationFileWriter | None,
+        other: EvaluationResult | None,
     ) -> ExitCode:
         settings = {**plan.settings, "model": plan.model}
         check_prices(settings, settings.get("max_cost"))
@@ -378,8 +378,8 @@ class _Command:
         rlm: RLM,
         task: Task,
         plan: EvaluationPlan,
-        record: EvaluationRecord | None,
-        other: Evaluation | None,
+        record: EvaluationFileWriter | None,
+        other: EvaluationResult | None,
     ) -> ExitCode:
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
@@ -388,7 +388,7 @@ class _Command:
         done = len(record.outcomes) if record is not None else 0
         with report_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
             earlier = record.outcomes if record is not None else ()
-            progress = EvaluationProgress(self._screen, work, num, earlier)
+            progress = EvaluationProgressReporter(self._screen, work, num, earlier)
             evaluating = evaluate(
                 rlm,
                 task,
@@ -403,10 +403,10 @@ class _Command:
 
     def _run(
         self,
-        evaluating: Coroutine[Any, Any, Evaluation],
-        progress: EvaluationProgress,
-        record: EvaluationRecord | None,
-        other: Evaluation | None,
+        evaluating: Coroutine[Any, Any, EvaluationResult],
+        progress: EvaluationProgressReporter,
+        record: EvaluationFileWriter | None,
+        other: EvaluationResult | None,
     ) -> ExitCode:
         command = f"ramify eval --resume {record.id}" if record is not None else ""
         try:
@@ -420,7 +420,10 @@ class _Command:
         return self._shown(evaluation, record, other)
 
     def _shown(
-        self, evaluation: Evaluation, record: EvaluationRecord | None, other: Evaluation | None
+        self,
+        evaluation: EvaluationResult,
+        record: EvaluationFileWriter | None,
+        other: EvaluationResult | None,
     ) -> ExitCode:
         from ramify.evaluate.evaluation_report import difference, flips, report, table
 
@@ -546,7 +549,7 @@ def with_split(plan: EvaluationPlan, task: Task, given: str | None) -> Evaluatio
     return msgspec.structs.replace(plan, split=split_of(task, given))
 
 
-def check_task(task: Task, plan: EvaluationPlan, notes: StderrNotes) -> None:
+def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
     """Check that right answers score 1 and wrong ones do not."""
     from ramify.tasks.validation import validate
 
@@ -583,7 +586,7 @@ def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
         )
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     "eval",
     """\
 Evaluate a model on TASK: a suite (`ramify plugins task` lists them), your own task (file.py:name or

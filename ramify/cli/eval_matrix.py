@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder, sandbox_spec
-from ramify.cli.eval_systems import MatrixMeters, check_comparable, open_meters
-from ramify.cli.evaluation_progress import EvaluationProgress, evaluation_log
+from ramify.cli.eval_metering_endpoints import MatrixMeters, check_comparable, open_meters
+from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
-from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.stop_signals import ends_if_blocked
 from ramify.cli.terminal_text import dollars, error_line, json_line, many
 from ramify.progress import report_progress
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from ramify.evaluate.run import (
         AttemptMaker,
         AttemptOutcome,
-        Evaluation,
-        EvaluationJob,
+        EvaluationFileWriter,
         EvaluationPlan,
-        EvaluationRecord,
-        RunAttempts,
+        EvaluationResult,
+        EvaluationSetup,
+        RlmAttemptMaker,
     )
     from ramify.store.store import Store
 
@@ -75,7 +75,7 @@ class MatrixCommand:
     and modes. It begins a new matrix or resumes a stored one."""
 
     def __init__(
-        self, settings: dict[str, Any], screen: ProgressScreen, options: MatrixOptions
+        self, settings: dict[str, Any], screen: ProgressDisplay, options: MatrixOptions
     ) -> None:
         self._settings = settings
         self._screen = screen
@@ -128,16 +128,16 @@ class MatrixCommand:
         return self._run(plan, MatrixTasks(), is_new=False)
 
     def _run(self, plan: MatrixPlan, tasks: Any, *, is_new: bool) -> ExitCode:
-        from ramify.evaluate.matrix import MatrixRecords
+        from ramify.evaluate.matrix import EvaluationMatrixStore
 
         for model in dict.fromkeys(cell.plan.model for cell in plan.cells):
             settings = {**plan.first.settings, "model": model}
             check_prices(settings, settings.get("max_cost"))
         if plan.has_systems:
             check_comparable(plan.first.settings)
-        records = None if self._store is None else MatrixRecords(self._store.root)
+        records = None if self._store is None else EvaluationMatrixStore(self._store.root)
         with contextlib.ExitStack() as stack:
-            opened: dict[str, EvaluationRecord] = {}
+            opened: dict[str, EvaluationFileWriter] = {}
             if records is not None and not is_new:
                 opened = {
                     cell.record: stack.enter_context(contextlib.closing(records.record(cell)))
@@ -147,9 +147,9 @@ class MatrixCommand:
             # The plan's copy of the servers lacks the values of environment variables.
             servers = self._settings.get("mcp") or plan.first.settings.get("mcp")
             tools = stack.enter_context(mcp_tools({"mcp": servers}))
-            progress: list[EvaluationProgress] = []
+            progress: list[EvaluationProgressReporter] = []
 
-            async def whole() -> tuple[Evaluation, ...]:
+            async def whole() -> tuple[EvaluationResult, ...]:
                 from ramify.evaluate.run import evaluate_all
 
                 await self._check(plan, tools, opened)
@@ -200,13 +200,13 @@ class MatrixCommand:
         return self._rlms[key]
 
     async def _check(
-        self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationRecord]
+        self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationFileWriter]
     ) -> None:
         """Print the number of attempts and what they may cost, and ask whether to begin. Raises
         ConfigError for a model that cannot be asked, and _NotConfirmed."""
         from ramify.engine.limits import DEFAULT_MAX_COST
+        from ramify.evaluate.answer_modes import room_of
         from ramify.evaluate.matrix import estimate
-        from ramify.evaluate.modes import room_of
 
         rooms = {}
         for cell in plan.cells:
@@ -240,23 +240,23 @@ class MatrixCommand:
 
     @contextlib.contextmanager
     def _progress(
-        self, plan: MatrixPlan, opened: dict[str, EvaluationRecord]
-    ) -> Iterator[EvaluationProgress]:
+        self, plan: MatrixPlan, opened: dict[str, EvaluationFileWriter]
+    ) -> Iterator[EvaluationProgressReporter]:
         num = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
         earlier = [outcome for record in opened.values() for outcome in record.outcomes]
         with report_progress("evaluating", num, "attempts", first=len(earlier)) as work:
-            yield EvaluationProgress(self._screen, work, num, earlier)
+            yield EvaluationProgressReporter(self._screen, work, num, earlier)
 
     def _jobs(
         self,
         plan: MatrixPlan,
         tasks: Any,
         tools: Any,
-        opened: dict[str, EvaluationRecord],
-        progress: EvaluationProgress,
+        opened: dict[str, EvaluationFileWriter],
+        progress: EvaluationProgressReporter,
         meters: MatrixMeters,
-    ) -> Iterator[EvaluationJob]:
-        from ramify.evaluate.run import EvaluationJob
+    ) -> Iterator[EvaluationSetup]:
+        from ramify.evaluate.run import EvaluationSetup
 
         makes: dict[tuple[int, str], AttemptMaker] = {}
         on_ray = self._on_ray(plan, tools) if self._options.on_ray else None
@@ -266,18 +266,18 @@ class MatrixCommand:
             if key not in makes:
                 runs = attempts_of(cell.plan, rlm)
                 makes[key] = on_ray or meters.maker(cell, rlm, runs)
-            yield EvaluationJob(
+            yield EvaluationSetup(
                 cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
             )
 
     def _on_ray(self, plan: MatrixPlan, tools: Any) -> AttemptMaker:
-        from ramify.evaluate.ray_attempts import RayAttempts
+        from ramify.evaluate.ray_attempts import RayAttemptMaker
 
         if plan.has_systems:
             raise UsageError("--with compares systems on this machine: remove --placement ray")
         if tools:
             raise UsageError("--mcp has no effect on other machines: remove --placement ray")
-        return RayAttempts(
+        return RayAttemptMaker(
             attempts_in_worker,
             None if self._store is None else self._store.root,
             concurrency=self._options.concurrency,
@@ -285,7 +285,7 @@ class MatrixCommand:
         )
 
     def _shown(
-        self, plan: MatrixPlan, evaluations: tuple[Evaluation, ...], *, is_stored: bool
+        self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
         from ramify.evaluate.matrix_report import matrix_report, matrix_table
 
@@ -312,7 +312,7 @@ class MatrixCommand:
         return self._ended(plan, evaluations, is_stored=is_stored)
 
     def _ended(
-        self, plan: MatrixPlan, evaluations: tuple[Evaluation, ...], *, is_stored: bool
+        self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
         """Say which attempts are missing, and return the exit code."""
         everything = [outcome for done in evaluations for outcome in done.outcomes]
@@ -365,21 +365,21 @@ def _is_confirmed() -> bool:
         signal.signal(signal.SIGINT, before)
 
 
-def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RunAttempts:
+def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
     """Return the object that makes the attempts of one cell of a matrix, with ``rlm`` and with the
     mode and temperature in the cell's ``plan``."""
     from ramify.clients.base import Sampling
+    from ramify.evaluate.answer_modes import mode_of
     from ramify.evaluate.attempt import attempt
-    from ramify.evaluate.modes import mode_of
-    from ramify.evaluate.run import RunAttempts
+    from ramify.evaluate.run import RlmAttemptMaker
 
     sampling = Sampling(temperature=plan.settings.get("temperature"))
     # The mode of another system is its name.
     mode = attempt if plan.settings.get("with") else mode_of(plan.settings["mode"])
-    return RunAttempts(rlm, sampling, mode)
+    return RlmAttemptMaker(rlm, sampling, mode)
 
 
-def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RunAttempts:
+def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
     """Return the object that makes the attempts of one cell of a matrix in a worker process. The
     RLM is created there, with the API keys of the worker's environment."""
     settings = _settings_of(plan)

@@ -2,7 +2,7 @@
 
     12 of 50 attempts · average 0.750 · 1 failed · $0.02
 
-Not here: the screen (see progress_screen.py), and the attempts (see ramify/evaluate/).
+Not here: the screen (see progress_display.py), and the attempts (see ramify/evaluate/).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.terminal_text import dollars
-from ramify.logging import RoomLogger, run_log
+from ramify.logging import ComponentLogger, run_log
 from ramify.progress import ProgressTask
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from ramify.evaluate.run import AttemptOutcome
 
-_log = RoomLogger("evaluate")
+_log = ComponentLogger("evaluate")
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def evaluation_log(path: Path | None, what: str) -> Iterator[None]:
         _log.info("run_ended", "the results are recorded")
 
 
-class EvaluationProgress:
+class EvaluationProgressReporter:
     """Progress reporter: updates the bar, or prints a line at each tenth of the attempts.
 
     With ``--verbose`` it also prints a line for each attempt.
@@ -46,7 +46,7 @@ class EvaluationProgress:
 
     def __init__(
         self,
-        screen: ProgressScreen,
+        screen: ProgressDisplay,
         work: ProgressTask,
         num: int,
         earlier: Sequence[AttemptOutcome] = (),

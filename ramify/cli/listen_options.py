@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.parser import OptionSpec, UsageError
+from ramify.cli.parser import CliOptionSpec, UsageError
 from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError
 
@@ -26,26 +26,26 @@ SERVE_KEY = "RAMIFY_SERVE_KEY"
 
 def listen_options(
     port: int, variable: str = SERVE_KEY, key: str = "key"
-) -> tuple[OptionSpec, ...]:
+) -> tuple[CliOptionSpec, ...]:
     """Return the options of a command with the default port ``port``. The help calls the key
     ``key``, such as "key" or "token"."""
     return (
-        OptionSpec("host", str, "address to listen on (default: 127.0.0.1)", "HOST"),
-        OptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {port})"),
-        OptionSpec(
+        CliOptionSpec("host", str, "address to listen on (default: 127.0.0.1)", "HOST"),
+        CliOptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {port})"),
+        CliOptionSpec(
             f"{key}_file",
             str,
             f"file with the {key} that clients must present (default: ${variable}, otherwise a new "
             f"{key} at each start)",
             "FILE",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "unix_socket",
             bool,
             "listen on a Unix socket in the store, for your own processes alone, instead of a port",
             has_no=False,
         ),
-        OptionSpec(
+        CliOptionSpec(
             "open_to_this_machine",
             bool,
             f"answer every user and process of this machine without a {key}",

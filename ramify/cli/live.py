@@ -10,7 +10,7 @@ five hundred of them cost one line:
         llm_query × 500: 309 done, 3 failed
       0.7 openai:gpt-5-mini · turn 1 · asking
 
-Not here: drawing on the terminal (see progress_screen.py).
+Not here: drawing on the terminal (see progress_display.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Literal
 import msgspec
 from rich.text import Text
 
-from ramify.cli.progress_screen import ProgressScreen
-from ramify.cli.step_lines import StepLines
+from ramify.cli.progress_display import ProgressDisplay
+from ramify.cli.run_event_printer import RunEventPrinter
 from ramify.cli.terminal_text import count, dollars, one_line, seconds, ticking
-from ramify.clients.pool import RETRYING
+from ramify.clients.rate_limited_client_pool import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
 from ramify.printable import clean
@@ -182,7 +182,7 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 class LiveView:
     """Event watcher that draws one run as a live view."""
 
-    def __init__(self, screen: ProgressScreen, lines: StepLines, max_seconds: float) -> None:
+    def __init__(self, screen: ProgressDisplay, lines: RunEventPrinter, max_seconds: float) -> None:
         self._screen = screen
         self._lines = lines
         self._max_seconds = max_seconds

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection
 
 from ramify import __version__
-from ramify.cli.parser import WRONG, CommandSpec, ExitCode, UsageError, unknown_option
+from ramify.cli.parser import WRONG, CliCommandSpec, ExitCode, UsageError, unknown_option
 from ramify.cli.terminal_text import error_line, give_up_stdout, protect_terminal
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
@@ -35,7 +35,7 @@ COMMANDS = {
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "demos": ("ramify.cli.demos", "ask a model for demonstrations of a task, once"),
     "train": ("ramify.cli.train", "train a policy from a recipe"),
-    "init": ("ramify.cli.init_command", "write a new task, its expert and its recipe"),
+    "init": ("ramify.cli.init_task_command", "write a new task, its expert and its recipe"),
     **EXTRA_COMMANDS,
     "publish": (
         "ramify.cli.publish_command",
@@ -105,11 +105,11 @@ def run(arguments: list[str]) -> int:
         return ExitCode.USAGE if isinstance(error, WRONG) else ExitCode.ERROR
 
 
-def command(name: str) -> CommandSpec:
+def command(name: str) -> CliCommandSpec:
     """Import a command's module and return its specification. Its help ends with the commands
     that begin with its name, such as ``runs check``."""
     module = importlib.import_module(COMMANDS[name][0])
-    specs: tuple[CommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
+    specs: tuple[CliCommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     spec = next(spec for spec in specs if spec.name == name)
     if lines := _listed(subcommands(name)):
         spec = spec._replace(epilog="\n".join([*filter(None, [spec.epilog]), "see also:", *lines]))

@@ -37,16 +37,16 @@ from ramify.cli.ask import (
     read_schema,
     sandbox_spec,
 )
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
 from ramify.cli.stop_signals import on_signal
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, error_line, many, write
+from ramify.cli.terminal_text import StderrMessageWriter, error_line, many, write
 from ramify.logging import collect_warnings
 from ramify.maps.api import budget_of
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
-from ramify.maps.rows import open_paths
+from ramify.maps.row_loader import open_paths
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -61,50 +61,52 @@ _NOT_HERE = (
 )
 """Settings of ``ask`` that a map does not have, or has in another sense."""
 OPTIONS = (
-    OptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),
-    OptionSpec(
+    CliOptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),
+    CliOptionSpec(
         "placement",
         str,
         "where rows are answered: local, or ray (joins RAY_ADDRESS if set; FILE is then a folder)",
         "local|ray",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "workers",
         int,
         "workers with --placement ray (default: up to one for each CPU of the cluster)",
     ),
     MODE,
-    OptionSpec("answer_schema", str, "JSON schema that each answer must match", "FILE|JSON"),
-    OptionSpec(
+    CliOptionSpec("answer_schema", str, "JSON schema that each answer must match", "FILE|JSON"),
+    CliOptionSpec(
         "column", list, "column that the model reads (default: all); repeat for more", "NAME"
     ),
-    OptionSpec("table", str, "table of a SQLite file", "NAME"),
-    OptionSpec("prefix", str, "text before the names of the new columns", "TEXT"),
-    OptionSpec("try", int, "ask only N rows, print them, and estimate the whole map"),
-    OptionSpec(
+    CliOptionSpec("table", str, "table of a SQLite file", "NAME"),
+    CliOptionSpec("prefix", str, "text before the names of the new columns", "TEXT"),
+    CliOptionSpec("try", int, "ask only N rows, print them, and estimate the whole map"),
+    CliOptionSpec(
         "estimate",
         bool,
         "estimate dollars, hours and workers from --try N rows (default: 100)",
         has_no=False,
     ),
-    OptionSpec(
+    CliOptionSpec(
         "batch",
         bool,
         "use the batch API of OpenAI or Anthropic: half the price, within a day",
         has_no=False,
     ),
-    OptionSpec("batch_rows", int, "maximum number of rows of one batch (default: the provider's)"),
-    OptionSpec("retry_failed", bool, "ask the rows again that have an error", has_no=False),
-    OptionSpec("strict", bool, "stop at the first row with an error", has_no=False),
-    OptionSpec(
+    CliOptionSpec(
+        "batch_rows", int, "maximum number of rows of one batch (default: the provider's)"
+    ),
+    CliOptionSpec("retry_failed", bool, "ask the rows again that have an error", has_no=False),
+    CliOptionSpec("strict", bool, "stop at the first row with an error", has_no=False),
+    CliOptionSpec(
         "max_cost", float, "maximum cost of all rows in dollars (default: 5, if prices are known)"
     ),
-    OptionSpec("max_calls", int, "maximum number of model requests of all rows"),
-    OptionSpec("max_tokens", int, "maximum total tokens of all rows, input plus output"),
-    OptionSpec("row_max_cost", float, "maximum cost of one row in dollars"),
-    OptionSpec("row_max_calls", int, "maximum number of requests of one row (default: 1000)"),
-    OptionSpec("row_max_tokens", int, "maximum total tokens of one row (default: 20000000)"),
-    OptionSpec("row_max_seconds", float, "maximum time of one row, in seconds (default: 1800)"),
+    CliOptionSpec("max_calls", int, "maximum number of model requests of all rows"),
+    CliOptionSpec("max_tokens", int, "maximum total tokens of all rows, input plus output"),
+    CliOptionSpec("row_max_cost", float, "maximum cost of one row in dollars"),
+    CliOptionSpec("row_max_calls", int, "maximum number of requests of one row (default: 1000)"),
+    CliOptionSpec("row_max_tokens", int, "maximum total tokens of one row (default: 20000000)"),
+    CliOptionSpec("row_max_seconds", float, "maximum time of one row, in seconds (default: 1800)"),
     *(option for option in SETTINGS if option.name not in _NOT_HERE),
 )
 _CODES = {
@@ -177,7 +179,7 @@ def run(
             name = "--mcp" if settings.get("mcp") else "--table"
             raise UsageError(f"{name} has no effect on other machines: remove --placement ray")
         run_on_ray = _ray_run(row_settings, paths, request, out, workers)
-        with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
+        with exporting(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
             result, code = _until_the_end(run_on_ray, notes, screen)
         if result is None:
             return code
@@ -185,7 +187,7 @@ def run(
     source = open_paths(paths, table)
     with (
         exporting(notes),
-        ProgressScreen(notes, form, has_lines=True) as screen,
+        ProgressDisplay(notes, form, has_lines=True) as screen,
         mcp_tools(settings) as tools,
     ):
         rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools, mode)
@@ -199,7 +201,7 @@ def run(
 
 
 def _until_the_end(
-    map_run: MapRun | RayMapRun, notes: StderrNotes, screen: ProgressScreen
+    map_run: MapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
     """Run a map until it ends or is stopped. Returns its result, or None if it was cancelled, and
     the exit code for a stopped map."""
@@ -239,7 +241,7 @@ def _worker_rlm(settings: dict[str, Any]) -> RLM:
 class _MapInterrupts:
     """Handlers of Ctrl-C and SIGTERM while a map is in progress."""
 
-    def __init__(self, map_run: MapRun | RayMapRun, notes: StderrNotes) -> None:
+    def __init__(self, map_run: MapRun | RayMapRun, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.CUT_SHORT
         self._run = map_run
         self._notes = notes
@@ -308,7 +310,7 @@ def _dollars(amount: float) -> str:
 
 
 def _report(
-    result: MapResult, notes: StderrNotes, *, as_json: bool, stopped_by: ExitCode
+    result: MapResult, notes: StderrMessageWriter, *, as_json: bool, stopped_by: ExitCode
 ) -> ExitCode:
     if as_json:
         fields = {**msgspec.structs.asdict(result), "usage": msgspec.to_builtins(result.usage)}
@@ -319,7 +321,7 @@ def _report(
     elif result.out:
         print(result.out)
     sys.stdout.flush()
-    notes.say(summary(result))
+    notes.say(format_map_summary(result))
     if result.stop == "done":
         if result.num_failed:
             error_line(
@@ -334,7 +336,7 @@ def _report(
     return stopped_by if result.stop == "stopped" else _CODES[result.stop]
 
 
-def summary(result: MapResult) -> str:
+def format_map_summary(result: MapResult) -> str:
     """Return the figures of a finished map as one line, such as ``10,000 rows · 9,990 answered, 10
     failed · 10,004 requests · 1.2M tokens · $0.41 · 52 s``."""
     usage = result.usage
@@ -357,7 +359,7 @@ def summary(result: MapResult) -> str:
     return " · ".join(parts)
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     "map",
     """\
 Ask QUESTION of each row of ROWS: a JSONL, CSV, Parquet or SQLite file, a folder of text files, or

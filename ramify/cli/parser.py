@@ -78,7 +78,7 @@ class UsageError(Exception):
     """The command line is wrong: an unknown option, a bad value or a missing argument."""
 
 
-class OptionSpec(NamedTuple):
+class CliOptionSpec(NamedTuple):
     """One option of a command. A switch has two forms, such as ``--cite`` and ``--no-cite``."""
 
     name: str
@@ -117,7 +117,7 @@ class OptionSpec(NamedTuple):
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
 
-class CommandSpec(NamedTuple):
+class CliCommandSpec(NamedTuple):
     """Specification of one command: its description, arguments and options, and its function."""
 
     name: str
@@ -130,7 +130,7 @@ class CommandSpec(NamedTuple):
     min_words: int = 0
     max_words: int | None = 0
     """Maximum number of positional arguments; None for any number."""
-    options: Sequence[OptionSpec] = ()
+    options: Sequence[CliOptionSpec] = ()
     epilog: str = ""
 
     def call(self, arguments: list[str]) -> int:

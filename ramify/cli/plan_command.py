@@ -28,11 +28,19 @@ from ramify.cli.ask import (
     open_store,
     sandbox_spec,
 )
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, epilog
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, epilog
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, count, dollars, json_line, many, seconds, write
+from ramify.cli.terminal_text import (
+    StderrMessageWriter,
+    count,
+    dollars,
+    json_line,
+    many,
+    seconds,
+    write,
+)
 from ramify.errors import ConfigError
 from ramify.logging import collect_warnings
 from ramify.plans.plan import Plan
@@ -48,23 +56,25 @@ _CALL_S = 2.0
 """Seconds of a call in the estimate of the time."""
 _NOT_HERE = (*NOT_OF_MODE["plan"], "sub_model", "direct")
 """Settings of ``ask`` that a plan does not have, or that are described differently."""
-_SUB_MODEL = OptionSpec("sub_model", list, "model of the leaves (default: --model)", "MODEL")
+_SUB_MODEL = CliOptionSpec("sub_model", list, "model of the leaves (default: --model)", "MODEL")
 OPTIONS = (
-    OptionSpec(
+    CliOptionSpec(
         "plan",
         str,
         "search, classify, aggregate, pairwise, summarise or multi-hop, or a .json file with a "
         "plan (default: chosen by the words of the question)",
         "NAME|FILE",
     ),
-    OptionSpec("yes", bool, "run the plan without asking", has_no=False, short="-y"),
-    OptionSpec("labels", str, "labels of classify and aggregate, with commas between them", "A,B"),
-    OptionSpec(
+    CliOptionSpec("yes", bool, "run the plan without asking", has_no=False, short="-y"),
+    CliOptionSpec(
+        "labels", str, "labels of classify and aggregate, with commas between them", "A,B"
+    ),
+    CliOptionSpec(
         "by", str, "what is kept whole: lines, records (blank lines between), sentences or tokens"
     ),
-    OptionSpec("part_tokens", int, "bound on a part, in tokens of three bytes (default: 4000)"),
-    OptionSpec("top", int, "parts that search reads, the best by BM25 (default: 20; 0: all)"),
-    OptionSpec("cut", bool, "cut a record that is larger than a part instead of refusing it"),
+    CliOptionSpec("part_tokens", int, "bound on a part, in tokens of three bytes (default: 4000)"),
+    CliOptionSpec("top", int, "parts that search reads, the best by BM25 (default: 20; 0: all)"),
+    CliOptionSpec("cut", bool, "cut a record that is larger than a part instead of refusing it"),
     _SUB_MODEL,
     *(option for option in SETTINGS if option.name not in _NOT_HERE),
 )
@@ -131,7 +141,7 @@ def _answer(
     question: str,
     loaded: LoadedContext,
     chosen: PlanStrategy,
-    notes: StderrNotes,
+    notes: StderrMessageWriter,
     form: Any,
     *,
     as_json: bool,
@@ -140,7 +150,7 @@ def _answer(
     from ramify.engine.question import RunOptions
 
     asked = ask_runner.AskRequest(question, loaded, RunOptions(strategy=chosen))
-    with exporting(notes), ProgressScreen(notes, form) as screen:
+    with exporting(notes), ProgressDisplay(notes, form) as screen:
         return ask_runner.run(rlm, asked, screen, as_json=as_json)
 
 
@@ -161,9 +171,9 @@ def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]
 
 
 def _budget(rlm: RLM, model: PlanModel) -> Any:
-    from ramify.engine.limits import Ledger
+    from ramify.engine.limits import BudgetLedger
 
-    return Ledger(rlm.limits, priced=model.price is not None).limit
+    return BudgetLedger(rlm.limits, priced=model.price is not None).limit
 
 
 def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> Iterator[str]:
@@ -193,7 +203,7 @@ def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
     return {"plan": msgspec.to_builtins(chosen.plan), "reason": chosen.reason, "cost": plain}
 
 
-def _is_agreed(notes: StderrNotes) -> bool:
+def _is_agreed(notes: StderrMessageWriter) -> bool:
     """Ask the user at a terminal. Without one, say how to run the plan."""
     if not (sys.stdin is not None and sys.stdin.isatty()):
         notes.say("nothing was sent; to run the plan, add --yes")
@@ -206,7 +216,7 @@ def _is_agreed(notes: StderrNotes) -> bool:
     return is_agreed
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     "plan",
     """\
 Show a plan for QUESTION over the content of each PATH: a fixed program over bounded questions, with

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.terminal_text import json_line, one_line
 from ramify.errors import nearest
 from ramify.plugins import PluginEntry, Registry, registries
@@ -55,7 +55,7 @@ def _row(entry: PluginEntry, widths: list[int]) -> str:
     return line + (about if entry.error else one_line(about, room))
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     "plugins",
     "List everything that can be chosen by name: its kind, its name, the package that it comes\n"
     "from, and what it is. In a pipe, columns are separated by tabs.",
@@ -63,5 +63,5 @@ COMMAND = CommandSpec(
     "[KIND]",
     0,
     1,
-    options=(OptionSpec("json", bool, "print one JSON object per line", has_no=False),),
+    options=(CliOptionSpec("json", bool, "print one JSON object per line", has_no=False),),
 )

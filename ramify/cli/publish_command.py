@@ -3,14 +3,14 @@
     ramify publish runs/mine mine --license apache-2.0
     ramify publish runs/mine hf://me/mine --base Qwen/Qwen3-8B --track wandb
 
-Not here: what is written (``train/publication.py``).
+Not here: what is written (``train/hub_publication.py``).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.terminal_text import write
 
 
@@ -23,7 +23,7 @@ def publish(
 ) -> int:
     if not words[0].strip() or not Path(words[0]).is_dir():
         raise UsageError(f"{words[0]} is not a folder: give the folder of a run")
-    from ramify.train.publication import HUB, publish
+    from ramify.train.hub_publication import HUB, publish
 
     if private and not words[1].startswith(HUB):
         raise UsageError(f"--private has no meaning for the folder {words[1]}: leave it out")
@@ -45,7 +45,7 @@ def publish(
     return ExitCode.ANSWERED
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     name="publish",
     about="""\
 Publish the policy of RUN, the folder of a training run, to DEST: a folder, or hf://OWNER/NAME, a
@@ -55,14 +55,14 @@ repository on the Hugging Face hub. The model card has lineage, data, scores, pr
     min_words=2,
     max_words=2,
     options=(
-        OptionSpec("license", str, "the policy's licence, such as apache-2.0", "ID"),
-        OptionSpec(
+        CliOptionSpec("license", str, "the policy's licence, such as apache-2.0", "ID"),
+        CliOptionSpec(
             "base",
             str,
             "hub name of the policy that training began with (default: the recipe's policy.path)",
         ),
-        OptionSpec("private", bool, "create a private repository", has_no=False),
-        OptionSpec(
+        CliOptionSpec("private", bool, "create a private repository", has_no=False),
+        CliOptionSpec(
             "track", list, "also log the folder as an artefact of the run: wandb or mlflow", "NAME"
         ),
     ),

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.parser import OptionSpec, UsageError, parse_age
-from ramify.cli.terminal_text import StderrNotes
+from ramify.cli.parser import CliOptionSpec, UsageError, parse_age
+from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from ramify.serve.traffic_recorder import Retention, TrafficRecorder
 
 RECORD_OPTIONS = (
-    OptionSpec(
+    CliOptionSpec(
         "record",
         str,
         "keep the conversations of users with their token ids in the store FOLDER, to train from "
         "(default: no)",
         "FOLDER",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "redact",
         list,
         "regular expression that is redacted in what is recorded; repeat for more",
         "PATTERN",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "redact_defaults",
         bool,
         "redact e-mail addresses, phone and card numbers, and keys (default: yes)",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "record_max_gib",
         float,
         "size at which the oldest recorded conversations are deleted, in GiB (default: 10)",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "record_keep",
         str,
         "delete recorded conversations without an event for this long, such as 30d (default: when "
@@ -100,15 +100,15 @@ def open_recorder(
     folder: str,
     recording: tuple[Redaction, Retention],
     policy: Policy,
-    notes: StderrNotes,
+    notes: StderrMessageWriter,
 ) -> TrafficRecorder:
     """Open the recorder for the traffic of ``policy``, and print where conversations are stored and
     for how long. Raises ConfigError and StoreError."""
-    from ramify.serve.traffic_recorder import RecordedPolicy, TrafficRecorder
+    from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
 
     redaction, retention = recording
     recorder = TrafficRecorder(
-        Path(folder).expanduser(), RecordedPolicy.of(policy), redaction, retention
+        Path(folder).expanduser(), RecordedPolicyInfo.of(policy), redaction, retention
     )
     age = retention.max_age_s
     kept = f"for {age / 86_400:g} days, and " if age is not None else ""

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.settings import named_models, open_store
+from ramify.cli.settings import named_models, open_configured_store
 from ramify.clients.base import Price, Request, Sampling
-from ramify.clients.model import Model
+from ramify.clients.model_config import Model
 from ramify.clients.providers import PriceTable
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
@@ -22,18 +22,18 @@ from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import provider_spec
 from ramify.store.base import RunStore
-from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import RunStarted
 from ramify.types.message import Reply
 
 
-def find(run: str) -> tuple[RunStore, RecordedReplies]:
+def find(run: str) -> tuple[RunStore, RecordedRunIndex]:
     """Open the default store and read the recorded replies of ``run``."""
-    store = open_store()
-    return store, RecordedReplies(store.events(run))
+    store = open_configured_store()
+    return store, RecordedRunIndex(store.events(run))
 
 
-def rebuild(
+def rebuild_rlm(
     started: RunStarted,
     store: RunStore,
     *,

@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import msgspec
 
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_age, parse_size
-from ramify.cli.settings import folder_store, open_store
+from ramify.cli.parser import (
+    CliCommandSpec,
+    CliOptionSpec,
+    ExitCode,
+    UsageError,
+    parse_age,
+    parse_size,
+)
+from ramify.cli.settings import folder_store, open_configured_store
 from ramify.cli.stored_maps import find_map, is_map, print_maps, remove_map
 from ramify.cli.terminal_text import (
     cleaned,
@@ -33,13 +40,13 @@ from ramify.cli.terminal_text import (
     size,
 )
 from ramify.store.journal import NOTHING_KEPT
-from ramify.store.repair import JournalCheck
+from ramify.store.repair import JournalCheckResult
 from ramify.store.reviews import UNSCORED, Verdict
 from ramify.store.run_filter import parse_run_filter, reward_of
 from ramify.store.summary import RunSummary
 
 if TYPE_CHECKING:
-    from ramify.evaluate.traffic_scores import ScoringResult
+    from ramify.evaluate.traffic_scores import ScoringCounts
     from ramify.store.base import RunStore
 
 _SHORT = len("20260301-142501-5gk0x7m")
@@ -59,7 +66,7 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
     if maps:
         if words:
             raise UsageError("--maps has no filter: open them in ramify view")
-        print_maps(open_store(), as_json=bool(json))
+        print_maps(open_configured_store(), as_json=bool(json))
         return ExitCode.ANSWERED
     folds = not words and limit is None and not json and sys.stdout.isatty()
     limit = _MOST_SHOWN if limit is None else limit
@@ -67,9 +74,9 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
         raise UsageError(f"--limit {limit}: give 0 (for all) or more")
     wanted = parse_run_filter(" ".join(words))
     if folds:
-        _draw_folded(open_store().runs())
+        _draw_folded(open_configured_store().runs())
         return ExitCode.ANSWERED
-    stored = open_store().runs(None if words else limit or None)
+    stored = open_configured_store().runs(None if words else limit or None)
     summaries = wanted.apply(stored)
     if words and not summaries:
         print(f"none of {many(len(stored), 'run')} matches {' '.join(words)}", file=sys.stderr)
@@ -97,7 +104,7 @@ def review(
     verdict: str | None,
     person: str | None,
 ) -> int:
-    store = open_store()
+    store = open_configured_store()
     run = store.find(words[0])
     known = store.review(run)
     if person is not None and verdict is None:
@@ -152,7 +159,7 @@ def score(
     from ramify.evaluate import traffic_scores
     from ramify.plugins import Registry
     from ramify.store.store import Store
-    from ramify.store.traffic_identity import read_identity
+    from ramify.store.traffic_policy_identity import read_identity
 
     folder = Path(words[0]).expanduser()
     if read_identity(folder) is None:
@@ -161,7 +168,7 @@ def score(
         )
     store = Store(folder)
     if by:
-        done = traffic_scores.score_conversations(
+        done = traffic_scores.score_stored_conversations(
             store, Registry("function", "ramify.scores", {}).of(by), by
         )
     elif correction:
@@ -182,11 +189,11 @@ def score(
     return ExitCode.ANSWERED
 
 
-async def _judged(store: RunStore, model: str, max_cost: float) -> ScoringResult:
-    from ramify.clients.pool import ClientPool
+async def _judged(store: RunStore, model: str, max_cost: float) -> ScoringCounts:
+    from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
     from ramify.evaluate.traffic_scores import CorrectionJudge, score_corrections
 
-    pool = ClientPool()
+    pool = RateLimitedClientPool()
     try:
         judge = CorrectionJudge(pool.client(model), max_cost)
         return await score_corrections(store, judge, f"judge {model}")
@@ -222,7 +229,7 @@ def check(words: list[str], all: bool | None) -> int:
     return ExitCode.ERROR if num_damaged else ExitCode.ANSWERED
 
 
-def _verdict(found: JournalCheck) -> str:
+def _verdict(found: JournalCheckResult) -> str:
     if not found.num_lines:
         state = "nothing is recorded"
     elif found.num_damaged:
@@ -253,7 +260,7 @@ def repair(words: list[str]) -> int:
 
 
 def rm(words: list[str]) -> int:
-    store = open_store()
+    store = open_configured_store()
     maps = [find_map(store, name).id for name in words if is_map(name)]
     # Look up every run before deleting any.
     ids = [store.find(name) for name in words if not is_map(name)]
@@ -424,7 +431,7 @@ def _draw(summaries: list[RunSummary]) -> None:
 
 
 COMMANDS = (
-    CommandSpec(
+    CliCommandSpec(
         "runs",
         """\
 List stored runs, newest first, or those that match FILTER, such as 'when:yesterday stop:error' or
@@ -435,12 +442,12 @@ evaluations are one line for each task. In a pipe, columns are separated by tabs
         0,
         None,
         options=(
-            OptionSpec("limit", int, "number of runs to list; 0 lists all (default: 20)"),
-            OptionSpec("json", bool, "print one JSON object per line", has_no=False),
-            OptionSpec("maps", bool, "list stored maps instead", has_no=False),
+            CliOptionSpec("limit", int, "number of runs to list; 0 lists all (default: 20)"),
+            CliOptionSpec("json", bool, "print one JSON object per line", has_no=False),
+            CliOptionSpec("maps", bool, "list stored maps instead", has_no=False),
         ),
     ),
-    CommandSpec(
+    CliCommandSpec(
         "runs review",
         """\
 Label a run, note something about it, or correct its scores. The review is stored beside the run,
@@ -450,21 +457,21 @@ which stays as it is. Without options, it is printed.""",
         1,
         1,
         options=(
-            OptionSpec("label", list, "add a label; --label=-NAME removes it", "NAME"),
-            OptionSpec("note", str, "replace the note", "TEXT"),
-            OptionSpec(
+            CliOptionSpec("label", list, "add a label; --label=-NAME removes it", "NAME"),
+            CliOptionSpec("note", str, "replace the note", "TEXT"),
+            CliOptionSpec(
                 "score", list, "correct a score; NAME= restores the recorded one", "NAME=NUMBER"
             ),
-            OptionSpec(
+            CliOptionSpec(
                 "verdict",
                 str,
                 "say whether the answer is right, wrong or not-sure; none takes it back",
                 "VERDICT",
             ),
-            OptionSpec("person", str, "who says it (default: the current user)", "NAME"),
+            CliOptionSpec("person", str, "who says it (default: the current user)", "NAME"),
         ),
     ),
-    CommandSpec(
+    CliCommandSpec(
         "runs score",
         """\
 Score the recorded conversations of STORE (serve-policy --record), to train from. A reply is
@@ -475,17 +482,17 @@ prompt (docs/traffic.md). Or score whole conversations by a function of yours.""
         1,
         1,
         options=(
-            OptionSpec(
+            CliOptionSpec(
                 "correction",
                 list,
                 "a next message with this regular expression is a correction; repeat for more",
                 "PATTERN",
             ),
-            OptionSpec("judge", str, "model that decides what is a correction", "MODEL"),
-            OptionSpec(
+            CliOptionSpec("judge", str, "model that decides what is a correction", "MODEL"),
+            CliOptionSpec(
                 "max_cost", float, "dollars after which the judge is not asked (default: 1)"
             ),
-            OptionSpec(
+            CliOptionSpec(
                 "by",
                 str,
                 "function of a trajectory that returns a number, or rewards by name",
@@ -493,7 +500,7 @@ prompt (docs/traffic.md). Or score whole conversations by a function of yours.""
             ),
         ),
     ),
-    CommandSpec(
+    CliCommandSpec(
         "runs check",
         """\
 Check stored runs for damage: lines that were changed, are missing or in another order, and contexts
@@ -503,9 +510,9 @@ if there is damage.""",
         "[RUN]",
         0,
         1,
-        options=(OptionSpec("all", bool, "check all runs", has_no=False),),
+        options=(CliOptionSpec("all", bool, "check all runs", has_no=False),),
     ),
-    CommandSpec(
+    CliCommandSpec(
         "runs repair",
         """\
 Cut a damaged run before the damage, so that it can be resumed from there. Says how many later
@@ -515,7 +522,7 @@ replies will be asked again. The damaged file is kept.""",
         1,
         1,
     ),
-    CommandSpec(
+    CliCommandSpec(
         "runs rm",
         "Delete runs, and stored data that no other run uses. The id of a map deletes the map.",
         rm,
@@ -523,16 +530,18 @@ replies will be asked again. The damaged file is kept.""",
         1,
         None,
     ),
-    CommandSpec(
+    CliCommandSpec(
         "runs prune",
         """\
 Delete old runs and evaluations, and stored data that nothing else uses. Runs in progress are kept.
 With --keep alone, all except the newest N are deleted.""",
         prune,
         options=(
-            OptionSpec("older_than", str, "delete runs that ended longer ago: 30d, 12h", "AGE"),
-            OptionSpec("keep", int, "always keep the newest N runs, and the newest N evaluations"),
-            OptionSpec(
+            CliOptionSpec("older_than", str, "delete runs that ended longer ago: 30d, 12h", "AGE"),
+            CliOptionSpec(
+                "keep", int, "always keep the newest N runs, and the newest N evaluations"
+            ),
+            CliOptionSpec(
                 "max_size",
                 str,
                 "delete the oldest runs until the store is this small: 2GB, 500MB",

@@ -27,8 +27,8 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError, parse_size
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, parse_size
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.record_options import (
     RECORD_OPTIONS,
     open_recorder,
@@ -38,11 +38,11 @@ from ramify.cli.record_options import (
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import ends_if_blocked, on_stop
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, write
+from ramify.cli.terminal_text import StderrMessageWriter, write
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger, run_log
-from ramify.policy_card import folder_of
-from ramify.store.private_files import make_folder
+from ramify.logging import ComponentLogger, run_log
+from ramify.store.durable_files import make_folder
+from ramify.trained_policy_settings import folder_of
 
 if TYPE_CHECKING:
     from ramify.clients.base import Client
@@ -71,12 +71,12 @@ def _map_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
-def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrNotes]:
+def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
     """Read the settings of ``command`` and create its notes, which write messages to stderr. If no
     model is set, print how to set one and return None for the settings."""
     _map_large_blocks()
     settings = fill(given, KINDS)
-    notes = StderrNotes(bool(settings.get("quiet")))
+    notes = StderrMessageWriter(bool(settings.get("quiet")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
         notes.warning(line)
@@ -87,34 +87,36 @@ def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, S
 
 
 PORT = 8000
-_log = RoomLogger("serve")
+_log = ComponentLogger("serve")
 OF_A_SERVER = (
     *listen_options(PORT),
-    OptionSpec(
+    CliOptionSpec(
         "meter",
         str,
         "serve plain replies of this model, and count what each caller spends: --max-calls, "
         "--max-tokens and --max-cost then limit each caller",
         "MODEL",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "meter_record",
         str,
         "file for the requests of --meter (default: in the store, if there is one)",
         "FILE",
     ),
-    OptionSpec(
+    CliOptionSpec(
         "keys", str, "TOML file with keys for several clients, each with its own limits", "FILE"
     ),
-    OptionSpec("name", str, "model name in responses (default: that of --model)"),
-    OptionSpec(
+    CliOptionSpec("name", str, "model name in responses (default: that of --model)"),
+    CliOptionSpec(
         "max_runs", int, "maximum concurrent runs (default: what this machine can hold, up to 256)"
     ),
-    OptionSpec("max_body", str, "maximum size of a request (default: 64MB)", "SIZE"),
-    OptionSpec(
+    CliOptionSpec("max_body", str, "maximum size of a request (default: 64MB)", "SIZE"),
+    CliOptionSpec(
         "grace", float, "seconds that current runs get after the first Ctrl-C (default: 30)"
     ),
-    OptionSpec("log", str, "log file (default: serve.log in the store, if there is one)", "FILE"),
+    CliOptionSpec(
+        "log", str, "log file (default: serve.log in the store, if there is one)", "FILE"
+    ),
     *RECORD_OPTIONS,
 )
 
@@ -172,7 +174,7 @@ def _server(
     options: dict[str, Any],
     store: Store | None,
     tools: McpTools | None,
-    notes: StderrNotes,
+    notes: StderrMessageWriter,
 ) -> RunServer:
     from ramify.clients.base import Sampling
     from ramify.http_server.capacity import raise_descriptor_limit
@@ -193,7 +195,7 @@ def _server(
 
 
 def _recorder(
-    settings: dict[str, Any], options: dict[str, Any], notes: StderrNotes
+    settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
     """Return a function that opens the recorder of conversations once the policy is loaded; None
     without ``--record``. Raises ConfigError at once if the model is not local."""
@@ -228,7 +230,7 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
     return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
 
 
-async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
+async def _serve(server: RunServer, grace_s: float, notes: StderrMessageWriter) -> None:
     first_stop = asyncio.Event()
     second_stop = asyncio.Event()
 
@@ -237,7 +239,7 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
 
     on_stop(stop)
     async with contextlib.AsyncExitStack() as stack:
-        with ProgressScreen(notes, form_of(None, notes)):  # a local policy is loaded here
+        with ProgressDisplay(notes, form_of(None, notes)):  # a local policy is loaded here
             await stack.enter_async_context(server)
         announce(server.name, server.url, server.address, server.key)
         if left := await asyncio.to_thread(server.unfinished_runs):
@@ -305,7 +307,7 @@ async def _mcp_http(
 
 
 COMMANDS = (
-    CommandSpec(
+    CliCommandSpec(
         name="serve",
         about="""\
 Serve recursive runs over an OpenAI-compatible API: chat completions and responses, with streaming.
@@ -315,7 +317,7 @@ With --meter, serve one model instead, and let no caller spend more than its bud
         run=serve,
         options=(*OF_A_SERVER, *LIMITS),
     ),
-    CommandSpec(
+    CliCommandSpec(
         name="mcp",
         about="""\
 Run an MCP (Model Context Protocol) server over standard input and output, or over HTTP. Its tool
@@ -325,7 +327,7 @@ ask set the limits of each question.""",
         words="ROOT…",
         max_words=None,
         options=(
-            OptionSpec("http", bool, "serve over HTTP, at the path /mcp", has_no=False),
+            CliOptionSpec("http", bool, "serve over HTTP, at the path /mcp", has_no=False),
             *listen_options(PORT),
             *LIMITS,
         ),

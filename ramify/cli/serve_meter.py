@@ -19,10 +19,10 @@ from ramify.cli.listen_options import SERVE_KEY, chosen_key, listen_address
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.settings import named_models
 from ramify.cli.stop_signals import on_stop
-from ramify.cli.terminal_text import StderrNotes, dollars, many, write
+from ramify.cli.terminal_text import StderrMessageWriter, dollars, many, write
 
 if TYPE_CHECKING:
-    from ramify.serve.meter import Meter
+    from ramify.serve.meter import MeteringProxy
     from ramify.store.store import Store
 
 _OF_RUNS = ("keys", "max_runs", "max_body", "grace", "log", "record", "redact", "record_max_gib")
@@ -35,7 +35,7 @@ def serve_meter(
     options: dict[str, Any],
     store: Store | None,
     port: int,
-    notes: StderrNotes,
+    notes: StderrMessageWriter,
 ) -> int:
     """Serve a metering endpoint for the model in ``settings`` until the user stops it. Raises
     UsageError for an option that a meter does not have."""
@@ -52,21 +52,21 @@ def serve_meter(
 
 def _meter(
     settings: dict[str, Any], options: dict[str, Any], store: Store | None, port: int
-) -> Meter:
-    from ramify.evaluate.systems.base import SeatBudget
+) -> MeteringProxy:
+    from ramify.evaluate.systems.base import ModelAccessBudget
     from ramify.http_server.capacity import raise_descriptor_limit
-    from ramify.serve.meter import Meter
+    from ramify.serve.meter import MeteringProxy
 
     raise_descriptor_limit()
-    limits = {name: settings.get(name) for name in SeatBudget.__struct_fields__}
+    limits = {name: settings.get(name) for name in ModelAccessBudget.__struct_fields__}
     record = Path(options["meter_record"]) if options["meter_record"] else None
     if record is None and store is not None:
         record = store.root / "meter" / time.strftime("%Y%m%d-%H%M%S.jsonl", time.gmtime())
     given = {"max_in_flight": settings.get("max_concurrency")}
     given["reply_tokens"] = settings.get("max_reply_tokens")
-    return Meter(
+    return MeteringProxy(
         named_models().get(settings["model"], settings["model"]),
-        budget=SeatBudget(**limits),
+        budget=ModelAccessBudget(**limits),
         name=options["name"] or "",
         address=listen_address(options, "meter", port, store.root if store is not None else None),
         key=chosen_key(options),
@@ -75,7 +75,7 @@ def _meter(
     )
 
 
-async def _serve(meter: Meter, notes: StderrNotes) -> None:
+async def _serve(meter: MeteringProxy, notes: StderrMessageWriter) -> None:
     stopped = asyncio.Event()
     on_stop(stopped.set)
     async with meter:

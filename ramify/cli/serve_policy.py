@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.progress_screen import ProgressScreen, form_of
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.record_options import RECORD_OPTIONS, open_recorder, recording_options
 from ramify.cli.stop_signals import on_stop
-from ramify.cli.terminal_text import StderrNotes
-from ramify.logging import RoomLogger, join_run
+from ramify.cli.terminal_text import StderrMessageWriter
+from ramify.logging import ComponentLogger, join_run
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ramify.serve.traffic_recorder import TrafficRecorder
 
 PORT = 8000
-_log = RoomLogger("serve")
+_log = ComponentLogger("serve")
 
 
 def serve_policy(
@@ -41,7 +41,7 @@ def serve_policy(
     **more: Any,
 ) -> int:
     from ramify.inference.base import need_train_extra
-    from ramify.policy_card import packaged_policy
+    from ramify.trained_policy_settings import packaged_policy
 
     need_train_extra("serve-policy")
     if slots is not None and slots < 1:
@@ -58,9 +58,9 @@ def serve_policy(
     folder = str(packaged_policy(words[0]) or words[0].removeprefix("local:"))
 
     join_run(f"engine at port {address.port}")
-    notes = StderrNotes()
+    notes = StderrMessageWriter()
     notes.take_warnings()
-    with ProgressScreen(notes, form_of(None, notes)):
+    with ProgressDisplay(notes, form_of(None, notes)):
         with report_progress("starting"):
             import torch
 
@@ -108,7 +108,7 @@ async def _serve(
     await client.close()
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     name="serve-policy",
     about="Serve a policy over an OpenAI-compatible API, with token ids and log-probabilities.",
     run=serve_policy,
@@ -117,40 +117,42 @@ COMMAND = CommandSpec(
     max_words=1,
     options=(
         *listen_options(PORT),
-        OptionSpec("name", str, "model name in requests (default: FOLDER)"),
-        OptionSpec(
+        CliOptionSpec("name", str, "model name in requests (default: FOLDER)"),
+        CliOptionSpec(
             "slots", int, "maximum concurrent replies (default: 128 on a CPU, 256 on a GPU)"
         ),
-        OptionSpec("device", str, "cpu, cuda or cuda:1 (default: a GPU if there is one)", "DEVICE"),
-        OptionSpec(
+        CliOptionSpec(
+            "device", str, "cpu, cuda or cuda:1 (default: a GPU if there is one)", "DEVICE"
+        ),
+        CliOptionSpec(
             "dtype",
             str,
             "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)",
             "TYPE",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "weight_transfer",
             bool,
             "let clients replace the weights, as a trainer does (default: no)",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "weight_sync",
             str,
             "your own weight sync class that a trainer may use, as module:Class",
             "CLASS",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "weights_root",
             str,
             "load weight files only from below FOLDER (default: from anywhere)",
             "FOLDER",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "enable_return_routed_experts",
             bool,
             "report the experts that a mixture sends each token to (default: no)",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "thinking",
             bool,
             "turn thinking of a hybrid model on or off (default: as in its template)",

@@ -25,7 +25,7 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from ramify.clients.model import Model
+    from ramify.clients.model_config import Model
     from ramify.store.base import RunStore
     from ramify.store.store import Store
 
@@ -102,7 +102,7 @@ def fill(
     return settings
 
 
-def open_store() -> RunStore:
+def open_configured_store() -> RunStore:
     """Open the store named in the configuration file, for a command without other settings."""
     _apply_tables()
     from ramify.store.stores import open_store
@@ -137,7 +137,7 @@ def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:
 
 def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, str]) -> Model:
     from ramify.clients.base import Sampling
-    from ramify.clients.model import Model
+    from ramify.clients.model_config import Model
 
     where = f"{path}: [{MODELS}.{alias}]"
     for key in table:

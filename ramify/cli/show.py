@@ -27,12 +27,12 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.settings import open_store
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.settings import open_configured_store
 from ramify.cli.stored_maps import events_of, find_map, folded, is_map, map_lines
 from ramify.cli.terminal_text import (
     Line,
-    StderrNotes,
+    StderrMessageWriter,
     dollars,
     json_line,
     many,
@@ -65,7 +65,7 @@ def show(
     pager: bool | None,
 ) -> int:
     run = words[0]
-    store = open_store()
+    store = open_configured_store()
     if turn is not None and (tree or json or events or turn < 1):
         raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
     of_map = events_of(store, run) if is_map(run) else None
@@ -100,10 +100,10 @@ def show(
 def _run_lines(
     trajectory: Trajectory, full: bool, is_alive: bool, *, only_tree: bool
 ) -> Iterator[Line]:
-    from ramify.cli.ask_runner import summary
+    from ramify.cli.ask_runner import format_run_summary
 
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
-    yield summary(trajectory, None, "running" if is_alive else "interrupted")
+    yield format_run_summary(trajectory, None, "running" if is_alive else "interrupted")
     if trajectory.context:
         context = trajectory.context
         size = f"context: {context.kind}, {context.chars:,} characters"
@@ -307,7 +307,7 @@ def _call_of(trajectory: Trajectory, id: str) -> Call:
     return trajectory.call(id)
 
 
-SHOW = CommandSpec(
+SHOW = CliCommandSpec(
     "show",
     "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
     "RUN is a run's id, the start of an id, the path of a journal, or last. The id of a map\n"
@@ -317,15 +317,19 @@ SHOW = CommandSpec(
     1,
     1,
     (
-        OptionSpec("call", str, "show only this call (such as 0.3), with its full prompts", "ID"),
-        OptionSpec("turn", int, "show only this turn of the call (default: of the first), in full"),
-        OptionSpec("tree", bool, "show only the tree of calls with their answers", has_no=False),
-        OptionSpec("full", bool, "do not shorten outputs and answers", has_no=False),
-        OptionSpec("json", bool, "print the trajectory as one JSON object", has_no=False),
-        OptionSpec(
+        CliOptionSpec(
+            "call", str, "show only this call (such as 0.3), with its full prompts", "ID"
+        ),
+        CliOptionSpec(
+            "turn", int, "show only this turn of the call (default: of the first), in full"
+        ),
+        CliOptionSpec("tree", bool, "show only the tree of calls with their answers", has_no=False),
+        CliOptionSpec("full", bool, "do not shorten outputs and answers", has_no=False),
+        CliOptionSpec("json", bool, "print the trajectory as one JSON object", has_no=False),
+        CliOptionSpec(
             "events", bool, "print the journal's events, one JSON object per line", has_no=False
         ),
-        OptionSpec("pager", bool, "page a long output on a terminal (default: yes)"),
+        CliOptionSpec("pager", bool, "page a long output on a terminal (default: yes)"),
     ),
 )
 
@@ -336,12 +340,12 @@ _MAX_DIFFERENCES = 10
 def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
     import asyncio
 
-    from ramify.cli.resume import find, rebuild
+    from ramify.cli.resume import find, rebuild_rlm
 
     run = words[0]
-    StderrNotes().take_warnings()
+    StderrMessageWriter().take_warnings()
     store, recorded = find(run)
-    rlm = rebuild(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
+    rlm = rebuild_rlm(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
 
     async def repeat() -> Trajectory:
         async with rlm:
@@ -417,7 +421,7 @@ def _shown(value: Any) -> str:
     return one_line(repr(value), 100)
 
 
-REPLAY = CommandSpec(
+REPLAY = CliCommandSpec(
     "replay",
     """\
 Re-run a stored run's code against its recorded replies, and compare the results. No model is
@@ -427,8 +431,10 @@ called. The exit code is 0 if every result is the same, 1 if not.""",
     1,
     1,
     (
-        OptionSpec("json", bool, "print one JSON object", has_no=False),
-        OptionSpec("allow_weaker", bool, "accept weaker isolation than the run had", has_no=False),
+        CliOptionSpec("json", bool, "print one JSON object", has_no=False),
+        CliOptionSpec(
+            "allow_weaker", bool, "accept weaker isolation than the run had", has_no=False
+        ),
     ),
 )
 COMMANDS = (SHOW, REPLAY)

@@ -3,7 +3,7 @@ of a command whose loop is blocked past the deadline of its run.
 
     signal ── next iteration of the loop ──> the command's handler: wrap up, stop, drain
        └── no iteration within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
-    deadline ── the run's journal is closed (``engine/threads.py``) ──> one line, exit code 5
+    deadline ── the run's journal is closed (``event_loop_thread.py``) ──> one line, exit code 5
 
 The handlers of asyncio wait for the loop's next iteration, which never comes while a callback
 blocks. One SIGTERM is enough to end a blocked command. Ctrl-C takes two, because the first one only
@@ -23,7 +23,7 @@ from types import FrameType
 
 from ramify.cli.parser import ExitCode
 from ramify.cli.terminal_text import error_line
-from ramify.engine import threads
+from ramify.engine import event_loop_thread
 from ramify.errors import LoopBlocked
 
 PATIENCE_S = 3.0
@@ -33,7 +33,7 @@ PATIENCE_S = 3.0
 def on_signal(number: int, do: Callable[[], object]) -> None:
     """Call ``do`` in the running loop for each signal ``number``; if the loop is blocked, end the
     command."""
-    loop, watch = asyncio.get_running_loop(), SignalWatch(number)
+    loop, watch = asyncio.get_running_loop(), SignalHandlingWatchdog(number)
 
     def act() -> None:
         watch.acted()
@@ -68,14 +68,14 @@ def ends_if_blocked(command: str, restore: Callable[[], object] = lambda: None) 
         # Nothing else ends a process whose main thread is blocked.
         os._exit(ExitCode.SUSPENDED if how else ExitCode.ERROR)
 
-    before = threads.on_blocked.set(end)
+    before = event_loop_thread.on_blocked.set(end)
     try:
         yield
     finally:
-        threads.on_blocked.reset(before)
+        event_loop_thread.on_blocked.reset(before)
 
 
-class SignalWatch:
+class SignalHandlingWatchdog:
     """Watchdog for one signal: checks that the event loop acts on it in time.
 
     Use it only in the main thread.

@@ -16,14 +16,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ramify.cli.terminal_text import StderrNotes
+from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.install_command import install_command
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 @contextlib.contextmanager
-def exporting(notes: StderrNotes) -> Iterator[None]:
+def exporting(notes: StderrMessageWriter) -> Iterator[None]:
     """Export the spans of all runs in this block, if the environment asks for it.
 
     A problem with the export is a warning; it never ends the command.
@@ -49,7 +49,7 @@ def _exporter_name() -> str:
     return name or ("otlp" if any(os.environ.get(variable) for variable in _ENDPOINTS) else "")
 
 
-def _provider(name: str, notes: StderrNotes) -> Any:
+def _provider(name: str, notes: StderrMessageWriter) -> Any:
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
@@ -93,7 +93,7 @@ def _exporter(name: str) -> Any:
     return None
 
 
-def _say_once(notes: StderrNotes) -> None:
+def _say_once(notes: StderrMessageWriter) -> None:
     """Log a missing collector as one warning instead of a traceback for each batch."""
 
     class Once(logging.Handler):

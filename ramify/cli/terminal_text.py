@@ -2,9 +2,9 @@ r"""Text for a terminal: removes escape sequences, shortens lines, formats sizes
 the tree of a run's calls, and writes messages to the user on stderr. Stdout is for the answer.
 
 Colors are spans of rich's ``Text``, never characters of a string. ``write_lines`` turns them into
-escape sequences after it has cleaned the text. ``protect_terminal`` puts a ``TerminalStream``
-before every terminal, so that everything else that is printed is cleaned, too. An answer in a pipe
-stays unchanged.
+escape sequences after it has cleaned the text. ``protect_terminal`` puts a
+``SanitizingTerminalStream`` before every terminal, so that everything else that is printed is
+cleaned, too. An answer in a pipe stays unchanged.
 
 The tree shows question → answer → cost → time, in the colors of the page
 (viewer/static/style.css):
@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from ramify.errors import OldNameWarning
-from ramify.logging import RoomLogger, current_console
-from ramify.printable import TerminalStream, clean, clean_line, escaped
+from ramify.logging import ComponentLogger, current_console
+from ramify.printable import SanitizingTerminalStream, clean, clean_line, escaped
 from ramify.quantities import count as count
 from ramify.quantities import dollars as dollars
 from ramify.quantities import many as many
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 Line: TypeAlias = "str | Text"
 """A line to print. Only the spans of a ``Text`` are printed in color."""
-_log = RoomLogger("cli")
+_log = ComponentLogger("cli")
 
 
 def one_line(text: str, width: int = 80) -> str:
@@ -75,7 +75,7 @@ def moment(unix_time: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time)) if unix_time else "-"
 
 
-class StderrNotes:
+class StderrMessageWriter:
     """Writer of notes to stderr.
 
     ``quiet`` suppresses everything except errors. While a live view is drawn, ``above`` receives
@@ -119,8 +119,8 @@ def protect_terminal() -> None:
     """Clean everything that this process prints on a terminal from now on, also by libraries."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream.isatty() and not isinstance(stream, TerminalStream):
-            setattr(sys, name, TerminalStream(stream))
+        if stream.isatty() and not isinstance(stream, SanitizingTerminalStream):
+            setattr(sys, name, SanitizingTerminalStream(stream))
 
 
 def write(text: str) -> None:
@@ -146,7 +146,7 @@ def json_line(value: Any) -> str:
 def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
     """Print ``lines`` to stdout, in color on a terminal unless NO_COLOR is set. With ``use_pager``,
     lines that do not fit on a terminal go through PAGER (default: less)."""
-    if not isinstance(sys.stdout, TerminalStream):
+    if not isinstance(sys.stdout, SanitizingTerminalStream):
         for line in lines:
             print(clean(str(line)))
         return
@@ -187,7 +187,7 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    file = stream.terminal if isinstance(stream, TerminalStream) else stream
+    file = stream.terminal if isinstance(stream, SanitizingTerminalStream) else stream
     return Console(file=file, highlight=False, markup=False, emoji=False)
 
 
@@ -233,7 +233,7 @@ def paint(meaning: str, text: str) -> Text:
 def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
     """Yield the lines of the tree of calls, with answers first and outliers marked."""
     tree = CallTree()
-    tree.take(trajectory)
+    tree.load_trajectory(trajectory)
     below: dict[str, list[CallNode]] = {}
     roots = []
     for node in tree.order:

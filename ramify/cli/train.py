@@ -34,13 +34,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.actors.child_process import ForegroundProcess, exit_reason
-from ramify.actors.restarts import RestartCount
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
-from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
+from ramify.actors.restarts import ProcessRestartLimiter
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrNotes, error_line
+from ramify.cli.terminal_text import StderrMessageWriter, error_line
 from ramify.log_outputs import RUN_LOG
-from ramify.logging import RoomLogger, run_log
+from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
 from ramify.train.checkpoint import holder
 from ramify.train.metrics import FILE, StepMetrics, read_metrics
@@ -48,7 +48,7 @@ from ramify.train.metrics import FILE, StepMetrics, read_metrics
 if TYPE_CHECKING:
     from rich.text import Text
 
-_log = RoomLogger("cli")
+_log = ComponentLogger("cli")
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
@@ -172,7 +172,7 @@ def train(
         raise UsageError(
             f"--preset {preset} needs the recipe: a resumed run keeps the options it began with"
         )
-    notes = StderrNotes(bool(quiet))
+    notes = StderrMessageWriter(bool(quiet))
     notes.take_warnings()
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain means --progress lines: remove --plain or --progress {progress}")
@@ -189,14 +189,14 @@ def train(
         ]
         return supervise(words, [*flags, *options], Path(run_folder), resume, restarts)
     form = form_of("lines" if plain else progress, notes)
-    with exporting(notes), ProgressScreen(notes, form, has_lines=True) as screen:
+    with exporting(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
         with report_progress("starting"):
             from ramify.train.backends.launch import is_restarted
             from ramify.train.execute import train
+            from ramify.train.other_trainer_presets import choices, with_preset
             from ramify.train.override import override
-            from ramify.train.presets import choices, with_preset
+            from ramify.train.placement_plan import by
             from ramify.train.recipe import load_recipe, stored  # imports everything heavy
-            from ramify.train.resource_counts import by
 
             run = load_recipe(recipes[0]) if recipes else stored(str(resume), overrides)
             # Preset and placement come first, so that the overrides can change their fields.
@@ -263,7 +263,7 @@ def _folder(resume: str | None) -> str | None:
 
 
 def _listener(
-    name: str, folder: Path, screen: ProgressScreen, is_resumed: bool
+    name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
     """Return a function that shows step metrics in the screen's form."""
     match screen.form:
@@ -284,7 +284,7 @@ def _listener(
 
 
 def _drawing(
-    name: str, folder: Path, screen: ProgressScreen, is_resumed: bool
+    name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
     """Return a function that draws the curves, which stay on the terminal at the end."""
     from rich.text import Text
@@ -305,7 +305,7 @@ def _drawing(
     return show
 
 
-def _say(measured: StepMetrics, notes: StderrNotes) -> None:
+def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
     """Print a step's metrics; in stages without sampling, only every ``EVERY`` steps."""
     if (
         measured.stage not in ("warmup", "sft")
@@ -315,7 +315,7 @@ def _say(measured: StepMetrics, notes: StderrNotes) -> None:
         notes.say(line(measured))
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     name="train",
     about="""\
 Train a policy from RECIPE, a Python file whose run() returns a ramify.train.config.Run.
@@ -325,49 +325,49 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective
     words="RECIPE [FIELD=VALUE…]",
     max_words=None,
     options=(
-        OptionSpec(
+        CliOptionSpec(
             "out",
             str,
             "folder for checkpoints, metrics and the trained policy (default: runs/NAME)",
             "DIR",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "resume",
             str,
             "continue from a run's last checkpoint, or from the given one; RECIPE is optional",
             "DIR",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "restarts",
             int,
             "restart failed training from the last checkpoint, up to N times without progress",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "placement",
             str,
             "how the run's processes are started: local, or ray (joins RAY_ADDRESS if set)",
             "local|ray",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "preset",
             str,
             "the defaults of another trainer for the objective and the optimizer; see "
             "docs/objectives.md",
             "trl|skyrl|prime|verl|areal",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "track",
             list,
             f"also send metrics to {TRACKERS} or module:Class; repeat for more",
             "NAME",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "plain",
             bool,
             "print lines instead of a live view (the default if stderr is not a terminal)",
             has_no=False,
         ),
-        OptionSpec("quiet", bool, "print only errors to stderr", has_no=False),
+        CliOptionSpec("quiet", bool, "print only errors to stderr", has_no=False),
         OPTION,
     ),
 )
@@ -389,7 +389,7 @@ def supervise(
     if os.environ.get("WORLD_SIZE"):
         raise UsageError("--restarts does not work under torchrun: use torchrun --max-restarts")
     since, furthest, name = time.time(), -1, folder.resolve().name
-    losses = RestartCount(restarts, _log, "trainer")
+    losses = ProcessRestartLimiter(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
     with run_log(folder / RUN_LOG, name) as log, ForegroundProcess() as trainer:
         log.begin()

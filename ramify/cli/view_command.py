@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ramify.cli.listen_options import chosen_key, listen_address, listen_options
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from ramify.viewer.run_library import RunLibrary
+    from ramify.viewer.run_catalog import RunCatalog
     from ramify.viewer.view_server import ViewServer
 
 PORT = 8765
@@ -37,19 +37,19 @@ def view(
 ) -> int:
     address = listen_address(listening, "view", PORT)
     token = chosen_key(listening, _TOKEN, "token")
-    from ramify.cli.settings import open_store
-    from ramify.viewer.run_library import RunLibrary
+    from ramify.cli.settings import open_configured_store
+    from ramify.viewer.run_catalog import RunCatalog
 
     names = [word for word in words if not Path(word).expanduser().exists()]
     paths = [word for word in words if word not in names]
-    library = RunLibrary([open_store(), *paths] if names or not paths else paths)
+    library = RunCatalog([open_configured_store(), *paths] if names or not paths else paths)
     keys = [
         *(_key_of_name(library, name) for name in names),
         *(_key_of_file(library, path) for path in paths),
     ]
     if export is not None:
         return _export(library, [key for key in keys if key], export)
-    from ramify.cli.resume import rebuild
+    from ramify.cli.resume import rebuild_rlm
     from ramify.http_server.capacity import raise_descriptor_limit
     from ramify.viewer.view_server import ViewServer
 
@@ -59,7 +59,7 @@ def view(
         address=address,
         token=token,
         first=first,
-        rebuild=lambda started, store, keys: rebuild(started, store, keys=keys),
+        rebuild=lambda started, store, keys: rebuild_rlm(started, store, keys=keys),
     )
     raise_descriptor_limit()
     sys.setswitchinterval(_SWITCH_S)
@@ -67,7 +67,7 @@ def view(
     return ExitCode.ANSWERED
 
 
-def _key_of_name(library: RunLibrary, name: str) -> str:
+def _key_of_name(library: RunCatalog, name: str) -> str:
     """Key of the run that ``name`` identifies in the default store."""
     try:
         return library.find(name).run.id
@@ -77,9 +77,9 @@ def _key_of_name(library: RunLibrary, name: str) -> str:
         raise ConfigError(f"{name} is neither a file nor a folder, and {error}") from None
 
 
-def _key_of_file(library: RunLibrary, path: str) -> str:
+def _key_of_file(library: RunCatalog, path: str) -> str:
     """Key of the only run in the file ``path``; empty if it holds several runs or none."""
-    from ramify.viewer.run_locations import kind_of
+    from ramify.viewer.run_lookup import kind_of
 
     file = Path(path).expanduser().resolve()
     if not file.is_file():
@@ -91,7 +91,7 @@ def _key_of_file(library: RunLibrary, path: str) -> str:
     return rows[0] if len(rows) == 1 else ""
 
 
-def _export(library: RunLibrary, keys: list[str], export: str) -> int:
+def _export(library: RunCatalog, keys: list[str], export: str) -> int:
     from ramify.viewer.page_script import page
 
     if len(keys) != 1:
@@ -121,7 +121,7 @@ async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
         await stopped.wait()
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     name="view",
     about="""\
 Browse runs in a web page: the call tree as it grows, the transcript of each call, training curves,
@@ -130,11 +130,11 @@ and two runs side by side.""",
     words="[PATH…]",
     max_words=None,
     options=(
-        OptionSpec(
+        CliOptionSpec(
             "export", str, "write one run to an HTML file that works offline, and exit", "FILE"
         ),
         *listen_options(PORT, _TOKEN, "token"),
-        OptionSpec("open", bool, "open the page in a browser", has_no=False),
+        CliOptionSpec("open", bool, "open the page in a browser", has_no=False),
     ),
     epilog="""\
 PATH is a run's id or the start of one, last, a store, a journal, a file of trajectories, or a

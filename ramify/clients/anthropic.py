@@ -7,8 +7,8 @@ cache. A single question is not marked, because writing to the cache costs more 
 ``seed`` and ``logprobs`` do not exist in this API and are omitted. Request thinking through
 ``Sampling.extra``.
 
-Not here: reading replies (see ``messages_json.py``), sending (see ``json_api.py``), rate limiting
-and retries (see ``pool.py``).
+Not here: reading replies (see ``anthropic_reply_parser.py``), sending (see ``json_api.py``), rate
+limiting and retries (see ``rate_limited_client_pool.py``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.clients import messages_json
+from ramify.clients import anthropic_reply_parser
+from ramify.clients.anthropic_reply_parser import Blocks, arguments_of
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
 from ramify.clients.batches import AnthropicBatches
 from ramify.clients.chat_json import is_strict
 from ramify.clients.json_api import JsonApi
-from ramify.clients.messages_json import Blocks, arguments_of
-from ramify.clients.providers import Endpoint, ProviderSpec, no_key, split_name, split_url
+from ramify.clients.providers import Endpoint, ModelProviderSpec, no_key, split_name, split_url
 from ramify.clients.vision import known_vision
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.addresses import is_http_url
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Message, Reply
 
-_PROVIDER = ProviderSpec(
+_PROVIDER = ModelProviderSpec(
     title="Claude",
     url="https://api.anthropic.com",
     url_variable="ANTHROPIC_BASE_URL",
@@ -75,7 +75,9 @@ class AnthropicClient:
             cache_key=False,
         )
         self._wire = HttpConnectionPool()
-        self._api = JsonApi(name, self._endpoint, self._wire, messages_json, streams=streams)
+        self._api = JsonApi(
+            name, self._endpoint, self._wire, anthropic_reply_parser, streams=streams
+        )
         self.where = self._api.where
         """Model and address, for errors."""
         self._enforces_schema = True
@@ -85,12 +87,12 @@ class AnthropicClient:
     async def complete(self, request: Request, on_piece: OnPiece | None = None) -> Reply:
         fields = self._fields(request)
         try:
-            reply, body = await self._api.ask(fields, request.reply_bound(), on_piece)
+            reply, body = await self._api.ask(fields, request.reply_size_limit(), on_piece)
         except Refused as error:
             self.adapt(error)
             raise
         if reply.message.tool_calls and reply.message.reasoning is not None:
-            self._remember(reply.message, messages_json.thoughts_in(body))
+            self._remember(reply.message, anthropic_reply_parser.thoughts_in(body))
         return reply
 
     def adapt(self, error: Refused) -> None:

@@ -1,9 +1,10 @@
 """Interface between the engine and a model: one ``Request`` in, one ``Reply`` out, one attempt.
 
 A client translates a request and sends it once. Retries, rate limiting and budgets are handled by
-``ClientPool`` (see ``pool.py``), so they are written once for every provider:
+``RateLimitedClientPool`` (see ``rate_limited_client_pool.py``), so they are written once for every
+provider:
 
-    engine ── ClientPool.ask(client, request, account) ──┐
+    engine ── RateLimitedClientPool.ask(client, request, account) ──┐
                  account.reserve()                       │  may wait; raises LimitReached
                  limiter slot                            │  held only while a request is in flight
                  client.complete(request)                │  one attempt: a Reply or a ModelError
@@ -29,7 +30,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from ramify.clients.vision import picture_tokens
-from ramify.errors import NamedFields, ServerFailed
+from ramify.errors import ServerFailed, StrictKeywordsMeta
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, Usage
 from ramify.types.picture import Picture
@@ -38,7 +39,7 @@ ASSUMED_WINDOW = 128_000
 """Context window (tokens) of a model whose window is unknown."""
 
 
-class Sampling(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults=True):
+class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
     """Sampling settings of a reply."""
 
     max_tokens: int = 8192
@@ -96,7 +97,7 @@ _MOST_REPLY_BYTES = 64 << 20
 _MOST_CHARS = 4 << 20
 
 
-class ReplyBound(msgspec.Struct, frozen=True):
+class ReplySizeLimit(msgspec.Struct, frozen=True):
     """Size of the largest plausible reply to a request. A larger reply is rejected."""
 
     bytes: int
@@ -141,7 +142,7 @@ class Request(msgspec.Struct, frozen=True):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
 
-    def reply_bound(self) -> ReplyBound:
+    def reply_size_limit(self) -> ReplySizeLimit:
         """Largest plausible reply to this request, given its ``max_tokens`` and other settings."""
         sampling = self.sampling
         if not sampling.extra and not sampling.logprobs:
@@ -165,11 +166,11 @@ class Request(msgspec.Struct, frozen=True):
         )
 
 
-def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplyBound:
+def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplySizeLimit:
     num_bytes = _CONSTANT_BYTES + tokens * token_bytes + prompt_ids * _ID_BYTES
     # Some servers do not count reasoning, so there may be twice as many tokens. A tool call takes
     # at least four: its name, its arguments, and the marks around them.
-    return ReplyBound(
+    return ReplySizeLimit(
         min(num_bytes, _MOST_REPLY_BYTES),
         1024 + 2 * tokens + prompt_ids,
         max(64, tokens // 4),
@@ -178,7 +179,7 @@ def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplyBound:
 
 
 @functools.lru_cache(64)
-def _plain_bound(tokens: int) -> ReplyBound:
+def _plain_bound(tokens: int) -> ReplySizeLimit:
     """Bound on a reply of one choice without log-probabilities."""
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
@@ -217,7 +218,7 @@ def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-class Price(msgspec.Struct, metaclass=NamedFields, frozen=True):
+class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
     """Dollars per million tokens."""
 
     input: float
@@ -301,7 +302,7 @@ class RequestBudget(Protocol):
         """Book the actual cost of the attempt."""
         ...
 
-    def forfeit(self, error: str) -> None:
+    def charge_full_reservation(self, error: str) -> None:
         """Book the full reservation as an upper bound, because the attempt may have been billed."""
         ...
 

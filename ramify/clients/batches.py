@@ -11,8 +11,8 @@
 | found again by | ``metadata`` of the batch | the ids of its requests, once it has ended |
 
 Each upload has another ``key``, with which the ids of its requests begin. Not here:
-what a request and a reply contain (see ``chat_json.py`` and ``messages_json.py``), and what is
-uploaded when (see ``ramify/maps``).
+what a request and a reply contain (see ``chat_json.py`` and ``anthropic_reply_parser.py``), and
+what is uploaded when (see ``ramify/maps``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 
 from ramify.clients.base import Price, Request
 from ramify.clients.json_api import JsonApi, status_of_error
-from ramify.errors import BadReply, Refused, ReplyLost, ServerFailed
+from ramify.errors import MalformedResponse, Refused, ReplyLost, ServerFailed
 from ramify.http_client.http_transport import HttpConnectionPool, HttpResponse, Method, route_to
 from ramify.types.message import Reply
 
@@ -163,7 +163,7 @@ class BatchApi(abc.ABC):
         if result.kind == "cancelled":
             raise ServerFailed(f"{self._api.where}: the batch was cancelled at {self.provider}")
         answer = HttpResponse(result.status, {"content-type": "application/json"}, result.body)
-        return await self._api.read(answer, request.reply_bound())
+        return await self._api.read(answer, request.reply_size_limit())
 
     async def _call(
         self,
@@ -192,7 +192,7 @@ class BatchApi(abc.ABC):
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadReply(
+            raise MalformedResponse(
                 f"{self._api.where}: its batch API answered something else than expected ({error})"
             ) from None
 
@@ -206,7 +206,7 @@ class BatchApi(abc.ABC):
             while data := await self._piece(exchange.receive()):
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _LINE_BYTES:
-                    raise BadReply(f"{self._api.where}: a line of {route.url} has no end")
+                    raise MalformedResponse(f"{self._api.where}: a line of {route.url} has no end")
                 for line in lines:
                     if line.strip():
                         yield line

@@ -12,7 +12,7 @@ All clients that speak HTTP share the reading of errors, whatever library they u
 one line and never contains a key. The time to wait is read from ``retry-after``, from the reset
 header of an exhausted rate limit, and from Google's ``retryDelay``.
 
-Not here: sockets (see ``pool.py``).
+Not here: sockets (see ``rate_limited_client_pool.py``).
 """
 
 from __future__ import annotations

@@ -16,18 +16,18 @@ import math
 from types import TracebackType
 
 
-class Deadlines:
+class TimeoutScheduler:
     """Cancels tasks that are late. Lives on one event loop."""
 
     def __init__(self) -> None:
-        self._open: set[Deadline] = set()
+        self._open: set[TimeoutScope] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
         """Event-loop time at which the timer fires; infinite without one."""
 
-    def at(self, when_s: float) -> Deadline:
+    def at(self, when_s: float) -> TimeoutScope:
         """Return a block that raises TimeoutError at the event-loop time ``when_s``."""
-        return Deadline(self, when_s)
+        return TimeoutScope(self, when_s)
 
     def close(self) -> None:
         """Drop the timer. Idempotent."""
@@ -35,13 +35,13 @@ class Deadlines:
             self._timer.cancel()
         self._timer, self._timer_s = None, math.inf
 
-    def add(self, deadline: Deadline) -> None:
+    def add(self, deadline: TimeoutScope) -> None:
         """Track ``deadline``, and set the timer to it if it is the earliest one."""
         self._open.add(deadline)
         if deadline.when_s < self._timer_s:
             self._set_timer(deadline.when_s)
 
-    def remove(self, deadline: Deadline) -> None:
+    def remove(self, deadline: TimeoutScope) -> None:
         """Stop tracking ``deadline``."""
         self._open.discard(deadline)
 
@@ -62,13 +62,13 @@ class Deadlines:
         self._set_timer(min((deadline.when_s for deadline in self._open), default=math.inf))
 
 
-class Deadline:
+class TimeoutScope:
     """One block with a time-out. It behaves as ``asyncio.timeout_at`` does, and waits for
     nothing."""
 
     __slots__ = ("_cancelling", "_deadlines", "_is_late", "_task", "when_s")
 
-    def __init__(self, deadlines: Deadlines, when_s: float) -> None:
+    def __init__(self, deadlines: TimeoutScheduler, when_s: float) -> None:
         self.when_s = when_s
         self._deadlines = deadlines
         self._is_late = False
@@ -87,7 +87,7 @@ class Deadline:
         self._is_late = True
         self._task.cancel()
 
-    def __enter__(self) -> Deadline:
+    def __enter__(self) -> TimeoutScope:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()

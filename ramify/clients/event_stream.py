@@ -11,7 +11,7 @@ from __future__ import annotations
 from ramify.http_client.compression import too_long
 
 
-class EventStream:
+class ServerSentEventParser:
     """Parser that splits one stream into events."""
 
     def __init__(self, max_event_bytes: int) -> None:
@@ -24,8 +24,8 @@ class EventStream:
         """Bytes in both lists."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes, and return the data of each event that they complete. Raises BadReply if an
-        event is too long."""
+        """Add bytes, and return the data of each event that they complete. Raises MalformedResponse
+        if an event is too long."""
         *lines, rest = data.split(b"\n")
         events: list[bytes] = []
         for line in lines:

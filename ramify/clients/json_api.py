@@ -13,8 +13,8 @@ code reads both. If a server refuses to stream, or its streams do not count toke
 do not stream, because a budget needs the count.
 
 Not here: what requests and replies contain (see ``chat_json.py``, ``responses_json.py`` and
-``messages_json.py``), bounds on replies (see ``reply_decoding.py``), and time-outs (see
-``pool.py``).
+``anthropic_reply_parser.py``), bounds on replies (see ``reply_decoding.py``), and time-outs (see
+``rate_limited_client_pool.py``).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.clients import chat_json
-from ramify.clients.base import OnPiece, ReplyBound, ReplyPiece
+from ramify.clients.base import OnPiece, ReplyPiece, ReplySizeLimit
 from ramify.clients.chat_json import from_body, from_status, redacted
-from ramify.clients.event_stream import EventStream
+from ramify.clients.event_stream import ServerSentEventParser
 from ramify.clients.providers import Endpoint
 from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply, is_large
-from ramify.errors import BadReply, ModelError, ReplyLost
+from ramify.errors import MalformedResponse, ModelError, ReplyLost
 from ramify.http_client.compression import too_long
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
@@ -42,10 +42,10 @@ from ramify.http_client.http_transport import (
     HttpResponse,
     route_to,
 )
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.types.message import Reply
 
-_log = RoomLogger("clients")
+_log = ComponentLogger("clients")
 _END_S = 0.25
 """Seconds to wait for the end of the body after the last event, so that the connection can be
 reused."""
@@ -134,7 +134,7 @@ class JsonApi:
     async def ask(
         self,
         fields: dict[str, Any],
-        bound: ReplyBound,
+        bound: ReplySizeLimit,
         on_piece: OnPiece | None,
         *,
         whole: bool = False,
@@ -167,15 +167,15 @@ class JsonApi:
             self._stop_streaming("its streams do not count tokens")
         return reply, answer.body
 
-    async def read(self, answer: HttpResponse, bound: ReplyBound) -> Reply:
+    async def read(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
         """Return the reply in a response that arrived in another way, such as in a batch. Raises
         ModelError."""
         if answer.status // 100 != 2:
             raise self.refusal(answer)
         return await self._read(answer, bound, 0.0)
 
-    def _bad(self, what: str, *, paid: bool = True) -> BadReply:
-        error = BadReply(f"{self.where} {what}")
+    def _bad(self, what: str, *, paid: bool = True) -> MalformedResponse:
+        error = MalformedResponse(f"{self.where} {what}")
         error.may_be_paid = paid
         return error
 
@@ -200,12 +200,12 @@ class JsonApi:
     # --- a stream -----------------------------------------------------------------------------
 
     async def _streamed(
-        self, exchange: HttpExchange, bound: ReplyBound, on_piece: OnPiece | None
+        self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
         """Read a stream to its end and report its pieces as they arrive. Returns the assembled
         body."""
         stream: ReplyStream = self._format.new_stream()
-        events, num_bytes, num_chars = EventStream(bound.bytes), 0, 0
+        events, num_bytes, num_chars = ServerSentEventParser(bound.bytes), 0, 0
         while not stream.is_done:
             data = await exchange.receive()
             piece = self._added(stream, events.feed(data) if data else events.end())
@@ -277,7 +277,7 @@ class JsonApi:
 
     # --- a body -------------------------------------------------------------------------------
 
-    async def _read(self, answer: HttpResponse, bound: ReplyBound, seconds: float) -> Reply:
+    async def _read(self, answer: HttpResponse, bound: ReplySizeLimit, seconds: float) -> Reply:
         model = self._endpoint.model
         try:
             return await decode_reply(self._format, answer.body, model, bound, seconds)
@@ -287,15 +287,15 @@ class JsonApi:
             raise self._not_json(answer, error) from None
         except ValueError as error:
             raise self._bad(str(error)) from None
-        except BadReply as error:
+        except MalformedResponse as error:
             raise self._too_much(error) from None
 
-    def _too_much(self, error: BadReply) -> BadReply:
+    def _too_much(self, error: MalformedResponse) -> MalformedResponse:
         located = self._bad(f"was refused: {error}")
         located.transient = error.transient
         return located
 
-    def _not_json(self, answer: HttpResponse, error: Undecodable) -> BadReply:
+    def _not_json(self, answer: HttpResponse, error: Undecodable) -> MalformedResponse:
         kind = answer.headers.get("content-type", "no content type")
         if "html" in kind.lower() or answer.body[:2000].lstrip()[:1] == b"<":
             has_path = re.search(r"/v1/[\w/]+$|/responses$", self._endpoint.url)
@@ -318,6 +318,6 @@ class JsonApi:
             secrets=(self._endpoint.secret,),
         )
 
-    def _unreadable(self, did: str, data: bytes, why: str) -> BadReply:
+    def _unreadable(self, did: str, data: bytes, why: str) -> MalformedResponse:
         start = redacted(data[:2000].decode("utf-8", "replace"), (self._endpoint.secret,))[:80]
         return self._bad(f"{did} that is not a {self._format.KIND} ({why}): {start!r}")

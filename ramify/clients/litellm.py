@@ -6,7 +6,8 @@ the usage are read from its original reply, because LiteLLM turns a missing or u
 "stop" and a missing usage into zeros. Keys come from the environment variables that LiteLLM
 documents for each provider.
 Prices and context windows that our table lacks come from LiteLLM's packaged table; downloading a
-newer one at import is disabled. LiteLLM's retries are disabled too: see ``pool.py``.
+newer one at import is disabled. LiteLLM's retries are disabled too: see
+``rate_limited_client_pool.py``.
 """
 
 from __future__ import annotations
@@ -22,21 +23,28 @@ import msgspec
 from ramify.clients import chat_json
 from ramify.clients.base import Price, Request, dollars, is_known_finish
 from ramify.clients.chat_json import from_body, from_status, redacted
-from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
+from ramify.clients.providers import Endpoint, ModelProviderSpec, split_name, split_url
 from ramify.clients.vision import known_vision
-from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
+from ramify.errors import (
+    ConfigError,
+    MalformedResponse,
+    ModelError,
+    Refused,
+    ReplyLost,
+    Unreachable,
+)
 from ramify.install_command import install_command
 from ramify.types.message import Reply
 
 _TIER = re.compile(r"input_cost_per_token_above_(\d+)k_tokens$")
 _WINDOW = 128_000
-_PROVIDER = ProviderSpec(title="LiteLLM", url="", url_variable="", key_variables=("",))
+_PROVIDER = ModelProviderSpec(title="LiteLLM", url="", url_variable="", key_variables=("",))
 
 # Read when LiteLLM is imported.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
-class OriginalReply:
+class RawProviderReply:
     """Body of a reply as the provider sent it, before LiteLLM filled in and renamed fields."""
 
     def __init__(self) -> None:
@@ -99,7 +107,7 @@ class LiteLLMClient:
 
     async def complete(self, request: Request) -> Reply:
         fields = chat_json.body_fields(request, self._endpoint, "max_tokens")
-        original = OriginalReply()
+        original = RawProviderReply()
         started = time.perf_counter()
         try:
             sent = await self._litellm.acompletion(
@@ -145,7 +153,7 @@ class LiteLLMClient:
             return None, window
         return Price(costs[0] * 1e6, costs[1] * 1e6, read, write or None), window
 
-    def _reply(self, sent: Any, original: OriginalReply, seconds: float) -> Reply:
+    def _reply(self, sent: Any, original: RawProviderReply, seconds: float) -> Reply:
         found = original.completion()
         if found is not None and found.error:
             raise self._error_in_body(found, original)
@@ -158,7 +166,7 @@ class LiteLLMClient:
                     choice["finish_reason"] = native
             completion = msgspec.convert(dumped, chat_json.ChatCompletion)
             if not completion.choices:
-                raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
+                raise MalformedResponse(f"{self.name}: LiteLLM returned a reply without choices")
             if found is not None and found.choices:
                 first = found.choices[0]
                 if len(found.choices) > 1:  # LiteLLM renumbers the choices in order of arrival
@@ -171,7 +179,7 @@ class LiteLLMClient:
                 completion.usage = None  # LiteLLM fills in zeros if the server reported no usage
             reply = chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except (ValueError, AttributeError, LookupError) as error:
-            raise BadReply(
+            raise MalformedResponse(
                 f"{self.name}: LiteLLM returned something that is not a chat completion ({error})"
             ) from None
         hidden = getattr(sent, "_hidden_params", None) or {}
@@ -180,7 +188,7 @@ class LiteLLMClient:
         )
 
     def _error_in_body(
-        self, found: chat_json.ChatCompletion, original: OriginalReply
+        self, found: chat_json.ChatCompletion, original: RawProviderReply
     ) -> ModelError:
         return from_body(
             self.name,
@@ -191,7 +199,7 @@ class LiteLLMClient:
             secrets=(self._endpoint.secret,),
         )
 
-    def _failure(self, error: Exception, original: OriginalReply) -> ModelError:
+    def _failure(self, error: Exception, original: RawProviderReply) -> ModelError:
         found = original.completion()
         if found is not None and found.error:
             return self._error_in_body(found, original)
@@ -209,7 +217,7 @@ class LiteLLMClient:
             return Unreachable(f"{self.name}: {message}")
         status = getattr(error, "status_code", None)
         if not isinstance(status, int) or status < 400:
-            return BadReply(f"{self.name}: {message or type(error).__name__}")
+            return MalformedResponse(f"{self.name}: {message or type(error).__name__}")
         headers = getattr(error, "litellm_response_headers", None) or {}
         failure = from_status(
             self.name, status, headers, message.encode(), secrets=(self._endpoint.secret,)

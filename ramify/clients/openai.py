@@ -3,7 +3,7 @@
 ``json_api.py`` sends each request once and turns bad answers into errors. ``chat_json.py``
 translates the JSON, or ``responses_json.py`` if the URL ends in ``/responses``. ``providers.py``
 defines addresses and differences between providers. Not here: rate limiting, retries and prices
-(see ``pool.py``).
+(see ``rate_limited_client_pool.py``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class OpenAIClient:
         # Not every server streams the log-probabilities and ids that it has.
         whole = request.sampling.logprobs or request.whole
         try:
-            reply, _ = await self._api.ask(fields, request.reply_bound(), on_piece, whole=whole)
+            reply, _ = await self._api.ask(
+                fields, request.reply_size_limit(), on_piece, whole=whole
+            )
             return reply
         except Refused as error:
             self.adapt(error)

@@ -35,8 +35,8 @@ from ramify.errors import ConfigError, nearest
 from ramify.http_client.addresses import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.plugins import Registry, is_reference
-from ramify.policy_card import packaged_policies
 from ramify.secrets import remember
+from ramify.trained_policy_settings import packaged_policies
 
 _AT_URL = lazy_pattern(r"^(?P<model>.*)@(?P<url>https?://.+)$")
 _LIKE_AN_ADDRESS = lazy_pattern(
@@ -47,7 +47,7 @@ RESPONSES_PATH = "/responses"
 _AZURE_API_VERSION = "2024-10-21"
 
 
-class ProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ModelProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One OpenAI-compatible service or server."""
 
     title: str
@@ -80,8 +80,8 @@ class ProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Note for the documentation."""
 
 
-PROVIDERS: dict[str, ProviderSpec] = {
-    "openai": ProviderSpec(
+PROVIDERS: dict[str, ModelProviderSpec] = {
+    "openai": ModelProviderSpec(
         title="OpenAI, or any compatible server with `@URL`",
         url="https://api.openai.com/v1",
         url_variable="OPENAI_BASE_URL",
@@ -90,7 +90,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         cache_key=True,
         note="another base URL gets `max_tokens` and needs no key",
     ),
-    "azure": ProviderSpec(
+    "azure": ModelProviderSpec(
         title="Azure OpenAI",
         url="",
         url_variable="AZURE_OPENAI_ENDPOINT",
@@ -100,7 +100,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         note="the model is the deployment; `OPENAI_API_VERSION` applies unless the endpoint ends "
         "in `/v1`",
     ),
-    "openrouter": ProviderSpec(
+    "openrouter": ModelProviderSpec(
         title="OpenRouter",
         url="https://openrouter.ai/api/v1",
         url_variable="OPENROUTER_BASE_URL",
@@ -108,7 +108,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         reasoning_field="reasoning",
         note="`openrouter:maker/model`; its reported cost is used if the price is unknown",
     ),
-    "portkey": ProviderSpec(
+    "portkey": ModelProviderSpec(
         title="Portkey",
         url="https://api.portkey.ai/v1",
         url_variable="PORTKEY_BASE_URL",
@@ -122,50 +122,50 @@ PROVIDERS: dict[str, ProviderSpec] = {
         note="`portkey:@provider/model`, or set `PORTKEY_PROVIDER`, `PORTKEY_VIRTUAL_KEY` or "
         "`PORTKEY_CONFIG`",
     ),
-    "vercel": ProviderSpec(
+    "vercel": ModelProviderSpec(
         title="Vercel AI Gateway",
         url="https://ai-gateway.vercel.sh/v1",
         url_variable="AI_GATEWAY_BASE_URL",
         key_variables=("AI_GATEWAY_API_KEY", "VERCEL_OIDC_TOKEN"),
         note="`vercel:maker/model`",
     ),
-    "gemini": ProviderSpec(
+    "gemini": ModelProviderSpec(
         title="Gemini's compatible endpoint",
         url="https://generativelanguage.googleapis.com/v1beta/openai",
         url_variable="GEMINI_BASE_URL",
         key_variables=("GEMINI_API_KEY", "GOOGLE_API_KEY"),
     ),
-    "deepseek": ProviderSpec(
+    "deepseek": ModelProviderSpec(
         title="DeepSeek",
         url="https://api.deepseek.com/v1",
         url_variable="DEEPSEEK_BASE_URL",
         key_variables=("DEEPSEEK_API_KEY",),
     ),
-    "groq": ProviderSpec(
+    "groq": ModelProviderSpec(
         title="Groq",
         url="https://api.groq.com/openai/v1",
         url_variable="GROQ_BASE_URL",
         key_variables=("GROQ_API_KEY",),
     ),
-    "mistral": ProviderSpec(
+    "mistral": ModelProviderSpec(
         title="Mistral",
         url="https://api.mistral.ai/v1",
         url_variable="MISTRAL_BASE_URL",
         key_variables=("MISTRAL_API_KEY",),
     ),
-    "together": ProviderSpec(
+    "together": ModelProviderSpec(
         title="Together",
         url="https://api.together.xyz/v1",
         url_variable="TOGETHER_BASE_URL",
         key_variables=("TOGETHER_API_KEY",),
     ),
-    "xai": ProviderSpec(
+    "xai": ModelProviderSpec(
         title="xAI",
         url="https://api.x.ai/v1",
         url_variable="XAI_BASE_URL",
         key_variables=("XAI_API_KEY",),
     ),
-    "vllm": ProviderSpec(
+    "vllm": ModelProviderSpec(
         title="vLLM",
         url="http://127.0.0.1:8000/v1",
         url_variable="VLLM_BASE_URL",
@@ -175,7 +175,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         continue_fields={"continue_final_message": True, "add_generation_prompt": False},
         note="returns token ids and log-probabilities",
     ),
-    "sglang": ProviderSpec(
+    "sglang": ModelProviderSpec(
         title="SGLang",
         url="http://127.0.0.1:30000/v1",
         url_variable="SGLANG_BASE_URL",
@@ -183,7 +183,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         local=True,
         continue_fields={"continue_final_message": True},
     ),
-    "ollama": ProviderSpec(
+    "ollama": ModelProviderSpec(
         title="Ollama",
         url="http://127.0.0.1:11434/v1",
         url_variable="OLLAMA_BASE_URL",
@@ -192,7 +192,7 @@ PROVIDERS: dict[str, ProviderSpec] = {
         note="set its context length (`OLLAMA_CONTEXT_LENGTH`): it silently truncates longer "
         "prompts",
     ),
-    "lmstudio": ProviderSpec(
+    "lmstudio": ModelProviderSpec(
         title="LM Studio",
         url="http://127.0.0.1:1234/v1",
         url_variable="LMSTUDIO_BASE_URL",
@@ -215,7 +215,7 @@ CLIENTS = Registry(
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )
-"""Provider -> a ``ProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
+"""Provider -> a ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
 Client``. The options are None if they are unknown. A function that also takes ``headers`` or
 ``environ`` gets the headers that were given, and the variables that were bound. A class may name in
 ``package`` what it imports, if that takes long."""
@@ -241,7 +241,7 @@ def _load(provider: str) -> None:
 class Endpoint(msgspec.Struct, frozen=True):
     """A provider resolved against the environment, ready for requests."""
 
-    provider: ProviderSpec
+    provider: ModelProviderSpec
     model: str
     url: str
     """Complete URL of the chat completions endpoint."""
@@ -345,7 +345,7 @@ def resolve(
     """Resolve a model's name to an endpoint. The order of precedence is ``key`` and ``base_url``,
     then ``@URL`` in the name, then the environment. ``headers`` are added to each request."""
     provider_name, model = split_name(name)
-    provider: ProviderSpec = CLIENTS.of(provider_name)
+    provider: ModelProviderSpec = CLIENTS.of(provider_name)
     model, named_url = split_url(model)
     base_url = base_url or named_url
     if not model:
@@ -380,7 +380,12 @@ def resolve(
 
 
 def _key(
-    name: str, provider: ProviderSpec, key: str | None, environ: Mapping[str, str], *, needed: bool
+    name: str,
+    provider: ModelProviderSpec,
+    key: str | None,
+    environ: Mapping[str, str],
+    *,
+    needed: bool,
 ) -> str:
     value = key or next(
         (environ[variable] for variable in provider.key_variables if environ.get(variable)), ""
@@ -401,7 +406,9 @@ def _key(
     return value.strip()
 
 
-def _headers(provider: ProviderSpec, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _headers(
+    provider: ModelProviderSpec, secret: str, environ: Mapping[str, str]
+) -> dict[str, str]:
     headers = {
         header: environ[name].strip()
         for header, name in provider.header_variables.items()
@@ -523,7 +530,7 @@ def is_local(name: str) -> bool:
     prefix = name.partition(":")[0]
     is_installed = prefix not in CLIENTS.ours and not is_reference(prefix)
     found = CLIENTS.get(prefix) if is_installed else PROVIDERS.get(prefix)
-    return isinstance(found, ProviderSpec) and found.local
+    return isinstance(found, ModelProviderSpec) and found.local
 
 
 def _read(path: Path) -> dict[str, PriceEntry]:

@@ -4,7 +4,7 @@
        └─── large ──▶ helper process: _decode_in_place ──▶ Reply
 
 Replies are untrusted. A reply may be very long, or a short one may decode to very many objects.
-``Request.reply_bound`` is the largest plausible reply, and anything larger is rejected. Large
+``Request.reply_size_limit`` is the largest plausible reply, and anything larger is rejected. Large
 bodies are decoded in another process, because a decoder holds the interpreter's lock. A body is
 large if it has many bytes, or so many commas that decoding may take long.
 
@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.helper_process import HelperError, in_helper
-from ramify.clients.base import ReplyBound
-from ramify.errors import BadReply, ServerFailed
+from ramify.actors.untrusted_data_process import HelperError, in_helper
+from ramify.clients.base import ReplySizeLimit
+from ramify.errors import MalformedResponse, ServerFailed
 from ramify.http_client.compression import too_long
 from ramify.types.message import Reply
 
@@ -56,7 +56,7 @@ class _Task(msgspec.Struct, array_like=True):
     format: str
     """Module name of the format."""
     model: str
-    bound: ReplyBound
+    bound: ReplySizeLimit
     seconds: float
 
 
@@ -74,18 +74,18 @@ _FAILURES: dict[str, type[Exception]] = {
     "undecodable": Undecodable,
     "contradicts itself": ValueError,
     "broken off": ServerFailed,
-    "too much": BadReply,
+    "too much": MalformedResponse,
 }
 
 
 async def decode_reply(
-    format: ModuleType, body: bytes, model: str, bound: ReplyBound, seconds: float = 0.0
+    format: ModuleType, body: bytes, model: str, bound: ReplySizeLimit, seconds: float = 0.0
 ) -> Reply:
     """Return the reply in ``body``, which took ``seconds`` to arrive.
 
     Raises Undecodable or NoReply; ValueError if fields of the reply contradict each other;
-    ServerFailed if the server aborted the reply; and BadReply, which is not retried, if the reply
-    exceeds ``bound``.
+    ServerFailed if the server aborted the reply; and MalformedResponse, which is not retried, if
+    the reply exceeds ``bound``.
     """
     if len(body) > bound.bytes:
         raise too_long(bound.bytes)
@@ -115,15 +115,15 @@ def _reply(decoded: _Decoded) -> Reply:
             is_beside_reply=decoded.is_beside_reply,
         )
     error = _FAILURES[decoded.failed](decoded.text)
-    if isinstance(error, BadReply):
+    if isinstance(error, MalformedResponse):
         error.transient = False
-    if isinstance(error, BadReply | ServerFailed):
+    if isinstance(error, MalformedResponse | ServerFailed):
         error.may_be_paid = True
     raise error
 
 
 def _decode_in_place(
-    format: ModuleType, body: bytes, model: str, bound: ReplyBound, seconds: float = 0.0
+    format: ModuleType, body: bytes, model: str, bound: ReplySizeLimit, seconds: float = 0.0
 ) -> _Decoded:
     try:
         completion = format.decode(body)

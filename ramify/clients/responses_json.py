@@ -27,7 +27,7 @@ STREAM_FIELDS = {"stream": True}
 HAS_LAST_BODY = True
 
 
-class ResponseBody(msgspec.Struct):
+class ResponsesApiResponse(msgspec.Struct):
     """The fields of a server's response that are read."""
 
     status: str | None = None
@@ -55,10 +55,10 @@ class ResponseBody(msgspec.Struct):
         )
 
 
-_decoder = msgspec.json.Decoder(ResponseBody)
+_decoder = msgspec.json.Decoder(ResponsesApiResponse)
 
 
-def decode(body: bytes) -> ResponseBody:
+def decode(body: bytes) -> ResponsesApiResponse:
     """Decode a response. Raises msgspec.DecodeError."""
     return decode_body(_decoder, body)
 
@@ -146,7 +146,7 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     return fields | sampling.extra
 
 
-def read(response: ResponseBody, _output: Any, model: str, seconds: float) -> Reply:
+def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: float) -> Reply:
     """Return ``response`` as a ``Reply``. Raises ValueError if it contradicts itself or does not
     say that it is complete, and ServerFailed if the server says that it failed."""
     items = response.output or []
@@ -201,7 +201,7 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
     return content
 
 
-def _finish(response: ResponseBody, has_calls: bool, model: str) -> tuple[Finish, str]:
+def _finish(response: ResponsesApiResponse, has_calls: bool, model: str) -> tuple[Finish, str]:
     """Return how the reply ended, and the server's reason if it is incomplete."""
     details = response.incomplete_details
     reason = str(details.get("reason")) if isinstance(details, dict) else ""

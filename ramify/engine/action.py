@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.clients.base import Tool
-from ramify.engine.lexical import StringScanner, call_end
+from ramify.engine.python_lexer import StringScanner, call_end
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Message, ToolCall
 

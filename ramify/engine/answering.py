@@ -4,7 +4,7 @@ its task holds, or by a strategy.
     way_to_answer(…) ─┬─ "plain call"     a short context: one request, without a session
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
                       │                   continuations; the next question continues its session
-                      ├─ "conversations"  the task's own code asks through ModelConversations
+                      ├─ "conversations"  the task's own code asks through RunModelClient
                       ├─ "strategy"       a strategy asks through LeafCalls
                       └─ "asked"          a call chooses between a session and a strategy
 
@@ -25,14 +25,20 @@ from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
-from ramify.engine.model_conversations import ModelConversations
-from ramify.engine.modes import ModeChoice, ModeQuestion, applied, event_of, recorded_choice
+from ramify.engine.modes import (
+    ModeChoice,
+    ModeChoiceCall,
+    applied,
+    make_mode_chosen_event,
+    recorded_choice,
+)
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
+from ramify.engine.run_model_client import RunModelClient
 from ramify.engine.typed import TypeMismatch
 from ramify.errors import ConfigError, HostCallError, RamifyError, ReplayDiverged, raised_at
 from ramify.sandbox.base import SharedContext
@@ -68,7 +74,7 @@ def way_to_answer(
     question: Question,
     models: RunModels,
     conversation: ConversationState | None,
-    asked: ModeQuestion | None = None,
+    asked: ModeChoiceCall | None = None,
 ) -> WayToAnswer:
     """Choose how ``question`` is answered. ``asked`` is the call that chooses its mode, if one
     does."""
@@ -135,7 +141,7 @@ async def answer(
     context: SharedContext | None,
     resources: LoopResources,
     conversation: ConversationState | None,
-    asked: ModeQuestion | None = None,
+    asked: ModeChoiceCall | None = None,
 ) -> CallOutcome:
     """Answer ``question`` in the way that was chosen, and return the outcome. ``asked`` is the
     question that lets a model choose the mode; it is needed only if ``way`` is ``"asked"``."""
@@ -158,7 +164,7 @@ async def _answer_by_conversations(
 ) -> CallOutcome:
     """Let the task's own code hold the conversations."""
     assert question.conduct is not None
-    conversations = ModelConversations(run, resources, question.text)
+    conversations = RunModelClient(run, resources, question.text)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
         outcome = CallOutcome(Stop.FINAL, await question.conduct(conversations))
@@ -207,7 +213,7 @@ async def _ended_by_strategy(
 
 
 async def _answer_as_asked(
-    run: LiveRun, question: Question, context: SharedContext | None, asked: ModeQuestion
+    run: LiveRun, question: Question, context: SharedContext | None, asked: ModeChoiceCall
 ) -> CallOutcome:
     """Let a model choose the mode in one call, and then answer the question in that mode. The
     choosing call is recorded as the first child of the root call."""
@@ -223,7 +229,7 @@ async def _answer_as_asked(
     except BaseException:
         run.end(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
         raise
-    run.recorder.emit(event_of(choice, run.recorder.now(), is_asked=True))
+    run.recorder.emit(make_mode_chosen_event(choice, run.recorder.now(), is_asked=True))
     question = applied(question, choice)
     if question.strategy is not None:
         run.pass_limit(root)
@@ -231,7 +237,7 @@ async def _answer_as_asked(
     return await _answer_in_session(run, question, context, None, root)
 
 
-async def _chosen(calls: LeafCalls, question: Question, asked: ModeQuestion) -> ModeChoice:
+async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
     """Return the choice of the call, or the recorded one. The call is repeated in either case: its
     reply was paid, and its id is taken."""
     outcome = await calls.ask(asked.leaf)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.engine.recorded_values import jsonable
+from ramify.engine.answer_json import jsonable
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -29,16 +29,16 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Answer, CellResult, Session
 from ramify.time_account import under_way
 from ramify.types.trajectory import Cell
 
-_log = RoomLogger("engine")
+_log = ComponentLogger("engine")
 MAX_DEATHS = 3
 """Number of sessions that one call may lose before it ends with an error."""
 _LEAST_S = 2.0
@@ -82,7 +82,7 @@ class Notebook:
         self.run.ending.interrupts(fork._session)
         return fork
 
-    def begin_to_open(self) -> None:
+    def start_opening_session(self) -> None:
         """Start opening a session. While the first request is in flight, this costs no time."""
         if self._session is None and self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._new_session())
@@ -90,7 +90,7 @@ class Notebook:
     async def session(self) -> Session:
         """Return the session, opening one if necessary."""
         if self._session is None:
-            self.begin_to_open()
+            self.start_opening_session()
             assert self._opening is not None
             self._session, self._opening = await asyncio.shield(self._opening), None
             self.run.ending.interrupts(self._session)
@@ -148,16 +148,16 @@ class Notebook:
         if cell.stdout_chars > most_kept:
             where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
         error = (
-            observe.cut(cell.error, most, len(cell.error), "not kept")
+            observation_messages.cut(cell.error, most, len(cell.error), "not kept")
             if cell.error is not None
             else None
         )
         value = (
-            observe.cut(cell.value, most, len(cell.value), "in _")
+            observation_messages.cut(cell.value, most, len(cell.value), "in _")
             if cell.value is not None
             else None
         )
-        stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
+        stdout = observation_messages.cut(cell.stdout, most, cell.stdout_chars, where)
         return msgspec.structs.replace(
             cell,
             stdout=stdout,
@@ -167,7 +167,7 @@ class Notebook:
             stdout_digest=digest,
         )
 
-    def as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
+    def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
         """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
         output, so that is shown again."""
         if (cell.stdout, cell.value, cell.error) != (
@@ -191,8 +191,8 @@ class Notebook:
             return text
         problem = await self._rebuild()
         if len(self._cell_history):
-            return f"{text}\n{observe.REBUILT}"
-        return f"{text}\n{observe.STARTED_ANEW}{f' ({problem})' if problem else ''}"
+            return f"{text}\n{observation_messages.REBUILT}"
+        return f"{text}\n{observation_messages.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
         """Rerun the history in a new session. If that fails, clear the history and return the

@@ -22,14 +22,14 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.clients.pool import priced
+from ramify.clients.rate_limited_client_pool import priced
 from ramify.engine.answering import way_to_answer
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.limits import Ledger, Reservation, ResourceAmount, bound
+from ramify.engine.limits import BudgetAmount, BudgetLedger, Reservation, bound
 from ramify.engine.model_requests import check_prices, filtered, recordable, reply_cut
 from ramify.engine.plain_call import answer_plainly, asked_for, direct_prompt
 from ramify.engine.question import ALWAYS, Question
-from ramify.engine.reply_lengths import ReplyLengths
+from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.resources import RlmSetup, RunModels
 from ramify.engine.strategies import Mode
 from ramify.errors import LimitReached, ReplyCut
@@ -77,7 +77,7 @@ class DirectCalls:
     """Answers small questions with one plain call each. Lives on one event loop."""
 
     def __init__(
-        self, setup: RlmSetup, models: RunModels, budget: Ledger, mode: Mode | None = None
+        self, setup: RlmSetup, models: RunModels, budget: BudgetLedger, mode: Mode | None = None
     ) -> None:
         """``budget`` limits all calls together, and the limits of ``setup`` apply to each question.
         ``mode`` is the mode that the questions are answered in."""
@@ -85,13 +85,13 @@ class DirectCalls:
         self.setup = setup
         self.client = models.rlm(0)
         self.budget = budget
-        self.limit = Ledger(setup.limits, priced=self.client.price is not None).limit
+        self.limit = BudgetLedger(setup.limits, priced=self.client.price is not None).limit
         """What one question may use."""
         check_prices(setup.limits, models.all)
         self._models = models
         self._pool = models.pool
-        lengths = ReplyLengths(setup, models, self.limit)
-        text_tokens, self._setting = lengths.text_limit(self.client, 0, False)
+        lengths = ReplyTokenLimits(setup, models, self.limit)
+        text_tokens, self._setting = lengths.visible_reply_token_limit(self.client, 0, False)
         reasoning_tokens = lengths.reasoning_tokens(self.client)
         self._max_tokens = text_tokens + reasoning_tokens
         # A stream costs the CPU time of half a request more. It shows that a model that reasons for
@@ -121,9 +121,9 @@ class DirectCalls:
         return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
 
     @property
-    def paused_s(self) -> float:
+    def pause_remaining_s(self) -> float:
         """Seconds until the last pause for a rate limit ends; 0 if there is none."""
-        return self._pool.paused_s
+        return self._pool.pause_remaining_s
 
     @property
     def is_priced(self) -> bool:
@@ -142,14 +142,14 @@ class DirectCalls:
         question: Question,
         emit: Callable[[DirectEvent], None],
         recorded: Sequence[Reply] = (),
-        spent: ResourceAmount | None = None,
+        spent: BudgetAmount | None = None,
     ) -> CallOutcome:
         """Answer ``question``, and call ``emit`` for each event before it is acted on.
 
         ``recorded`` are the replies that an interrupted attempt has already received, and ``spent``
         is what they cost; the budget must have counted them. Never raises for a failed model.
         """
-        call = _DirectCall(self, question, emit, recorded, spent or ResourceAmount())
+        call = _DirectCall(self, question, emit, recorded, spent or BudgetAmount())
         limits = self.setup.limits
         try:
             now_s = asyncio.get_running_loop().time()
@@ -196,7 +196,7 @@ class DirectCalls:
         return reply_cut(self.client.name, self._max_tokens, setting, text)
 
 
-def bound_of(request: Request, price: Price | None) -> ResourceAmount:
+def bound_of(request: Request, price: Price | None) -> BudgetAmount:
     """Return the most that one attempt at ``request`` can use."""
     return bound(request.max_input_tokens(), request.sampling.max_tokens, price)
 
@@ -214,7 +214,7 @@ class _DirectCall:
         question: Question,
         emit: Callable[[DirectEvent], None],
         recorded: Sequence[Reply],
-        spent: ResourceAmount,
+        spent: BudgetAmount,
     ) -> None:
         self.calls = calls
         self.emit = emit
@@ -296,7 +296,7 @@ class _DirectAccount:
         try:
             self._call.emit(DirectRequest(self._call.turn, self._new, most, cost))
         except BaseException:
-            self._reservation.free()
+            self._reservation.release_unspent()
             raise
         return True
 
@@ -305,15 +305,15 @@ class _DirectAccount:
         self._reservation.settle(usage, cost, f"turn {self._call.turn}")
 
     def release(self, error: str) -> None:
-        self._reservation.free()
+        self._reservation.release_unspent()
         self._call.emit(DirectFailure(self._call.turn, error, Usage(), None))
 
-    def forfeit(self, error: str) -> None:
+    def charge_full_reservation(self, error: str) -> None:
         usage, cost = self.most()
         self._spend(usage, cost)
         self._reservation.settle(usage, cost, f"turn {self._call.turn}")
         self._call.emit(DirectFailure(self._call.turn, error, usage, cost))
 
     def _spend(self, usage: Usage, cost: float | None) -> None:
-        amount = ResourceAmount(usage.calls, usage.total_tokens, cost or 0.0)
+        amount = BudgetAmount(usage.calls, usage.total_tokens, cost or 0.0)
         self._call.spent = self._call.spent.plus(amount)

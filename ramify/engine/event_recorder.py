@@ -18,7 +18,7 @@ from logging import DEBUG
 from typing import TYPE_CHECKING
 
 from ramify.errors import ConfigError, LoopBlocked, RamifyError, StoreError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import (
     AnyEvent,
@@ -35,9 +35,9 @@ from ramify.types.trajectory import Call, ContextRef, Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.store.base import RunJournal
-    from ramify.store.live_text import LiveTextWriter
+    from ramify.store.live_text import LiveReplyFileWriter
 
-_log = RoomLogger("engine")
+_log = ComponentLogger("engine")
 
 
 def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
@@ -98,7 +98,7 @@ class EventRecorder:
     def is_stored(self) -> bool:
         return self._journal is not None
 
-    def live_text(self) -> LiveTextWriter | None:
+    def live_text(self) -> LiveReplyFileWriter | None:
         """The file that shows replies as they arrive; None for a run that is not stored."""
         return None if self._journal is None else self._journal.live_text()
 

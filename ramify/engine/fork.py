@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, Request
-from ramify.engine.limits import Ledger, Limits, bound
+from ramify.engine.limits import BudgetLedger, Limits, bound
 from ramify.engine.question import RunKeywords
 from ramify.engine.rerun import COMPARED
 from ramify.errors import ConfigError, nearest
 from ramify.quantities import plain
-from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -49,7 +49,7 @@ class ForkOptions(RunKeywords, total=False):
     """Text of the last message of the turn's request, or of its last few messages."""
 
 
-class ForkEstimate(msgspec.Struct, frozen=True):
+class ForkCostEstimate(msgspec.Struct, frozen=True):
     """What a fork may cost, known before it starts."""
 
     model: str
@@ -109,7 +109,7 @@ class ForkPoint:
         kept = _kept_calls(events, calls, path)
         are_kept = [_is_kept(event, path, kept) for event in events]
         kept_events = [event for event, is_kept in zip(events, are_kept, strict=True) if is_kept]
-        self.recording = RecordedReplies(kept_events)
+        self.recording = RecordedRunIndex(kept_events)
         self.recording.is_fork = True
         self.recording.prompts = {
             place: texts
@@ -172,11 +172,11 @@ class ForkPoint:
 
     def estimate(
         self, limits: Limits, clients: Sequence[Client], reply_tokens: int
-    ) -> ForkEstimate:
+    ) -> ForkCostEstimate:
         """What the fork may cost with ``limits``, if a reply has at most ``reply_tokens``. Raises
         ConfigError for an edited prompt that the model's window or the budget has no room for."""
         client = next((each for each in clients if each.name == self.call.model), clients[0])
-        ledger = Ledger(limits, priced=any(each.price is not None for each in clients))
+        ledger = BudgetLedger(limits, priced=any(each.price is not None for each in clients))
         tokens = None
         if self._edited != "code":
             _, recorded, reply = self._recorded[self.turn]
@@ -189,7 +189,7 @@ class ForkPoint:
                 self._check_window(client, tokens, reply_tokens)
             self._check_budget(ledger, client, Request(messages), reply_tokens)
         cost = ledger.limit.cost
-        return ForkEstimate(
+        return ForkCostEstimate(
             client.name,
             tokens,
             client.window,
@@ -207,7 +207,7 @@ class ForkPoint:
             )
 
     def _check_budget(
-        self, ledger: Ledger, client: Client, request: Request, reply_tokens: int
+        self, ledger: BudgetLedger, client: Client, request: Request, reply_tokens: int
     ) -> None:
         most = bound(request.max_input_tokens(), reply_tokens, client.price)
         exceeded = ledger.would_pass(most)

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
-from ramify.engine.limits import ResourceAmount
+from ramify.engine.limits import BudgetAmount
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
-from ramify.engine.observe import chars_of, plain_prompt
+from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
@@ -260,7 +260,7 @@ class CellHost:
         """Answer a child at the depth limit with one plain call that gets question and context."""
         value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
-        num_chars = chars_of(value)
+        num_chars = count_text_chars(value)
         # A text that stays in its file may be larger than memory.
         prompt = plain_prompt(call.question, value) if num_chars <= max_chars else ""
         if (num_chars := max(num_chars, len(prompt))) > max_chars:
@@ -351,7 +351,7 @@ class CellHost:
             "is_parts": strategy.gives_parts,
         }
 
-    def _rest_for(self, call: LiveCall) -> ResourceAmount:
+    def _rest_for(self, call: LiveCall) -> BudgetAmount:
         """Return the calls, tokens and dollars that a strategy started by this cell may use. A
         strategy whose calls are recorded gets the full limit of the run, since its replies are
         repeated. A repeated cell gets nothing for a strategy that it did not start before."""
@@ -362,7 +362,7 @@ class CellHost:
             *msgspec.structs.astuple(self._where)
         )
         if self._closed_by is not None or is_repeated:
-            return ResourceAmount()
+            return BudgetAmount()
         left = ledger.limit.minus(ledger.spent).minus(ledger.outstanding).minus(ledger.held)
         return left._replace(calls=ledger.calls_left())
 
@@ -467,7 +467,7 @@ class CellHost:
         if client is None:
             known = ", ".join(sorted(client.name for client in self._run.models.all))
             raise HostCallError(
-                "SubcallError", observe.NO_MODEL.format(name=model[:200], known=known)
+                "SubcallError", observation_messages.NO_MODEL.format(name=model[:200], known=known)
             )
         return client
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.limits import Limits, ResourceAmount
+from ramify.engine.limits import BudgetAmount, Limits
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.plain_call import MAX_REPAIRS
@@ -51,7 +51,7 @@ class LeafCalls:
     """Asks the small questions of a strategy, its "leaf calls", each as one recorded plain call."""
 
     def __init__(
-        self, run: LiveRun, root: LiveCall, question: Question, rest: ResourceAmount | None = None
+        self, run: LiveRun, root: LiveCall, question: Question, rest: BudgetAmount | None = None
     ) -> None:
         """``root`` is the parent call of all leaf calls. ``rest`` is the budget left to a strategy
         that code in a session asked for, whose ``root`` is recorded when the first leaf is asked;
@@ -80,7 +80,7 @@ class LeafCalls:
         return self._rest is not None
 
     @property
-    def budget(self) -> ResourceAmount:
+    def budget(self) -> BudgetAmount:
         """Calls, tokens and dollars that the strategy may use: at most the whole budget of several
         runs, if the run shares one."""
         if self._rest is not None:

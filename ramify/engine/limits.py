@@ -34,7 +34,7 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.errors import ConfigError, LimitReached, NamedFields
+from ramify.errors import ConfigError, LimitReached, StrictKeywordsMeta
 from ramify.quantities import plain
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -49,7 +49,7 @@ _MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
 _WRAP_UP_S = 10.0
 
 
-class Limits(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_fields=True):
+class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True):
     """Limits of one question over its whole tree. Zero is an error, except for ``max_depth`` and
     ``max_reasoning_tokens``."""
 
@@ -119,45 +119,45 @@ class Limits(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_
         return min(self.patience_s, _WRAP_UP_S) if is_awaited else self.patience_s
 
 
-class ResourceAmount(NamedTuple):
+class BudgetAmount(NamedTuple):
     """Amounts counted for one or more requests."""
 
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
 
-    def plus(self, other: ResourceAmount) -> ResourceAmount:
-        return ResourceAmount(
+    def plus(self, other: BudgetAmount) -> BudgetAmount:
+        return BudgetAmount(
             self.calls + other.calls, self.tokens + other.tokens, self.cost + other.cost
         )
 
-    def within(self, limit: ResourceAmount) -> bool:
+    def within(self, limit: BudgetAmount) -> bool:
         """Return whether the calls, tokens and cost are each at most those of ``limit``."""
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
-    def least(self, other: ResourceAmount) -> ResourceAmount:
+    def least(self, other: BudgetAmount) -> BudgetAmount:
         """Return the smaller number of calls, of tokens and of dollars from the two amounts."""
-        return ResourceAmount(
+        return BudgetAmount(
             min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
         )
 
-    def minus(self, other: ResourceAmount) -> ResourceAmount:
-        return ResourceAmount(
+    def minus(self, other: BudgetAmount) -> BudgetAmount:
+        return BudgetAmount(
             self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost
         )
 
 
-_NOTHING = ResourceAmount()
+_NOTHING = BudgetAmount()
 
 
-def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> ResourceAmount:
+def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> BudgetAmount:
     """The most that one request can cost, whether or not the provider's cache is involved."""
     cost = 0.0
     if price is not None:
         rates = (price.input, price.cached, price.cache_write)
         highest = max(rate for rate in rates if rate is not None)
         cost = (max_input_tokens * highest + max_output_tokens * price.output) / 1e6
-    return ResourceAmount(1, max_input_tokens + max_output_tokens, cost)
+    return BudgetAmount(1, max_input_tokens + max_output_tokens, cost)
 
 
 class ReportedExcess(NamedTuple):
@@ -195,11 +195,16 @@ class ReportedExcess(NamedTuple):
 _NO_EXCESS = ReportedExcess()
 
 
-class Ledger:
+class BudgetLedger:
     """Spending of one question's tree, over all of its calls. Lives on one event loop."""
 
     def __init__(
-        self, limits: Limits, *, priced: bool, shared: Ledger | None = None, owner: str = "run"
+        self,
+        limits: Limits,
+        *,
+        priced: bool,
+        shared: BudgetLedger | None = None,
+        owner: str = "run",
     ) -> None:
         """``shared`` is the budget of several runs, in which each amount is reserved, too.
         ``owner`` says in errors whose limit is reached."""
@@ -208,11 +213,11 @@ class Ledger:
             if limits.max_cost is not None
             else (DEFAULT_MAX_COST if priced else math.inf)
         )
-        self.limit = ResourceAmount(limits.max_calls, limits.max_tokens, max_cost)
+        self.limit = BudgetAmount(limits.max_calls, limits.max_tokens, max_cost)
         self.shared = shared
         self.owner = owner
-        self.spent = ResourceAmount()
-        self.outstanding = ResourceAmount()
+        self.spent = BudgetAmount()
+        self.outstanding = BudgetAmount()
         self.held = _NOTHING
         self.usage = Usage()
         self.cost: float | None = 0.0 if priced else None
@@ -226,9 +231,9 @@ class Ledger:
         """Sentence about the latest excess, with the reported and the reserved amount."""
         self.is_draining = False
         """True while no request is admitted, because outstanding ones must be settled first."""
-        self._waiting: deque[tuple[ResourceAmount, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[BudgetAmount, asyncio.Future[None]]] = deque()
 
-    def _first_exceeded(self, total: ResourceAmount) -> Stop | None:
+    def _first_exceeded(self, total: BudgetAmount) -> Stop | None:
         """Return the first limit that ``total`` would exceed."""
         limit = self.limit
         if total.calls > limit.calls:
@@ -238,12 +243,12 @@ class Ledger:
         # Sums of floats may miss a limit by a rounding error; a billionth of it is tolerated.
         return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
-    def would_pass(self, amount: ResourceAmount) -> Stop | None:
+    def would_pass(self, amount: BudgetAmount) -> Stop | None:
         """Return the limit that ``amount`` exceeds even if everything outstanding turns out to be
         free."""
         return self._first_exceeded(self._committed().plus(amount))
 
-    def _committed(self) -> ResourceAmount:
+    def _committed(self) -> BudgetAmount:
         return self.spent.plus(self.held)
 
     def calls_left(self) -> int:
@@ -251,7 +256,7 @@ class Ledger:
         own = self.limit.calls - self._committed().plus(self.outstanding).calls
         return own if self.shared is None else min(own, self.shared.calls_left())
 
-    def hold(self, amount: ResourceAmount) -> Stop | None:
+    def hold(self, amount: BudgetAmount) -> Stop | None:
         """Hold ``amount`` for the final answer, replacing what was held. Returns the limit that it
         exceeds, if any."""
         committed = self.spent.plus(self.outstanding)
@@ -267,7 +272,7 @@ class Ledger:
         """True while a reply that used more than was reserved keeps requests from being sent."""
         return self.is_draining or (self.shared is not None and self.shared.is_draining)
 
-    async def reserve(self, amount: ResourceAmount) -> None:
+    async def reserve(self, amount: BudgetAmount) -> None:
         """Reserve ``amount``, first come, first served. Raises LimitReached if it can never fit."""
         await self._reserve(amount)
         if self.shared is None:
@@ -280,13 +285,13 @@ class Ledger:
                 error.is_shared = True
             raise
 
-    def reserve_sent(self, amount: ResourceAmount) -> None:
+    def reserve_sent(self, amount: BudgetAmount) -> None:
         """Reserve what an earlier process has sent, whether or not it fits."""
         if self.shared is not None:
             self.shared.reserve_sent(amount)
         self.outstanding = self.outstanding.plus(amount)
 
-    async def _reserve(self, amount: ResourceAmount) -> None:
+    async def _reserve(self, amount: BudgetAmount) -> None:
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining
         committed = self.spent if self.held is _NOTHING else self._committed()
@@ -307,14 +312,14 @@ class Ledger:
                 self._free(amount)
             raise
 
-    def is_excess(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> bool:
+    def is_excess(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> bool:
         """Whether a reply used more than was reserved for it."""
         if usage.total_tokens > reserved.tokens:
             return True
         is_dear = cost is not None and cost > reserved.cost * (1 + 1e-9)
         return is_dear and math.isfinite(self.limit.cost)
 
-    def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
+    def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
         """Convert a reservation into spending. If the reservation was too small, other outstanding
         ones may be too small as well, so no request is admitted until they are settled."""
         if self.shared is not None:
@@ -331,19 +336,19 @@ class Ledger:
         self._book(usage, cost)
 
     def _book(self, usage: Usage, cost: float | None) -> None:
-        self.spent = self.spent.plus(ResourceAmount(usage.calls, usage.total_tokens, cost or 0.0))
+        self.spent = self.spent.plus(BudgetAmount(usage.calls, usage.total_tokens, cost or 0.0))
         self.usage += usage
         if cost is not None:
             self.cost = (self.cost or 0.0) + cost
         self._admit()
 
-    def free(self, reserved: ResourceAmount) -> None:
+    def release_unspent(self, reserved: BudgetAmount) -> None:
         """Return a reservation that cost nothing."""
         if self.shared is not None:
-            self.shared.free(reserved)
+            self.shared.release_unspent(reserved)
         self._free(reserved)
 
-    def _free(self, reserved: ResourceAmount) -> None:
+    def _free(self, reserved: BudgetAmount) -> None:
         self.outstanding = self.outstanding.minus(reserved)
         self._admit()
 
@@ -367,7 +372,7 @@ class Ledger:
                 return
             self._waiting.popleft()
 
-    def _reached(self, stop: Stop, amount: ResourceAmount) -> LimitReached:
+    def _reached(self, stop: Stop, amount: BudgetAmount) -> LimitReached:
         self.refusals[stop] = self._refusal(stop, amount, self._committed())
         what = {
             Stop.MAX_CALLS: f"{self.limit.calls} calls",
@@ -376,7 +381,7 @@ class Ledger:
         }[stop]
         return LimitReached(f"the {self.owner}'s limit of {what} is reached", stop)
 
-    def _refusal(self, stop: Stop, amount: ResourceAmount, committed: ResourceAmount) -> str:
+    def _refusal(self, stop: Stop, amount: BudgetAmount, committed: BudgetAmount) -> str:
         limit, left = self.limit, self.limit.minus(committed)
         if stop is Stop.MAX_COST and self.spent.cost > limit.cost:
             return (
@@ -420,11 +425,11 @@ class Reservation:
     """Reserves the maximum usage of one request in a ledger, separately for each attempt. The
     maximum takes the model's earlier reports into account."""
 
-    def __init__(self, ledger: Ledger, model: str, most: Usage, price: Price | None) -> None:
+    def __init__(self, ledger: BudgetLedger, model: str, most: Usage, price: Price | None) -> None:
         """``most`` is the upper bound if the model respects the limits in the request."""
         self.usage = most
         """Usage to record for an attempt that reports none."""
-        self.amount = ResourceAmount()
+        self.amount = BudgetAmount()
         self._ledger = ledger
         self._model = model
         self._most = most
@@ -460,18 +465,20 @@ class Reservation:
             await self._ledger.reserve(reserved)
             if not self.update():
                 return
-            self._ledger.free(reserved)  # a report in the meantime showed that it is too small
+            self._ledger.release_unspent(
+                reserved
+            )  # a report in the meantime showed that it is too small
 
     def is_enough(self) -> bool:
         """True if the reservation still covers an attempt. If not, the reservation is released."""
         if not self._ledger.is_waiting_for_excess:
             return True
-        self.free()
+        self.release_unspent()
         return False
 
-    def free(self) -> None:
+    def release_unspent(self) -> None:
         """Return the reservation of an attempt that cost nothing."""
-        self._ledger.free(self.amount)
+        self._ledger.release_unspent(self.amount)
 
     def settle(self, usage: Usage, cost: float | None, request: str) -> str:
         """Record the usage of an attempt, or the upper bound if the usage is unknown. If the report

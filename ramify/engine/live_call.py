@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ramify.sandbox.base import SharedContext
 
 
-class CallHistory(msgspec.Struct):
+class CallMessageHistory(msgspec.Struct):
     """The conversation of a call so far: messages, and their tokens as far as they are known."""
 
     keeps_ids: bool = True
@@ -43,7 +43,7 @@ class CallHistory(msgspec.Struct):
     replies: list[tuple[int, int]] = []
     """(number of messages, number of ids) up to and including each reply of the path."""
 
-    def copy(self) -> CallHistory:
+    def copy(self) -> CallMessageHistory:
         """Return a copy of the history, so that the conversation can be continued in two ways."""
         return msgspec.structs.replace(
             self,
@@ -53,7 +53,7 @@ class CallHistory(msgspec.Struct):
             replies=list(self.replies),
         )
 
-    def up_to(self, num_messages: int, num_turns: int) -> CallHistory:
+    def up_to(self, num_messages: int, num_turns: int) -> CallMessageHistory:
         """Return a copy that ends after the first ``num_messages`` messages and ``num_turns``
         turns. The later messages must have been appended to these."""
         if num_messages == len(self.messages):
@@ -154,7 +154,7 @@ class LiveCall:
         *,
         parent: Parent | None = None,
         context: SharedContext | None = None,
-        history: CallHistory | None = None,
+        history: CallMessageHistory | None = None,
     ) -> None:
         """``history`` holds the messages of an earlier call that this one continues. The new call
         owns it from now on."""
@@ -165,7 +165,7 @@ class LiveCall:
         self.question = encodable(question)
         self.parent = parent
         self.context = context
-        self.history = CallHistory() if history is None else history
+        self.history = CallMessageHistory() if history is None else history
         self.turn = 0
         """Index of the next turn."""
         self.num_turns_before = 0
@@ -222,7 +222,8 @@ class LiveCall:
     def finish_turn(
         self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int
     ) -> None:
-        """Add a turn to the history (see ``CallHistory.add_turn``) and begin the next one."""
+        """Add a turn to the history (see ``CallMessageHistory.add_turn``) and begin the next
+        one."""
         self.history.add_turn(reused, new, reply, reused_ids)
         self.turn += 1
 

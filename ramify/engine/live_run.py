@@ -1,6 +1,7 @@
 """What all calls of a run share while it is in progress: budget, models, tools, contexts, prompts.
 
-    RLM.start ──> RunHandle ──> RlmCall (root) ──> ModelRequests.ask ──> recorded? ──> ClientPool
+    RLM.start ──> RunHandle ──> RlmCall (root)
+        ──> ModelRequests.ask ──> recorded? ──> RateLimitedClientPool
                                     │                    ^
                                     └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmCall
 
@@ -18,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine.arriving_replies import ArrivingReplies
+from ramify.engine.answer_json import jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_call import LiveCall
+from ramify.engine.live_reply_writer import LiveReplyWriter
 from ramify.engine.model_requests import ModelRequests, TurnRequest
 from ramify.engine.prompt_facts import facts_of
 from ramify.engine.prompt_text import ContextFacts, context_facts
 from ramify.engine.question import PAGE_PICTURE, Question
-from ramify.engine.recorded_values import jsonable
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.run_ending import RunEnding
 from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
 from ramify.types.trajectory import CallCause, Fork, Stop
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from ramify.engine.scaffold import Scaffold
     from ramify.engine.tool_set import ToolSet
     from ramify.sandbox.base import SharedContext
-    from ramify.store.recorded_replies import RecordedReplies
+    from ramify.store.recorded_replies import RecordedRunIndex
 
-_log = RoomLogger("engine")
+_log = ComponentLogger("engine")
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
@@ -58,7 +59,7 @@ class LiveRun:
         recorder: EventRecorder,
         question: Question,
         *,
-        recording: RecordedReplies | None = None,
+        recording: RecordedRunIndex | None = None,
         cache: ReusableReplies | None = None,
     ) -> None:
         self.setup = setup
@@ -88,7 +89,7 @@ class LiveRun:
         self._contexts: dict[tuple[str, bool], ContextFacts] = {}
         self._system_prompts: dict[tuple[int, ContextFacts], str] = {}
         live_text = recorder.live_text()
-        self._arriving = ArrivingReplies(self.requests.arriving, live_text) if live_text else None
+        self._arriving = LiveReplyWriter(self.requests.arriving, live_text) if live_text else None
         self.ending.start()
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine import threads
+from ramify.engine import event_loop_thread
 from ramify.engine.tool_set import RESERVED
 from ramify.errors import ConfigError, RamifyError
 from ramify.install_command import install_command
@@ -78,7 +78,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
             for connection in self._connections:
-                for tool in threads.run(connection.open()):
+                for tool in event_loop_thread.run(connection.open()):
                     self._add(connection, tool)
         except BaseException:
             self.close()
@@ -278,7 +278,7 @@ def _function(
         bound = signature.bind(*args, **kwargs)
         arguments = {**bound.arguments, **bound.arguments.pop("more", {})}
         future = asyncio.run_coroutine_threadsafe(
-            connection.call(tool.name, arguments), threads.loop()
+            connection.call(tool.name, arguments), event_loop_thread.loop()
         )
         return _value(await asyncio.wrap_future(future), tool)
 
@@ -342,4 +342,4 @@ def _value(result: CallToolResult, tool: Tool) -> Any:
 def _close(connections: list[_McpConnection]) -> None:
     for connection in connections:
         with contextlib.suppress(RamifyError, RuntimeError):
-            threads.run(connection.close())
+            event_loop_thread.run(connection.close())

@@ -1,7 +1,7 @@
 """Requests of a run's calls to their models: answered from a recording or the cache, or sent.
 
     ask ──> recorded? ──> cached? ──> reserve ── announce ── send ── settle ──> reply
-                                         └─ retried, rate limited: see ``clients/pool.py``
+                                         └─ retried, rate limited: ``RateLimitedClientPool``
 
 A call holds a slot of the limiter only while a request is in flight, never while it waits for its
 children, so any depth makes progress. ``RequestStarted`` is recorded when a request is first sent:
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, ReplyPiece, Request, Sampling, Tool
-from ramify.engine import observe, retool
-from ramify.engine.arriving_replies import arriving_reply
-from ramify.engine.limits import Ledger, Limits, Reservation, ResourceAmount
-from ramify.engine.reply_lengths import ReplyLengths
+from ramify.engine import observation_messages, retool_protocol
+from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits, Reservation
+from ramify.engine.live_reply_writer import arriving_reply
+from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.run_ending import RunEnding, closed
 from ramify.errors import (
     ConfigError,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
     from ramify.engine.resources import RlmSetup, RunModels
     from ramify.store.live_text import ArrivingReply
-    from ramify.store.recorded_replies import RecordedReplies
+    from ramify.store.recorded_replies import RecordedRunIndex
 
 
 _LEAST_REPLY_TOKENS = 512
@@ -60,7 +60,7 @@ class ModelRequests:
         recorder: EventRecorder,
         ending: RunEnding,
         under_way: set[TurnRequest],
-        recording: RecordedReplies | None,
+        recording: RecordedRunIndex | None,
         cache: ReusableReplies | None,
         read_picture: Callable[[str], bytes] | None = None,
     ) -> None:
@@ -79,8 +79,8 @@ class ModelRequests:
         self.read_picture = read_picture
         check_prices(setup.limits, clients)
         has_price = [client.price is not None for client in clients]
-        self.ledger = Ledger(setup.limits, priced=any(has_price), shared=setup.budget)
-        self.lengths = ReplyLengths(setup, models, self.ledger.limit)
+        self.ledger = BudgetLedger(setup.limits, priced=any(has_price), shared=setup.budget)
+        self.lengths = ReplyTokenLimits(setup, models, self.ledger.limit)
         self.sampling = self.lengths.sampling
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
@@ -216,14 +216,16 @@ class ModelRequests:
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
         """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
         the part that is not reasoning."""
-        full = longer * self.text_limit(call)[0] + self.lengths.reasoning_tokens(call.client)
+        full = longer * self.visible_reply_token_limit(call)[0] + self.lengths.reasoning_tokens(
+            call.client
+        )
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
-    def text_limit(self, call: LiveCall) -> tuple[int, str]:
+    def visible_reply_token_limit(self, call: LiveCall) -> tuple[int, str]:
         """Return the maximum number of tokens in a reply of ``call``, without hidden reasoning, and
         the name of the setting that determines it."""
         is_plain = call.kind in ("lm", "leaf") and call.parent is not None
-        return self.lengths.text_limit(call.client, call.depth, is_plain)
+        return self.lengths.visible_reply_token_limit(call.client, call.depth, is_plain)
 
     def _last_word_tokens(self, call: LiveCall) -> int:
         most = self.setup.limits.last_word_tokens
@@ -314,7 +316,7 @@ class ModelRequests:
                 self._repeat_attempts(recording, turn)
                 recording.replace_request(call.id, call.turn)
             turn.adopt(recording)
-            recording.check(call.id, call.turn, turn.digest)
+            recording.check_prompt_matches(call.id, call.turn, turn.digest)
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
             if reply is not None and recording.is_fork:
@@ -332,7 +334,7 @@ class ModelRequests:
                 return call.history.without_path(_free(reply))
         return None
 
-    def _repeat_attempts(self, recording: RecordedReplies, turn: TurnRequest) -> None:
+    def _repeat_attempts(self, recording: RecordedRunIndex, turn: TurnRequest) -> None:
         """Repeat the recorded attempts of this turn that failed or were in flight, because they may
         have been billed.
 
@@ -355,7 +357,7 @@ class ModelRequests:
         if self.ending.closing is not None and not turn.last_word:
             raise closed(self.ending.closing)
         if turn.last_word and turn.call.parent is None:
-            self.ledger.held = ResourceAmount()
+            self.ledger.held = BudgetAmount()
 
     def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
         """Complete a reply that was sent, and add it to the cache. Returns (reply with only its new
@@ -403,7 +405,7 @@ class TurnRequest:
         self._excess = ""
         """A sentence, if the reply used more than was reserved."""
 
-    def adopt(self, recording: RecordedReplies) -> None:
+    def adopt(self, recording: RecordedRunIndex) -> None:
         """Use the recorded prompt in place of this one if the two differ only in the limits that
         they state. If the limits of the run have changed, system messages are not compared at all:
         everything else in them follows from settings, which were compared when the run was
@@ -413,7 +415,7 @@ class TurnRequest:
             return
         here, there = (
             [
-                observe.without_limits(message)
+                observation_messages.without_limits(message)
                 for message in prompt
                 if message.role != "system" or not recording.has_other_limits
             ]
@@ -427,7 +429,7 @@ class TurnRequest:
         call, recorder = self.call, self._requests.recorder
         recording = self._requests.recording
         if recording is not None:  # a concurrent call may have diverged meanwhile
-            recording.check(call.id, call.turn, self.digest)
+            recording.check_prompt_matches(call.id, call.turn, self.digest)
         recorder.emit(
             RequestStarted(
                 at_s=recorder.now(),
@@ -474,7 +476,7 @@ class TurnRequest:
         await self._reservation.reserve()
         ending = self._requests.ending
         if ending.suspension is not None:
-            self._reservation.free()
+            self._reservation.release_unspent()
             await ending.suspended(ending.suspension)
         self._requests.under_way.add(self)
 
@@ -490,10 +492,10 @@ class TurnRequest:
             self._requests.raise_last_word()
 
     def release(self, error: str) -> None:
-        self._reservation.free()
+        self._reservation.release_unspent()
         self._attempted(error, Usage(), None)
 
-    def forfeit(self, error: str) -> None:
+    def charge_full_reservation(self, error: str) -> None:
         usage, cost = self.most()
         self._reservation.settle(usage, cost, self._name)
         self._attempted(error, usage, cost)
@@ -556,7 +558,7 @@ def prompt_hash(model: str, request: Request) -> str:
 def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
     """Return the error for a reply of ``call`` that was truncated at its token limit after
     ``text``."""
-    limit, (for_text, name) = requests.reply_tokens(call), requests.text_limit(call)
+    limit, (for_text, name) = requests.reply_tokens(call), requests.visible_reply_token_limit(call)
     if not text.strip() and limit > for_text:
         name = "max_reasoning_tokens"
     if call.shrunk is not None:
@@ -580,7 +582,9 @@ def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | N
     the upper bound ``most`` (usage, cost) is recorded."""
     message = sendable(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
-        message = msgspec.structs.replace(message, content=retool.closed(message.content, stop))
+        message = msgspec.structs.replace(
+            message, content=retool_protocol.closed(message.content, stop)
+        )
     usage, cost = most if reply.usage.unknown_calls else (reply.usage, reply.cost)
     return msgspec.structs.replace(reply, message=message, usage=usage, cost=cost)
 

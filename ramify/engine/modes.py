@@ -1,8 +1,8 @@
 """The mode of a question: which way it is answered, who chose the way, and why.
 
     RLM.completion(text, query, mode="auto")
-        chooser(ModeFacts) ─┬─> ModeChoice     by rules: nothing is asked
-                            └─> ModeQuestion   one bounded call of the run ──> ModeChoice
+        chooser(ModeFacts) ─┬─> ModeChoice      by rules: nothing is asked
+                            └─> ModeChoiceCall  one bounded call of the run ──> ModeChoice
         ModeChosen in the journal ──> plain call, session or strategy; a resumed run does the same
 
 Decides what a chooser knows and how its choice is applied. Not here: the names of modes
@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine.leaf_calls import LeafRequest
-from ramify.engine.limits import Ledger, Limits, ResourceAmount
+from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.strategies import MODES, Strategy, record_of, recorded_strategy
 from ramify.errors import ConfigError
@@ -48,7 +48,7 @@ class ModeFacts(msgspec.Struct, frozen=True):
     direct_chars: int
     """Characters of the longest context that one plain call answers without a mode."""
     limits: Limits
-    budget: ResourceAmount
+    budget: BudgetAmount
     """Calls, tokens and dollars that the run may use."""
     of_sessions: Sequence[str]
     """What the question has that only a session can use: ``tools``, ``citations``."""
@@ -70,7 +70,7 @@ class ModeChoice(msgspec.Struct, frozen=True):
     """What answers the question with ``plan``."""
 
 
-class ModeQuestion(msgspec.Struct, frozen=True):
+class ModeChoiceCall(msgspec.Struct, frozen=True):
     """One bounded call that chooses the mode, because the rules do not decide."""
 
     leaf: LeafRequest
@@ -103,7 +103,7 @@ def choose_direct(_facts: ModeFacts) -> ModeChoice:
 
 async def first_choice(
     setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
-) -> ModeChoice | ModeQuestion | None:
+) -> ModeChoice | ModeChoiceCall | None:
     """Return the choice of the question's mode, or the call that chooses; None without a mode, and
     in a conversation, which is held in a session. A resumed run takes the recorded choice. Raises
     ConfigError for a mode that the question cannot have."""
@@ -120,7 +120,7 @@ async def first_choice(
     facts = _facts(setup, question, models)
     # Cutting a large context for the cost of a plan takes seconds.
     chooser = load_object(MODES[question.mode], f"mode '{question.mode}'")
-    choice: ModeChoice | ModeQuestion = await asyncio.to_thread(chooser, facts)
+    choice: ModeChoice | ModeChoiceCall = await asyncio.to_thread(chooser, facts)
     return choice
 
 
@@ -139,7 +139,9 @@ def applied(question: Question, choice: ModeChoice) -> Question:
     return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
 
 
-def event_of(choice: ModeChoice, at_s: float, *, is_asked: bool = False) -> ModeChosen:
+def make_mode_chosen_event(
+    choice: ModeChoice, at_s: float, *, is_asked: bool = False
+) -> ModeChosen:
     """Return the journal's record of ``choice``."""
     strategy = {} if choice.strategy is None else record_of(choice.strategy)
     return ModeChosen(
@@ -159,7 +161,7 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
         models.plain,
         min(setup.scaffold.direct_chars, 2 * root.window),
         limits,
-        Ledger(limits, priced=is_priced).limit,
+        BudgetLedger(limits, priced=is_priced).limit,
         [
             what
             for is_given, what in (

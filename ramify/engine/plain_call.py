@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.prompt_text import PromptExample, instructions
 from ramify.engine.question import Question, opening
@@ -37,7 +37,7 @@ def direct_prompt(
 ) -> tuple[list[Message], str]:
     """Return (messages before the prompt, prompt) of the plain call that answers ``question``.
     ``text`` and ``examples`` are the instructions and examples of the run."""
-    prompt = observe.plain_prompt(question.text, question.context)
+    prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",
         instructions(text, examples),

@@ -14,16 +14,16 @@ import os
 from collections.abc import Callable
 
 from ramify.clients.base import Client
-from ramify.engine.limits import ResourceAmount, bound
+from ramify.engine.limits import BudgetAmount, bound
 from ramify.engine.prompt_text import (
     CHARS_PER_TOKEN,
     BudgetFacts,
     ContextFacts,
-    MountFacts,
+    MountedPath,
     PromptFacts,
-    PromptModel,
+    PromptModelFacts,
     instructions,
-    rounded,
+    round_down_to_two_digits,
 )
 from ramify.engine.resources import ModelFacts, RlmSetup, RunModels
 from ramify.engine.tool_set import ToolSet
@@ -38,7 +38,7 @@ reasoning)"""
 def facts_of(
     setup: RlmSetup,
     models: RunModels,
-    limit: ResourceAmount,
+    limit: BudgetAmount,
     reply_limits: ReplyLimits,
     caps: SandboxCapabilities,
     tools: ToolSet,
@@ -57,12 +57,12 @@ def facts_of(
     if has_children:
         roles.setdefault(id(models.rlm(depth + 1)), []).append("your children")
 
-    def prompt_model(client: Client) -> PromptModel:
+    def prompt_model(client: Client) -> PromptModelFacts:
         own, known = roles.get(id(client), ()), models.facts(client)
         is_plain = list(own) != ["you"]
         text, reasoning = reply_limits(client, depth + is_plain, is_plain)
         chars = _fitting_chars(known, text + reasoning, limit, context.bytes_per_char)
-        return PromptModel(known.alias, chars, text, known.price, known.vision, tuple(own))
+        return PromptModelFacts(known.alias, chars, text, known.price, known.vision, tuple(own))
 
     spec = setup.sandbox
     return PromptFacts(
@@ -115,13 +115,13 @@ def check_instructions(setup: RlmSetup, models: RunModels) -> None:
             )
 
 
-def _mounts(spec: SandboxSpec) -> tuple[MountFacts, ...]:
+def _mounts(spec: SandboxSpec) -> tuple[MountedPath, ...]:
     mounts = spec.mounts if isinstance(spec, JailSpec) else ()
-    return tuple(MountFacts(inside, os.path.isdir(outside)) for outside, inside in mounts)
+    return tuple(MountedPath(inside, os.path.isdir(outside)) for outside, inside in mounts)
 
 
 def _fitting_chars(
-    model: ModelFacts, reply_tokens: int, limit: ResourceAmount, bytes_per_char: float
+    model: ModelFacts, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
     """Length in characters of the longest prompt that leaves the model room for its reply and costs
     at most half of the run's budget. The engine reserves a token for each byte."""
@@ -133,4 +133,4 @@ def _fitting_chars(
         left = limit.cost / 2 - bound(0, reply_tokens, model.price).cost
         if per_byte:
             fitting.append(int(left / per_byte))
-    return rounded(max(0, int(min(fitting) / bytes_per_char)))
+    return round_down_to_two_digits(max(0, int(min(fitting) / bytes_per_char)))

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client, OnPiece, Price, Request, RequestBudget, Tool
-from ramify.clients.model import Model
-from ramify.clients.pool import ClientPool
+from ramify.clients.model_config import Model
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.question import Question
-from ramify.engine.resources import RlmSetup, SharedResources, new_id
+from ramify.engine.resources import RefCountedLoopResources, RlmSetup, new_id
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, ModelError
 from ramify.types.message import Message, Reply, Usage
@@ -98,7 +98,7 @@ class _PreviewEnd(ModelError):
     """Raised to end the run once its request is recorded."""
 
 
-class _PreviewPool(ClientPool):
+class _PreviewPool(RateLimitedClientPool):
     """Pool that sends nothing. It records the first request at one depth."""
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
@@ -158,11 +158,11 @@ async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPrev
     reply = setup.scaffold.reply_with(f"rlm_query({question.text!r})")
     pools: list[_PreviewPool] = []
 
-    def make_pool(max_in_flight: int) -> ClientPool:
+    def make_pool(max_in_flight: int) -> RateLimitedClientPool:
         pools.append(_PreviewPool(max_in_flight, depth, reply))
         return pools[-1]
 
-    shared = SharedResources(setup.limits.max_concurrency, setup.sandbox, make_pool)
+    shared = RefCountedLoopResources(setup.limits.max_concurrency, setup.sandbox, make_pool)
     result = await RunHandle(setup, question, shared, EventRecorder(new_id(), None, ()))
     kept = pools[0].kept
     if kept is None:

@@ -7,7 +7,7 @@ A sentence appears only if it is true of this run, and every example runs in its
 message is ASCII as long as its facts are, because its bytes are counted at each turn. This file
 decides the words, the order of facts and the sizes in the examples. Not here: how the facts are
 gathered (see ``prompt_facts.py``), which markers a system message has (see ``scaffold.py``), and
-what is said after a turn (see ``observe.py``).
+what is said after a turn (see ``observation_messages.py``).
 
 The texts of this file are part of the models' behavior. ``benchmarks/prompts.py`` measures them:
 scripted readers do exactly what they show and say.
@@ -95,7 +95,7 @@ class ContextFacts(msgspec.Struct, frozen=True):
     """True if some of its texts stay in their files: they are ``MappedText``."""
 
 
-class PromptModel(msgspec.Struct, frozen=True):
+class PromptModelFacts(msgspec.Struct, frozen=True):
     """One model of a run."""
 
     alias: str
@@ -134,7 +134,7 @@ class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: Any
 
 
-class MountFacts(msgspec.Struct, frozen=True):
+class MountedPath(msgspec.Struct, frozen=True):
     """One of the user's files or folders that the session can read."""
 
     path: str
@@ -149,7 +149,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     context: ContextFacts = ContextFacts()
     has_pictures: bool = False
     """True if the session has pictures, and a model of the run may read them."""
-    models: tuple[PromptModel, ...] = ()
+    models: tuple[PromptModelFacts, ...] = ()
     budget: BudgetFacts | None = None
     children: bool = False
     """True if the call may start children."""
@@ -157,7 +157,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     """One line for each tool; see ``ToolSet.describe``."""
     tool_names: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    mounts: tuple[MountFacts, ...] = ()
+    mounts: tuple[MountedPath, ...] = ()
     has_network: bool = True
     """False only if the sandbox says that it isolates the network."""
     full_python: bool = True
@@ -166,7 +166,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     instructions: str = ""
     examples: tuple[PromptExample, ...] = ()
 
-    def model_of(self, role: str) -> PromptModel | None:
+    def model_of(self, role: str) -> PromptModelFacts | None:
         return next((model for model in self.models if role in model.roles), None)
 
 
@@ -500,7 +500,7 @@ def first_example(facts: PromptFacts) -> str:
             return "print(type(context))\nprint(str(context)[:500])"
 
 
-def _look_at(mount: MountFacts) -> str:
+def _look_at(mount: MountedPath) -> str:
     if mount.is_folder:
         return f"import os\nprint(sorted(os.listdir({mount.path!r}))[:20])"
     return f'print(open({mount.path!r}, "rb").read(500))'
@@ -602,11 +602,11 @@ def _models(facts: PromptFacts) -> str:
     return "\n".join(["Models, by the names that `model=` accepts:", *lines])
 
 
-def _role(model: PromptModel) -> str:
+def _role(model: PromptModelFacts) -> str:
     return " and ".join(model.roles) if model.roles else "only by name"
 
 
-def _model_size(model: PromptModel) -> str:
+def _model_size(model: PromptModelFacts) -> str:
     text = f"reads {model.chars:,} characters and writes {model.reply_tokens:,} tokens at most"
     price = model.price
     if price is None or not (price.input or price.output):
@@ -671,7 +671,7 @@ def _parts(facts: PromptFacts) -> _Parts | None:
     sub, budget = facts.model_of("`llm_query`"), facts.budget
     if sub is None or budget is None or sub.chars < 2000:
         return None
-    size = rounded(min(_PART_CHARS, sub.chars * 4 // 5))
+    size = round_down_to_two_digits(min(_PART_CHARS, sub.chars * 4 // 5))
     num = math.ceil(facts.context.chars * 1.1 / size)
     # A request reserves a token for each byte, and a reply.
     tokens_each = size + sub.reply_tokens
@@ -685,8 +685,8 @@ def _parts(facts: PromptFacts) -> _Parts | None:
     return _Parts(size, None if num <= most else min(most, 100))
 
 
-def rounded(number: int) -> int:
-    """Round down to two leading digits: ``rounded(23_456)`` is 23,000."""
+def round_down_to_two_digits(number: int) -> int:
+    """Round down to two leading digits: ``round_down_to_two_digits(23_456)`` is 23,000."""
     unit: int = 10 ** max(0, len(str(number)) - 2)
     return number // unit * unit
 

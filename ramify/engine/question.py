@@ -6,7 +6,7 @@ completion(very_long_prompt)           context = the prompt, question = "do what
 completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
 completion(frame, "…")                 context = a table, with ``sql`` over it
 
-Not here: what values of other libraries become (``sources/library_values.py``).
+Not here: what values of other libraries become (``sources/convert_to_context.py``).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, runtime_checka
 import msgspec
 
 from ramify.clients.base import Client, Sampling
-from ramify.clients.model import Model
-from ramify.engine import observe
+from ramify.clients.model_config import Model
+from ramify.engine import observation_messages
 from ramify.engine.branch_search import BranchSearch
-from ramify.engine.limits import Ledger, Limits
+from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
-from ramify.errors import ConfigError, NamedFields, nearest
+from ramify.errors import ConfigError, StrictKeywordsMeta, nearest
 from ramify.sandbox.base import Session, SharedContext, Table
 from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
-from ramify.sources.library_values import as_context, is_opened
+from ramify.sources.convert_to_context import as_context, is_opened
 from ramify.types.event import Listener, ModeChosen
 from ramify.types.message import Message, encodable
 
@@ -70,7 +70,7 @@ DirectChoice = bool | Literal["always"]
 ALWAYS: Literal["always"] = "always"
 
 
-class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True):
+class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_only=True):
     """How a question is asked. Methods of ``RLM`` take these options as keyword arguments, as one
     object, or both; a keyword replaces a field of the object.
 
@@ -121,7 +121,7 @@ class RunOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=Tru
     """``free`` (a session), ``plan`` (a ready plan that the words of the question ask for),
     ``direct`` (one plain call), or ``auto``, which chooses by rules and at most one call. None:
     ``direct`` and ``strategy`` decide."""
-    budget: Ledger | None = None
+    budget: BudgetLedger | None = None
     """Budget that several runs share, as the rows of a map do: every request reserves there, too.
     A stored run that it ends is suspended, and can be resumed."""
 
@@ -153,7 +153,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("strategy", callable, "a strategy, such as a ramify.plans.PlanStrategy(…)"),
     ("instructions", lambda value: isinstance(value, str), "a text"),
     ("mode", lambda value: isinstance(value, str), "a mode: auto, free, plan or direct"),
-    ("budget", lambda value: isinstance(value, Ledger), "the Ledger of several runs"),
+    ("budget", lambda value: isinstance(value, BudgetLedger), "the Ledger of several runs"),
 )
 """Option, whether a value has the right type, and the right type in words."""
 
@@ -214,7 +214,7 @@ class RlmKeywords(TypedDict, total=False):
     direct: DirectChoice
     strategy: Strategy | None
     mode: Mode | None
-    budget: Ledger | None
+    budget: BudgetLedger | None
 
 
 class RunKeywords(RlmKeywords, total=False):
@@ -302,7 +302,7 @@ class Question(msgspec.Struct, frozen=True):
             return True
         if not self.direct or needs_session or scaffold.protocol != "notebook":
             return False
-        return self.context is None or observe.chars_of(self.context) <= min(
+        return self.context is None or observation_messages.count_text_chars(self.context) <= min(
             scaffold.direct_chars, 2 * window
         )
 
@@ -393,9 +393,11 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     if isinstance(prompt, Table) or (
         type(prompt) is dict and any(isinstance(each, Table) for each in prompt.values())
     ):
-        from ramify.sources.value_tables import ValueTables  # it imports what queries need
+        from ramify.sources.context_sql_tables import (
+            ContextSqlTables,  # it imports what queries need
+        )
 
-        tables = ValueTables.of(prompt, tools)
+        tables = ContextSqlTables.of(prompt, tools)
     if tables is not None:
         about, tools = f"{about}\n{tables.manifest()}".strip(), {**tables.tools, **tools}
     if query is None:
@@ -483,7 +485,7 @@ def opening(system: str, before: Sequence[Message]) -> list[Message]:
 
 def _num_chars(context: Any) -> int:
     try:
-        return observe.chars_of(context)
+        return observation_messages.count_text_chars(context)
     except RecursionError:
         raise ConfigError(
             "the context is nested too deeply or contains itself: flatten it"

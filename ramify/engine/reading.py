@@ -1,7 +1,7 @@
 """Parses a model's reply into an action, without blocking the event loop.
 
-    short reply ─────────────────▶ Scaffold.read ───────────▶ ReadReply
-    long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ReadReply
+    short reply ─────────────────▶ Scaffold.read ───────────▶ ParsedReply
+    long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ParsedReply
 
 A reply is untrusted text, and parsing it searches the whole text several times. This file decides
 which replies are long. Not here: the rules of parsing (see ``action.py``).
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ramify.actors.helper_process import HelperError, in_helper
+from ramify.actors.untrusted_data_process import HelperError, in_helper
 from ramify.engine.action import ParsedAction, prose_of
 from ramify.engine.scaffold import Scaffold
 from ramify.types.message import Message, sendable
@@ -28,7 +28,7 @@ class _Reading(msgspec.Struct, array_like=True):
     is_cut: bool
 
 
-class ReadReply(msgspec.Struct, array_like=True):
+class ParsedReply(msgspec.Struct, array_like=True):
     """A parsed reply: the action that it asks for, and its prose."""
 
     action: ParsedAction
@@ -37,10 +37,10 @@ class ReadReply(msgspec.Struct, array_like=True):
     extracted only when it is needed."""
 
 
-async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ReadReply:
+async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ParsedReply:
     """Parse a reply. If parsing takes too long, the result has an empty action and no prose."""
     if not _is_long(message):
-        return ReadReply(scaffold.read(message, is_cut))
+        return ParsedReply(scaffold.read(message, is_cut))
     try:
         reading = _encode(_Reading(scaffold, message, is_cut))
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
     try:
         answer = await in_helper(f"{__name__}:{read_in_helper.__name__}", reading)
     except HelperError as error:
-        return ReadReply(
+        return ParsedReply(
             ParsedAction(ignored=(f"the whole reply: reading it failed, since {error}",)), ""
         )
     return _decode_read(answer)
@@ -59,7 +59,7 @@ def read_in_helper(reading: bytes) -> bytes:
     process."""
     given = _decode_reading(reading)
     action = given.scaffold.read(given.message, given.is_cut)
-    return _encode(ReadReply(action, prose_of(given.message.content)))
+    return _encode(ParsedReply(action, prose_of(given.message.content)))
 
 
 def _is_long(message: Message) -> bool:
@@ -71,4 +71,4 @@ def _is_long(message: Message) -> bool:
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_reading = msgspec.msgpack.Decoder(_Reading).decode
-_decode_read = msgspec.msgpack.Decoder(ReadReply).decode
+_decode_read = msgspec.msgpack.Decoder(ParsedReply).decode

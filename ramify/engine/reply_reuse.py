@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Request, Sampling
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.errors import RamifyError
 from ramify.store.call_cache import CallCache, ReplyPlace
-from ramify.store.journal import JournalFile, decode_line
+from ramify.store.journal import FileStoredRun, decode_line
 from ramify.store.line_checksums import ChecksumChain
 from ramify.types.event import CallStarted, ReplyReceived, RequestStarted, RunStarted
 from ramify.types.message import Message, Reply
@@ -71,7 +71,7 @@ class ReusableReplies:
         path = self._runs / f"{place.run}.jsonl"
         with contextlib.suppress(RamifyError, OSError):  # the run was deleted
             chain = ChecksumChain(place.crc_before)
-            run = JournalFile(path)
+            run = FileStoredRun(path)
             event = decode_line(next(run.lines(place.offset), b""), run, 0, chain)
             if isinstance(event, ReplyReceived):
                 return event.reply
@@ -80,7 +80,7 @@ class ReusableReplies:
 
 def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -> str:
     """Hash of a request without its limits."""
-    asked = [observe.without_limits(message) for message in messages]
+    asked = [observation_messages.without_limits(message) for message in messages]
     sampled = msgspec.structs.replace(sampling, max_tokens=0)
     data = msgspec.json.encode(("without limits", model, asked, sampled))
     return hashlib.sha256(data).hexdigest()[:32]
@@ -88,7 +88,7 @@ def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -
 
 def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
     """(key, place) of each reply in a journal that can be reused, up to the first damaged line."""
-    run, replies, offset, chain = JournalFile(path), _RepliesOfRun(), 0, ChecksumChain()
+    run, replies, offset, chain = FileStoredRun(path), _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(run.lines(), 1):
             if chain.problem(line):

@@ -18,13 +18,13 @@ import msgspec
 from ramify.engine.branch_search import recorded_search
 from ramify.engine.limits import Limits
 from ramify.engine.question import Question, RunOptions, question
-from ramify.engine.resources import INSTRUCTIONS, RlmSetup, stored_in
+from ramify.engine.resources import INSTRUCTIONS, RlmSetup, require_store
 from ramify.engine.run_handle import Result, as_text
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
-from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import (
     RunEnded,
     RunStarted,
@@ -61,7 +61,7 @@ def options_of(
     return msgspec.structs.replace(defaults.updated(options, changes), **unused)
 
 
-def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -> RlmSetup:
+def setup_of(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) -> RlmSetup:
     """Return the settings ``setup`` for repeating a recorded run with ``options``. Instructions and
     examples come from the record; so does the search strategy, unless ``options`` give one."""
     now = setup.for_run(options).of_record(recording.started.config)
@@ -71,7 +71,9 @@ def setup_of(setup: RlmSetup, recording: RecordedReplies, options: RunOptions) -
     return msgspec.structs.replace(now, search=search)
 
 
-def check_settings(started: RunStarted, setup: RlmSetup, options: RunOptions) -> list[str]:
+def check_settings_match_recording(
+    started: RunStarted, setup: RlmSetup, options: RunOptions
+) -> list[str]:
     """Raise ReplayDiverged, which names each setting of ``setup`` that differs from the record and
     would change what is asked. Models may differ if ``options`` name them; returns these
     differences."""
@@ -125,14 +127,14 @@ def _difference(name: str, before: Any, after: Any) -> str:
     )
 
 
-def check_models(started: RunStarted, setup: RlmSetup) -> None:
+def check_models_match_recording(started: RunStarted, setup: RlmSetup) -> None:
     """Raise ReplayDiverged if the recorded run used other models than those of ``setup``."""
     differences = [*_differences(started.config, setup.config, ("model", "sub_model"))]
     if differences:
         raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
 
 
-def is_raised(recording: RecordedReplies, limits: Limits) -> bool:
+def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
     """Return whether ``limits`` are higher than before where the recorded run reached its limit."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
@@ -145,7 +147,7 @@ def is_raised(recording: RecordedReplies, limits: Limits) -> bool:
     return False
 
 
-def remedy(recording: RecordedReplies) -> str:
+def remedy(recording: RecordedRunIndex) -> str:
     """Return what the user can do to continue a run that reached a limit; empty if it reached
     none."""
     ended = recording.ended
@@ -156,12 +158,12 @@ def remedy(recording: RecordedReplies) -> str:
     return f"to continue it, give more than {' or '.join(names)}"
 
 
-def is_conversation(recording: RecordedReplies) -> bool:
+def is_conversation(recording: RecordedRunIndex) -> bool:
     """Return whether the recorded run was begun by ``RLM.conversation``."""
     return len(recording.questions) > 1 or bool(recording.started.config.get("conversation"))
 
 
-def recorded_limits(recording: RecordedReplies) -> Limits:
+def recorded_limits(recording: RecordedRunIndex) -> Limits:
     """Return the limits that applied when the run was last started or resumed."""
     fields = recording.limits or recording.started.config.get("limits", {})
     return msgspec.convert(fields, Limits)
@@ -171,7 +173,7 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
     """Return the context of a recorded run; None if it has none."""
     if started.context is None:
         return None
-    blob = stored_in(store, "resume").blobs.get(started.context.digest)
+    blob = require_store(store, "resume").blobs.get(started.context.digest)
     return SharedContext.decode(blob, started.context.files).value
 
 
@@ -245,9 +247,9 @@ def _recorded_tools(
     tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}
     tools |= of_sources
     if names := config.get("context_tools"):
-        from ramify.sources.text_search import tools_named
+        from ramify.sources.text_search import search_tools_by_name
 
-        tools |= tools_named(names, resolved.context)
+        tools |= search_tools_by_name(names, resolved.context)
     return tools
 
 

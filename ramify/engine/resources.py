@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ramify.clients.base import Client, Price, Sampling
-from ramify.clients.model import Model, bare_name, check_aliases
-from ramify.clients.pool import ClientPool
+from ramify.clients.model_config import Model, bare_name, check_aliases
 from ramify.clients.providers import load_clients
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.engine.branch_search import BranchSearch, search_of
 from ramify.engine.branch_search import config_of as search_config
-from ramify.engine.limits import Ledger, Limits
+from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_text import PromptExample, examples_of
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.strategies import record_of, session_plans
 from ramify.engine.tool_set import ToolSet
-from ramify.errors import ConfigError, NamedFields, WeakSandboxWarning
-from ramify.logging import RoomLogger
+from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
+from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ramify.store.base import RunBlobs, RunStore
 
 T = TypeVar("T")
-_log = RoomLogger("engine")
+_log = ComponentLogger("engine")
 
 
 class RunModels:
@@ -53,7 +53,7 @@ class RunModels:
         self,
         model: Sequence[Model | Client],
         sub_model: Sequence[Model | Client],
-        pool: ClientPool,
+        pool: RateLimitedClientPool,
     ) -> None:
         self.pool = pool
         """What connected the clients, and what their requests are sent through."""
@@ -176,7 +176,7 @@ def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ..
     return tuple(models)
 
 
-MakePool = Callable[[int], ClientPool]
+MakePool = Callable[[int], RateLimitedClientPool]
 
 
 class LoopResources:
@@ -228,11 +228,11 @@ class LoopResources:
             await self.pool.close()
 
 
-class SharedResources:
+class RefCountedLoopResources:
     """Counts the users of each loop's resources."""
 
     def __init__(
-        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = ClientPool
+        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = RateLimitedClientPool
     ) -> None:
         """``make_pool`` creates the pool of each event loop; its argument is the maximum of
         requests in flight."""
@@ -277,7 +277,7 @@ INSTRUCTIONS = ("instructions", "examples")
 """Settings that a repeated run takes from its record."""
 
 
-class DepthOptions(msgspec.Struct, metaclass=NamedFields, frozen=True, omit_defaults=True):
+class DepthOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
     """How calls of one depth work, if it differs from the run's other depths.
 
     >>> ramify.DepthOptions(max_turns=3, tools=("search",)).max_turns
@@ -321,7 +321,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
     examples: tuple[PromptExample, ...] = ()
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
-    budget: Ledger | None = None
+    budget: BudgetLedger | None = None
     """Budget that this run shares with others."""
 
     def __post_init__(self) -> None:
@@ -442,7 +442,7 @@ def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
 
 
-def stored_in(store: RunStore | None, what: str) -> RunStore:
+def require_store(store: RunStore | None, what: str) -> RunStore:
     """Return ``store``, or raise ConfigError if it is None. ``what`` is the operation that needs a
     store, for the error message."""
     if store is None:
@@ -459,7 +459,7 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
     from ramify.engine.reply_reuse import ReusableReplies
     from ramify.store.store import Store
 
-    kept = stored_in(store, "cache=True")
+    kept = require_store(store, "cache=True")
     if not isinstance(kept, Store):
         raise ConfigError(
             f"cache=True reads the journals of a folder, which a {type(kept).__name__} does not "

@@ -27,15 +27,14 @@ from typing import Any, Unpack
 import msgspec
 
 from ramify.clients.base import Client, Sampling
-from ramify.clients.pool import ClientPool
-from ramify.engine import rerun, threads
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.engine import event_loop_thread, rerun
 from ramify.engine.answering import ConversationState, way_to_answer
 from ramify.engine.branch_search import search_of
-from ramify.engine.conversation import Conversation
 from ramify.engine.direct_calls import DirectCalls
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
-from ramify.engine.fork import ForkEstimate, ForkOptions, fork_point
-from ramify.engine.limits import Ledger, Limits
+from ramify.engine.fork import ForkCostEstimate, ForkOptions, fork_point
+from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.model_requests import check_prices
 from ramify.engine.prompt_preview import PromptPreview, preview
 from ramify.engine.prompt_text import examples_of
@@ -49,21 +48,22 @@ from ramify.engine.question import (
 )
 from ramify.engine.resources import (
     DepthOptions,
+    RefCountedLoopResources,
     RlmSetup,
-    SharedResources,
     as_models,
     new_id,
     reply_cache,
-    stored_in,
+    require_store,
 )
 from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
+from ramify.engine.user_conversation import UserConversation
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
 from ramify.store.base import RunStore
-from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import AnyEvent
 
 __all__ = ["RLM", "Result", "RunHandle"]
@@ -124,7 +124,7 @@ class RLM:
         spec = provider_spec(given_spec)
         tool_set = ToolSet(tools)
         self.store = store
-        self._shared = SharedResources(limits.max_concurrency, spec)
+        self._shared = RefCountedLoopResources(limits.max_concurrency, spec)
         setup = RlmSetup(
             as_models(model),
             () if options.sub_model is None else as_models(options.sub_model),
@@ -152,7 +152,7 @@ class RLM:
             examples=(),
         )
         """Defaults that are not part of ``setup``."""
-        self._loop = threads.PinnedLoop(self._shared.pin, self._shared.unpin)
+        self._loop = event_loop_thread.SyncApiRunner(self._shared.pin, self._shared.unpin)
 
     @property
     def limits(self) -> Limits:
@@ -173,7 +173,7 @@ class RLM:
             return list((await self._setup.connect(resources)).all)
 
     @contextlib.asynccontextmanager
-    async def pool(self) -> AsyncIterator[ClientPool]:
+    async def pool(self) -> AsyncIterator[RateLimitedClientPool]:
         """The client pool of this RLM's runs, for other requests that should share its connections
         and rate limits, such as those of judges."""
         async with self._shared.use() as resources:
@@ -183,7 +183,7 @@ class RLM:
     @contextlib.asynccontextmanager
     async def direct_calls(
         self,
-        shared: Limits | Ledger,
+        shared: Limits | BudgetLedger,
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[DirectCalls]:
@@ -196,7 +196,7 @@ class RLM:
             if isinstance(shared, Limits):
                 check_prices(shared, models.all)
                 is_priced = any(client.price is not None for client in models.all)
-                shared = Ledger(shared, priced=is_priced, owner="map")
+                shared = BudgetLedger(shared, priced=is_priced, owner="map")
             yield DirectCalls(setup, models, shared, chosen.mode)
 
     # --- questions --------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class RLM:
     ) -> PromptPreview:
         """Return the first request of a completion without sending it. Blocks; ``aprompt`` is the
         async version."""
-        return threads.run(self.aprompt(prompt, query, options, depth=depth, **changes))
+        return event_loop_thread.run(self.aprompt(prompt, query, options, depth=depth, **changes))
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """True if ``start`` would answer with one plain call, without a session. Calls no model."""
@@ -318,14 +318,14 @@ class RLM:
 
     def conversation(
         self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
-    ) -> Conversation:
+    ) -> UserConversation:
         """Ask several questions in one live session; limits apply to each question.
 
         Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
         c.aask(…)``. Options given here are the defaults of its questions.
         """
         chosen = self._options.updated(options, changes)
-        return Conversation(
+        return UserConversation(
             self._setup, self._shared, self.store, prompt, chosen, resume=self.resume
         )
 
@@ -351,7 +351,7 @@ class RLM:
         recording = self._recording(run, "resume")
         limits = self._setup.for_run(chosen).limits
         if recording.ended is not None and not rerun.is_raised(recording, limits):
-            store = stored_in(self.store, "resume")
+            store = require_store(self.store, "resume")
             return rerun.from_record(store, run, recording.ended, chosen.answer_type)
         again = self._again(options, changes)
         return checked(await self._restart(run, recording, chosen), again)
@@ -359,7 +359,7 @@ class RLM:
     def recorded(self, run: str) -> Result | None:
         """The result of a stored run that has ended; None if it can be continued as it is."""
         ended = self._recording(run, "resume").ended
-        store = stored_in(self.store, "resume")
+        store = require_store(self.store, "resume")
         return rerun.from_record(store, run, ended) if ended is not None else None
 
     def restart(
@@ -380,7 +380,7 @@ class RLM:
         return self._restart(run, self._recording(run, "resume"), options, prompt)
 
     def _restart(
-        self, run: str, recording: RecordedReplies, options: RunOptions, prompt: Any = None
+        self, run: str, recording: RecordedRunIndex, options: RunOptions, prompt: Any = None
     ) -> RunHandle:
         setup = rerun.setup_of(self._setup, recording, options)
         started = recording.questions[-1]
@@ -391,10 +391,10 @@ class RLM:
             recording.continue_past_limit()
         else:
             recording.continue_past_interruption()
-        changed = rerun.check_settings(started, setup, options)
+        changed = rerun.check_settings_match_recording(started, setup, options)
         recording.has_other_limits = True
         listeners = (*checked_listener(options.on_event), *tracing())
-        journal = stored_in(self.store, "resume").reopen(run)
+        journal = require_store(self.store, "resume").reopen(run)
         recorder = EventRecorder(
             started.id,
             journal,
@@ -419,7 +419,7 @@ class RLM:
         options = rerun.options_of(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
         setup = rerun.setup_of(self._setup, recording, options)
-        rerun.check_models(recording.started, setup)
+        rerun.check_models_match_recording(recording.started, setup)
         recording.has_other_limits = bool(recording.limits)
         recorder = EventRecorder(recording.started.id, None, checked_listener(options.on_event))
         return checked(await self._rerun(recording, setup, options, recorder), self.resume)
@@ -436,13 +436,13 @@ class RLM:
         last few messages. The new run's ``metadata["forked"]`` names its origin. Raises ConfigError
         if there is no such turn, and ReplayDiverged if the settings differ from the recorded ones.
         """
-        store = stored_in(self.store, "fork")
+        store = require_store(self.store, "fork")
         point = fork_point(store.events(run), turn, changes)
         recording, started = point.recording, point.recording.started
         options = rerun.options_of(self._options, options, changes)
         setup = self._setup.for_run(msgspec.structs.replace(options, metadata=point.config()))
         setup = setup.of_record(started.config)
-        changed = rerun.check_settings(started, setup, options)
+        changed = rerun.check_settings_match_recording(started, setup, options)
         recording.has_other_limits = True
         recorder = self._recorder(started.question, options)
         if changed:
@@ -455,13 +455,13 @@ class RLM:
 
     async def estimate_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
-    ) -> ForkEstimate:
+    ) -> ForkCostEstimate:
         """Return what a fork may cost, without sending anything. Raises ConfigError if there is no
         such turn, or if the edited prompt exceeds the model's window or the budget."""
-        point = fork_point(stored_in(self.store, "fork").events(run), turn, changes)
+        point = fork_point(require_store(self.store, "fork").events(run), turn, changes)
         chosen = rerun.options_of(self._options, options, changes)
         setup = self._setup.for_run(chosen)
-        rerun.check_settings(point.recording.started, setup, chosen)
+        rerun.check_settings_match_recording(point.recording.started, setup, chosen)
         async with self._shared.use() as resources:
             limits, clients = setup.limits, (await setup.connect(resources)).all
             return point.estimate(limits, clients, limits.max_reply_tokens)
@@ -499,12 +499,12 @@ class RLM:
         Blocks; ``afork`` is the async version. The options are those of ``start_fork``."""
         return self._in_thread(self.afork(run, turn, options, **changes))
 
-    def _recording(self, run: str, what: str, strict: bool = False) -> RecordedReplies:
-        return RecordedReplies(stored_in(self.store, what).events(run), strict=strict)
+    def _recording(self, run: str, what: str, strict: bool = False) -> RecordedRunIndex:
+        return RecordedRunIndex(require_store(self.store, what).events(run), strict=strict)
 
     def _rerun(
         self,
-        recording: RecordedReplies,
+        recording: RecordedRunIndex,
         setup: RlmSetup,
         options: RunOptions,
         recorder: EventRecorder,

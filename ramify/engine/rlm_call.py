@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Tool
-from ramify.engine import observe, retool
+from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.action import (
     FinalAnswer,
     ParsedAction,
@@ -30,7 +30,7 @@ from ramify.engine.action import (
 )
 from ramify.engine.call_notebook import MAX_DEATHS, Notebook
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.foreign_formats import syntax_hint
+from ramify.engine.foreign_reply_syntax import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
@@ -62,7 +62,7 @@ _HINT_CHARS = 100_000
 """Characters of a cell's code in which the reason for a syntax error is looked for."""
 
 
-class TurnState(msgspec.Struct):
+class RlmCallState(msgspec.Struct):
     """What the question and the turns of one call have set, apart from its history and its session:
     the part of a call that a fork copies."""
 
@@ -87,7 +87,7 @@ class TurnState(msgspec.Struct):
     told: dict[str, int] = {}
     """Limit -> how urgent the last line about it was."""
 
-    def copy(self) -> TurnState:
+    def copy(self) -> RlmCallState:
         """Return an independent copy, so that the call can be continued a second time from this
         turn."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
@@ -105,7 +105,7 @@ class RlmCall:
         self.notebook = Notebook(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
-        self._state = TurnState()
+        self._state = RlmCallState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
@@ -125,7 +125,7 @@ class RlmCall:
         self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._state.pending = [*self._before_question(before), Message("user", text)]
-        self.notebook.begin_to_open()
+        self.notebook.start_opening_session()
 
     async def run_child(self, call: LiveCall) -> CallOutcome:
         """Run a child of this call from start to end, in its own session."""
@@ -226,7 +226,8 @@ class RlmCall:
         error: Refused | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
             pending = [
-                observe.shortened(message, share, self.scaffold.terse_chars) for message in full
+                observation_messages.shortened(message, share, self.scaffold.terse_chars)
+                for message in full
             ]
             if error is not None and pending == self._state.pending:
                 continue
@@ -280,14 +281,14 @@ class RlmCall:
         model; after ``max_idle`` such messages, the call ends without an answer."""
         if action.was_attempted and not action.tool_call_ids:
             self._state.deferred = deferred
-            return None, self._observation(action, [observe.NOT_RUN], notes)
+            return None, self._observation(action, [observation_messages.NOT_RUN], notes)
         if deferred is not _NOTHING:
             outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
         self._state.num_idle += 1
         if self._state.num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
-        reminder = observe.nudge(self._state.num_idle, self.scaffold.max_idle)
+        reminder = observation_messages.nudge(self._state.num_idle, self.scaffold.max_idle)
         return None, self._observation(action, [reminder], notes)
 
     def _prose_outcome(self) -> CallOutcome:
@@ -320,7 +321,7 @@ class RlmCall:
         unseen = any(report not in ("", "(no output)") for report in reports)
         if unseen and self.scaffold.defer_final and not confirmed:
             self._state.deferred = final
-            notes.append(observe.DEFERRED)
+            notes.append(observation_messages.DEFERRED)
             return None
         return CallOutcome(Stop.FINAL, value)
 
@@ -374,9 +375,9 @@ class RlmCall:
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self.notebook.shown(ran, note)
-        notes += observe.kept(note, cell.error is not None)
+        notes += observation_messages.kept(note, cell.error is not None)
         if recorded is not None:
-            cell = self.notebook.as_recorded(cell, recorded)
+            cell = self.notebook.replace_with_recorded(cell, recorded)
         run.recorder.emit(
             CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
         )
@@ -428,7 +429,7 @@ class RlmCall:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
             return self._cut_short(stop)
-        request = Message("user", observe.last_word(stop, self.notebook.num_deaths))
+        request = Message("user", observation_messages.last_word(stop, self.notebook.num_deaths))
         prompts = [[*self._state.pending, request]]
         if self.call.messages:
             prompts.append([request])  # without the observation, which may be too long to fit
@@ -477,7 +478,7 @@ class RlmCall:
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
         """Run the code of the reply to the final request, which is sent once a limit is reached.
         The code may not call models. Returns the final answer that it gives, or ``_NOTHING``."""
-        if stop in observe.NO_LAST_CELL:
+        if stop in observation_messages.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop
         codes = action.codes or expressions(action.final)
@@ -506,7 +507,7 @@ class RlmCall:
         self, action: ParsedAction, reports: list[str], notes: list[str]
     ) -> list[Message]:
         if self.scaffold.protocol == "retool":
-            return retool.observation(action, reports, notes)
+            return retool_protocol.observation(action, reports, notes)
         if self.scaffold.terse_chars:
             shown = (
                 "\n".join(filter(None, reports)) or "\n".join(notes)[: self.scaffold.terse_chars]
@@ -517,8 +518,8 @@ class RlmCall:
             self.run.setup.max_turns(self.call.depth),
         )
         standing = [*self.run.standing(), ("turns", float(turn), float(most))]
-        warnings = observe.running_low(standing, self._state.told)
-        text = observe.observation(reports, notes, turn, most, warnings)
+        warnings = observation_messages.running_low(standing, self._state.told)
+        text = observation_messages.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]
         # Each native call needs an answer, and the first one carries the report.
@@ -546,11 +547,11 @@ class RlmCall:
             "summarising it",
         )
         try:
-            reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
+            reply = await self._ask_within_window(Message("user", observation_messages.SUMMARISE))
         except (LimitReached, ModelError) as error:
             run.note(call, f"the summary failed ({error}); continuing with the full history")
             return
         self._state.reused = 2
         self._state.pending = [
-            Message("user", observe.CONTINUE.format(summary=reply.message.content))
+            Message("user", observation_messages.CONTINUE.format(summary=reply.message.content))
         ]

@@ -1,8 +1,8 @@
 """When and how a run ends: at its deadline, early on request, or suspended.
 
-``RunEnding.close_in`` ends work early, at the deadline or on the user's request: requests in flight
-are cancelled and charged as possibly billed, running cells are interrupted, and only final requests
-("last words") are still sent.
+``RunEnding.end_work_early`` ends work early, at the deadline or on the user's request: requests in
+flight are cancelled and charged as possibly billed, running cells are interrupted, and only final
+requests ("last words") are still sent.
 
 ``RunEnding.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
 way are recorded, and then the run's task is cancelled.
@@ -18,9 +18,9 @@ import contextlib
 from collections.abc import AsyncIterator, Set
 from typing import Any, NoReturn
 
+from ramify.engine.event_loop_thread import waiting_at
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.limits import Limits
-from ramify.engine.threads import waiting_at
 from ramify.errors import LimitReached, LoopBlocked, RamifyError
 from ramify.sandbox.base import Session
 from ramify.types.trajectory import Stop
@@ -65,7 +65,7 @@ class RunEnding:
         """Schedule the end of the run, early enough that the root can still answer before the
         deadline."""
         when = self._deadline - self.last_word_s
-        self._alarm = self._loop.call_at(when, self.close_in, Stop.DEADLINE)
+        self._alarm = self._loop.call_at(when, self.end_work_early, Stop.DEADLINE)
 
     def finish(self) -> None:
         """Release the event-loop resources of the finished run."""
@@ -94,7 +94,7 @@ class RunEnding:
 
     # --- ending early -----------------------------------------------------------------------------
 
-    def close_in(self, stop: Stop) -> None:
+    def end_work_early(self, stop: Stop) -> None:
         """End all work now, leaving the root time for its final answer."""
         if self.closing is not None:
             return

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine import observe, threads
+from ramify.engine import event_loop_thread, observation_messages
+from ramify.engine.answer_json import jsonable, typed_record
 from ramify.engine.answering import (
     ConversationState,
     WayToAnswer,
@@ -28,14 +29,19 @@ from ramify.engine.answering import (
     way_to_answer,
 )
 from ramify.engine.call_outcome import CallOutcome, failed
+from ramify.engine.event_loop_thread import LoopWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import LiveRun
-from ramify.engine.modes import ModeChoice, ModeQuestion, applied, event_of, first_choice
+from ramify.engine.modes import (
+    ModeChoice,
+    ModeChoiceCall,
+    applied,
+    first_choice,
+    make_mode_chosen_event,
+)
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
-from ramify.engine.recorded_values import jsonable, typed_record
-from ramify.engine.resources import LoopResources, RlmSetup, SharedResources
-from ramify.engine.threads import LoopWatch
+from ramify.engine.resources import LoopResources, RefCountedLoopResources, RlmSetup
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import Citation, CitedAnswer
 from ramify.errors import (
@@ -47,7 +53,7 @@ from ramify.errors import (
     StoreError,
     Suspended,
 )
-from ramify.logging import RoomLogger, in_run, take_collected
+from ramify.logging import ComponentLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext, stays_in_files
 from ramify.types.call_tree import ending
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
@@ -56,11 +62,11 @@ from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.engine.reply_reuse import ReusableReplies
-    from ramify.store.recorded_replies import RecordedReplies
+    from ramify.store.recorded_replies import RecordedRunIndex
 
 
-_log = RoomLogger("sources")
-_engine_log = RoomLogger("engine")
+_log = ComponentLogger("sources")
+_engine_log = ComponentLogger("engine")
 _SHOWN_CHARS = 60
 """Characters of an answer in the ``repr`` of its result."""
 _CLOSE_S = 5.0
@@ -129,11 +135,11 @@ class RunHandle:
         self,
         setup: RlmSetup,
         question: Question,
-        shared: SharedResources,
+        shared: RefCountedLoopResources,
         recorder: EventRecorder,
         *,
         conversation: ConversationState | None = None,
-        recording: RecordedReplies | None = None,
+        recording: RecordedRunIndex | None = None,
         cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
     ) -> None:
@@ -150,7 +156,7 @@ class RunHandle:
         self._run: LiveRun | None = None
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
-        self._on_blocked = threads.on_blocked.get()
+        self._on_blocked = event_loop_thread.on_blocked.get()
         with in_run(self.id, self._warn):  # the task inherits it
             self._task = asyncio.get_running_loop().create_task(self._drive())
 
@@ -180,7 +186,7 @@ class RunHandle:
         """Stop the work and answer with what is known so far."""
         self._requested_stop = Stop.CANCELLED
         if self._run is not None:
-            self._run.ending.close_in(Stop.CANCELLED)
+            self._run.ending.end_work_early(Stop.CANCELLED)
 
     def cancel(self) -> None:
         """End the run at once, without an answer."""
@@ -219,7 +225,7 @@ class RunHandle:
                     models,
                     is_conversation=self._conversation is not None,
                 )
-                asked = choice if isinstance(choice, ModeQuestion) else None
+                asked = choice if isinstance(choice, ModeChoiceCall) else None
                 if isinstance(choice, ModeChoice):
                     self._question = applied(self._question, choice)
                 check_strategy(self._setup, self._question, self._conversation)
@@ -247,9 +253,9 @@ class RunHandle:
                     await asyncio.to_thread(run.pictures.store)
                 self._started(context, way)
                 if isinstance(choice, ModeChoice):
-                    self.recorder.emit(event_of(choice, self.recorder.now()))
+                    self.recorder.emit(make_mode_chosen_event(choice, self.recorder.now()))
                 if self._requested_stop is not None:
-                    run.ending.close_in(self._requested_stop)
+                    run.ending.end_work_early(self._requested_stop)
                 outcome = await answer(
                     run, way, self._question, context, resources, self._conversation, asked
                 )
@@ -345,7 +351,7 @@ class RunHandle:
                 blobs.put(context.buffer(), context.digest)
             return context
 
-        large = observe.chars_of(value) > 1 << 20
+        large = observation_messages.count_text_chars(value) > 1 << 20
         if large and self._question.strategy is None and self._question.direct != ALWAYS:
             resources.prepare()
         context = await asyncio.to_thread(prepare) if large else prepare()

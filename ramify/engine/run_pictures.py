@@ -108,7 +108,7 @@ class RunPictures:
                 "ask about parts of them",
             )
         pictures = tuple(self.find(value, f"{at}[{i}]") for i, value in enumerate(values))
-        if why := too_many_bytes(pictures):
+        if why := picture_size_error(pictures):
             raise HostCallError("ValueError", f"{at}: {why}")
         return pictures
 
@@ -157,7 +157,7 @@ class RunPictures:
         return self._blobs.get(digest)
 
 
-def too_many_bytes(pictures: Sequence[Picture]) -> str:
+def picture_size_error(pictures: Sequence[Picture]) -> str:
     """Return why the pictures exceed the size of one request, or an empty text if they do not."""
     num_bytes = sum(picture.num_bytes for picture in pictures)
     if num_bytes <= MAX_REQUEST_BYTES:

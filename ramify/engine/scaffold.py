@@ -15,14 +15,14 @@ from typing import Literal
 import msgspec
 
 from ramify.clients.base import Tool
-from ramify.clients.model import Model
-from ramify.engine import observe, prompt_text, retool
+from ramify.clients.model_config import Model
+from ramify.engine import observation_messages, prompt_text, retool_protocol
 from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
-from ramify.engine.foreign_formats import read_any
+from ramify.engine.foreign_reply_syntax import read_any
 from ramify.engine.prompt_text import ContextFacts, PromptFacts
-from ramify.errors import ConfigError, NamedFields
+from ramify.errors import ConfigError, StrictKeywordsMeta
 from ramify.plugins import Registry
-from ramify.policy_card import FILE, PolicyCard, folder_of, read_card
+from ramify.trained_policy_settings import FILE, TrainedPolicySettings, folder_of, read_card
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
 
@@ -94,7 +94,9 @@ def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
     return filled[name] + found[0][len(name) + 4 :] if filled[name] else ""
 
 
-class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknown_fields=True):
+class Scaffold(
+    msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True
+):
     """Prompts and conventions of a run."""
 
     name: str = "default"
@@ -125,7 +127,7 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
     native_tools: bool = False
     """Also offer running code and answering as native tools."""
     protocol: Literal["notebook", "retool"] = "notebook"
-    """Format of replies and observations: that of ``action.py`` or that of ``retool.py``."""
+    """Format of replies and observations: that of ``action.py`` or that of ``retool_protocol.py``."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply and are part of it, such as ``</code>``. Without them, a model would
     continue and invent the output."""
@@ -213,7 +215,7 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
             return prompt_text.first_message(question, facts or ContextFacts(), about)
         filled = {
             "{{question}}": question,
-            "{{chars}}": str(observe.chars_of(context)),
+            "{{chars}}": str(observation_messages.count_text_chars(context)),
             "{{about}}": about,
         }
         return re.sub(
@@ -244,7 +246,7 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
         """Return the native tools to offer."""
         if not self.native_tools:
             return ()
-        return (retool.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS
+        return (retool_protocol.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS
 
     def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
         """Parse what a reply asks for. If ``is_cut``, the reply was truncated at its limit, so its
@@ -253,16 +255,18 @@ class Scaffold(msgspec.Struct, metaclass=NamedFields, frozen=True, forbid_unknow
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         if self.protocol == "retool":
-            return retool.read(message, is_cut)
+            return retool_protocol.read(message, is_cut)
         action = read_action(message, is_cut)
         return action if action.is_in_our_form(message.content) else read_any(message, is_cut)
 
     def report(self, cell: Cell) -> str:
         """Return the text that the model sees after a cell, a piece of its code, has run."""
         if self.protocol == "retool":
-            return retool.report(cell)
+            return retool_protocol.report(cell)
         return (
-            observe.terse(cell, self.terse_chars) if self.terse_chars else observe.cell_report(cell)
+            observation_messages.terse(cell, self.terse_chars)
+            if self.terse_chars
+            else observation_messages.cell_report(cell)
         )
 
 
@@ -369,7 +373,7 @@ def made_for(model: object) -> str | None:
     return TINY.name if card.scaffold is None and card.is_from_scratch else card.scaffold
 
 
-def card_of(model: object) -> PolicyCard:
+def card_of(model: object) -> TrainedPolicySettings:
     """Return what the checkpoint folder of a trained policy says about the policy: its scaffold and
     its limits. ``model`` is a model name, a client, or a list whose first entry answers the root
     call. Returns an empty card if nothing is known."""
@@ -379,6 +383,6 @@ def card_of(model: object) -> PolicyCard:
         model = model.name
     if isinstance(model, str):
         folder = folder_of(model)
-        return PolicyCard() if folder is None else read_card(folder)
+        return TrainedPolicySettings() if folder is None else read_card(folder)
     card = getattr(model, "card", None)
-    return card if isinstance(card, PolicyCard) else PolicyCard()
+    return card if isinstance(card, TrainedPolicySettings) else TrainedPolicySettings()

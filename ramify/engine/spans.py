@@ -69,7 +69,7 @@ def span_listeners() -> tuple[Listener, ...]:
     provider = api.get_tracer_provider()
     if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
         return ()
-    return (SpanListener(provider.get_tracer("ramify")),)
+    return (OpenTelemetryListener(provider.get_tracer("ramify")),)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
         context.detach(token)
 
 
-class SpanListener:
+class OpenTelemetryListener:
     """Listens to one run, or to the consecutive runs of a conversation."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:

@@ -37,7 +37,7 @@ MODES: Mapping[str, str] = {
     "direct": "ramify.engine.modes:choose_direct",
 }
 """Mode -> the place of a function that gets ``ModeFacts`` and returns a ``ModeChoice`` or a
-``ModeQuestion``. It is imported when a question has the mode, so the engine imports no plans."""
+``ModeChoiceCall``. It is imported when a question has the mode, so the engine imports no plans."""
 
 
 def session_plans() -> dict[str, Any]:

@@ -26,8 +26,8 @@ import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ramify.engine import observe
-from ramify.engine.threads import in_thread
+from ramify.engine import observation_messages
+from ramify.engine.event_loop_thread import in_thread
 from ramify.errors import ConfigError, HostCallError, nearest
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
@@ -212,7 +212,7 @@ class ToolSet:
         exception."""
         tool = self.functions.get(name)
         if tool is None:
-            raise HostCallError("NameError", observe.NO_TOOL.format(name=name))
+            raise HostCallError("NameError", observation_messages.NO_TOOL.format(name=name))
         result, error = await _outcome(tool, args, kwargs)
         if error is not None:
             raise HostCallError(type(error).__name__, f"{name}: {_text_of(error)}") from error

@@ -25,12 +25,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.engine.action import FinalAnswer
 from ramify.errors import ConfigError
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.sources.base import SourcePlace
-from ramify.sources.places import place_at
+from ramify.sources.document_places import place_at
 
 T = TypeVar("T")
 
@@ -311,7 +311,7 @@ def unsupported(citation: Citation, context: Any) -> str | None:
     """Return why ``citation`` is not valid in ``context``, or None if it is."""
     text = _source(citation.source, context)
     if text is None:
-        return observe.NO_SOURCE.format(name=citation.source)
+        return observation_messages.NO_SOURCE.format(name=citation.source)
     # Split as editors and grep count lines; splitlines() recognizes more line ends than they do.
     lines = text.removesuffix("\n").split("\n") if isinstance(text, str) else text.splitlines()
     place = f"lines {citation.first_line}-{citation.last_line} of '{citation.source}'"

@@ -26,14 +26,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ramify.clients.base import Sampling
-from ramify.clients.model import Model
+from ramify.clients.model_config import Model
 from ramify.engine.branch_search import BranchSearch
+from ramify.engine.event_loop_thread import in_thread
 from ramify.engine.limits import Limits
 from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, as_text
 from ramify.engine.strategies import Mode
-from ramify.engine.threads import in_thread
 from ramify.errors import (
     ConfigError,
     RamifyError,
@@ -43,15 +43,15 @@ from ramify.errors import (
     SessionDied,
     raised_at,
 )
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item, Task, TaskStart
-from ramify.tasks.run_score import scored_in_time
-from ramify.tasks.step_scoring import score_step_in_time
+from ramify.tasks.batch_scoring import score_step_in_time
+from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.types.event import scores_of
-from ramify.types.forked_root import line_of, root_segments
+from ramify.types.fork_segment import line_of, root_segments
 from ramify.types.trajectory import Call, Stop, Trajectory
 
-_log = RoomLogger("evaluate")
+_log = ComponentLogger("evaluate")
 DOES_NOT_FIT = "not fitting"
 """Why an attempt has no answer whose prompt is longer than the model's window."""
 UNANSWERED = "unanswered"
@@ -181,7 +181,7 @@ async def _score(
     _merge_lines(trajectory, lines)
 
 
-class UnscoredAttempt(NamedTuple):
+class AttemptAwaitingScore(NamedTuple):
     """An attempt that has ended and waits to be scored."""
 
     item: Item
@@ -191,7 +191,7 @@ class UnscoredAttempt(NamedTuple):
 
 
 async def score_attempts(
-    task: Task, attempts: Sequence[UnscoredAttempt], grace_s: float = GRACE_S
+    task: Task, attempts: Sequence[AttemptAwaitingScore], grace_s: float = GRACE_S
 ) -> None:
     """Score all ``attempts`` with one call of the task, which may take ``grace_s`` seconds. Each
     trajectory gets its rewards, or the reason why it has none in ``errors``."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
+from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationResult
 from ramify.evaluate.statistics import (
     MeanEstimate,
     majority_at_k,
@@ -36,7 +36,7 @@ RIGHT = 1 - 1e-9
 ALL = "all"
 
 
-class ReportRow(msgspec.Struct, frozen=True):
+class ItemKindStatistics(msgspec.Struct, frozen=True):
     """Figures for one kind of item.
 
     Example:
@@ -81,7 +81,7 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     failed: int
     """Number of attempts without a reward."""
     first_error: str
-    rows: tuple[ReportRow, ...]
+    rows: tuple[ItemKindStatistics, ...]
     """All items, then each kind."""
     rewards: dict[str, float]
     """Reward name -> mean over scored attempts."""
@@ -92,7 +92,9 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     spent: AttemptTotals
 
 
-def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> EvaluationReport:
+def report(
+    evaluation: EvaluationResult, *, k: int | None = None, seed: int = 0
+) -> EvaluationReport:
     """The figures of ``evaluation``.
 
     ``k`` applies to pass@k and majority@k, by default all attempts; ``seed`` is that of the
@@ -140,7 +142,9 @@ def check_k(k: int, attempts: int) -> None:
         )
 
 
-def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[MeanEstimate, int]:
+def difference(
+    ours: EvaluationResult, theirs: EvaluationResult, *, seed: int = 0
+) -> tuple[MeanEstimate, int]:
     """Return how much the mean reward of ``ours`` exceeds that of ``theirs`` over the items that
     both have, and the number of these items. Raises ConfigError for evaluations of different tasks,
     or without a scored item in common."""
@@ -153,7 +157,7 @@ def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[
     return paired_difference(first, second, seed), len(both)
 
 
-def flips(ours: Evaluation, theirs: Evaluation) -> dict[str, str]:
+def flips(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
     """Compare two evaluations item by item. Returns a dict from item to ``better`` if only ``ours``
     answers it right, or ``worse`` if only ``theirs`` does; other items are left out. An item is
     right if at least half of its scored attempts are."""
@@ -188,7 +192,7 @@ def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcom
     return attempts
 
 
-def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> ReportRow:
+def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> ItemKindStatistics:
     items = _by_item(outcomes)
     enough = [attempts for attempts in items.values() if len(attempts) >= k]
 
@@ -198,7 +202,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> Re
         values = [of(attempts) for attempts in among]
         return score_with_interval(values, seed) if values else None
 
-    return ReportRow(
+    return ItemKindStatistics(
         kind,
         len({outcome.item for outcome in outcomes}),
         figure(_mean_reward, items.values()),

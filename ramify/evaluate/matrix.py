@@ -12,7 +12,7 @@ continued with ``resume``. On disk:
     evaluations/ID.matrix          the plan: {"id": …, "cells": [{"place": {"suite": …}, …}]}
     evaluations/ID-000-….jsonl     the record of a cell, in the format of any evaluation
 
-Not here: the attempts (see run.py), the modes (see modes.py), and the command (see
+Not here: the attempts (see run.py), the modes (see answer_modes.py), and the command (see
 ramify/cli/eval_matrix.py).
 """
 
@@ -30,10 +30,10 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError, UnknownRun
-from ramify.evaluate.modes import CHARS_PER_TOKEN, ModelRoom, mode_of
-from ramify.evaluate.run import EvaluationPlan, EvaluationRecord, EvaluationRecords, split_of
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelRoom, mode_of
+from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationStore, split_of
 from ramify.evaluate.systems.attempt import system_of
-from ramify.store.private_files import (
+from ramify.store.durable_files import (
     EVALUATIONS,
     FILE_MODE,
     MATRIX,
@@ -302,12 +302,12 @@ def estimate(
     return MatrixEstimate(sum(left.values()), unfit, total if is_priced else None)
 
 
-class MatrixRecords:
+class EvaluationMatrixStore:
     """The recorded matrices of a store."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
-        self.evaluations = EvaluationRecords(root)
+        self.evaluations = EvaluationStore(root)
 
     def create(self, plan: MatrixPlan) -> None:
         """Write the plan of a new matrix."""
@@ -325,10 +325,10 @@ class MatrixRecords:
         """True if the record of a cell was begun."""
         return (self._folder / f"{cell.record}.jsonl").exists()
 
-    def record(self, cell: MatrixCell) -> EvaluationRecord:
+    def record(self, cell: MatrixCell) -> EvaluationFileWriter:
         """Open the record of a cell, or begin it."""
         path = self._folder / f"{cell.record}.jsonl"
-        return EvaluationRecord(path, None if self.has(cell) else cell.plan)
+        return EvaluationFileWriter(path, None if self.has(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
         """The matrix that ``id`` refers to: its id, the unique beginning of one, or ``last`` if

@@ -36,7 +36,7 @@ _OF_ITEMS = ("suite", "family", "length")
 """Axes that decide which items are asked."""
 
 
-class OwnCounts(msgspec.Struct, frozen=True):
+class SelfReportedUsage(msgspec.Struct, frozen=True):
     """Sums of the counts that a system has made itself."""
 
     attempts: int
@@ -80,7 +80,7 @@ class MatrixRow(msgspec.Struct, frozen=True):
     seconds_p95: float
     reasons: dict[str, int]
     """Why attempts were not right -> their number, most frequent first."""
-    own: OwnCounts | None = None
+    own: SelfReportedUsage | None = None
     """What the system itself has counted, beside what a meter has; None without a meter."""
 
 
@@ -248,7 +248,7 @@ def _row(
     )
 
 
-def _own_counts(outcomes: Sequence[AttemptOutcome]) -> OwnCounts | None:
+def _own_counts(outcomes: Sequence[AttemptOutcome]) -> SelfReportedUsage | None:
     counted = [each.metrics for each in outcomes if OWN + "requests" in each.metrics]
     if not counted:
         return None
@@ -256,7 +256,7 @@ def _own_counts(outcomes: Sequence[AttemptOutcome]) -> OwnCounts | None:
         each.get(OWN + "input_tokens", 0) + each.get(OWN + "output_tokens", 0) for each in counted
     )
     calls = sum(each[OWN + "requests"] for each in counted)
-    return OwnCounts(len(counted), int(calls), int(sum(tokens)))
+    return SelfReportedUsage(len(counted), int(calls), int(sum(tokens)))
 
 
 def is_right(outcome: AttemptOutcome) -> bool:

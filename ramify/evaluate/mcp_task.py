@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ramify.engine.mcp_tools import McpTools, need_extra, recorded
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, Task, TaskStart
-from ramify.tasks.step_scoring import is_scored_by_step, step_scores
+from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
 from ramify.types.trajectory import Trajectory
 
 _LIFETIMES = ("rollout", "process")

@@ -1,6 +1,6 @@
 """Makes the attempts of evaluations on the machines of a Ray cluster.
 
-    evaluate_all ── RayAttempts.make ──> AttemptWorker (actors) ──> the run's id, then its outcome
+    evaluate_all ── RayAttemptMaker.make ──> AttemptWorker (actors) ──> a run's id, its outcome
     this process: the order, the records, and what is asked next        a task and an RLM each
 
 A worker makes items itself, so that no long context travels; attempts at one item go to the same
@@ -27,22 +27,22 @@ import msgspec
 
 from ramify import __version__
 from ramify.actors.ray_cluster import (
-    RayCluster,
+    RayClusterConnection,
     check_nodes,
     check_version,
     imported,
     last_line,
 )
-from ramify.engine import threads
+from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.matrix import MatrixTasks
 from ramify.evaluate.run import (
     AttemptOutcome,
     AttemptStarted,
-    EvaluationJob,
     EvaluationPlan,
-    NextAttempt,
-    RunAttempts,
+    EvaluationSetup,
+    PlannedAttempt,
+    RlmAttemptMaker,
 )
 from ramify.store.store import Store
 from ramify.tasks.base import Item, items_of
@@ -60,8 +60,8 @@ _AGAIN_S = 0.5
 """Seconds before the second try; before each later one twice as many, since Ray starts a lost
 worker again."""
 
-MakeAttempts = Callable[[EvaluationPlan, Store | None], RunAttempts]
-"""Makes the ``RunAttempts`` of a plan in a worker, with the worker's store. It is sent to the
+MakeAttempts = Callable[[EvaluationPlan, Store | None], RlmAttemptMaker]
+"""Makes the ``RlmAttemptMaker`` of a plan in a worker, with the worker's store. It is sent to the
 workers, and has no keys: each worker reads those of its environment."""
 
 
@@ -89,7 +89,7 @@ class AttemptWorker:
         self._make = make
         self._store = Store(Path(store)) if store else None
         self._tasks = MatrixTasks()
-        self._made: dict[bytes, RunAttempts] = {}
+        self._made: dict[bytes, RlmAttemptMaker] = {}
         self._items: dict[tuple[int, str, int], Item] = {}
         self._lock = threading.Lock()
 
@@ -121,9 +121,9 @@ class AttemptWorker:
             item = self._item(id(task), items_of(task, plan.split), plan.split, order.index)
             makes = self._opened(plan)
         record: Any = _RemoteRecord(order.run, (item.id, order.number), tell)
-        job = EvaluationJob(plan, task, record, makes)
-        which = NextAttempt(order.index, item.id, item, order.number)
-        outcome, _ = threads.run(makes.make(job, which, order.max_cost))
+        job = EvaluationSetup(plan, task, record, makes)
+        which = PlannedAttempt(order.index, item.id, item, order.number)
+        outcome, _ = event_loop_thread.run(makes.make(job, which, order.max_cost))
         return outcome
 
     def _item(self, task: int, items: Sequence[Item], split: str, index: int) -> Item:
@@ -134,11 +134,11 @@ class AttemptWorker:
             self._items[place] = items[index]
         return self._items[place]
 
-    def _opened(self, plan: EvaluationPlan) -> RunAttempts:
+    def _opened(self, plan: EvaluationPlan) -> RlmAttemptMaker:
         key = msgspec.json.encode((plan.model, plan.settings), order="deterministic")
         if key not in self._made:
             made = self._make(plan, self._store)
-            threads.run(made.__aenter__())
+            event_loop_thread.run(made.__aenter__())
             self._made[key] = made
         return self._made[key]
 
@@ -155,7 +155,7 @@ class RemoteAttempt(msgspec.Struct, frozen=True):
     max_cost: float | None
 
 
-class RayAttempts:
+class RayAttemptMaker:
     """Makes attempts on a Ray cluster; implements ``AttemptMaker``."""
 
     makes_items = True
@@ -179,7 +179,7 @@ class RayAttempts:
         self._store = "" if store is None else str(store)
         self._concurrency = concurrency
         self._workers = workers
-        self._cluster = RayCluster(address, store_bytes=_STORE_BYTES, is_quiet=True)
+        self._cluster = RayClusterConnection(address, store_bytes=_STORE_BYTES, is_quiet=True)
         self._actors: list[Any] = []
         self._load: list[int] = []
         """Attempts in progress, by worker."""
@@ -187,7 +187,7 @@ class RayAttempts:
         """(task, split, index of an item) -> the worker that has it."""
         self._is_joined = False
 
-    async def __aenter__(self) -> RayAttempts:
+    async def __aenter__(self) -> RayAttemptMaker:
         ray = imported()
         if not ray.is_initialized():
             await asyncio.to_thread(self._cluster.join)
@@ -218,7 +218,7 @@ class RayAttempts:
             await asyncio.to_thread(self._cluster.leave)
 
     async def make(
-        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+        self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
         """Make one attempt on a worker. Returns its outcome, and None instead of its trajectory."""
         ray = imported()
@@ -243,7 +243,7 @@ class RayAttempts:
         return self._lost(which, lost), None
 
     async def _made_by(
-        self, actor: Any, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+        self, actor: Any, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> AttemptOutcome:
         record = job.record
         run = record.unfinished.get((which.id, which.number), "") if record is not None else ""
@@ -257,7 +257,7 @@ class RayAttempts:
                 record.start(which.id, which.number, found.run)
         raise RamifyError("a worker ended an attempt without its outcome")
 
-    def _worker_for(self, job: EvaluationJob, which: NextAttempt) -> int:
+    def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:
         """The worker that has the item, if it has room; else the one with the fewest attempts."""
         place = id(job.task), job.plan.split, which.item_index
         home = self._home.get(place)
@@ -267,7 +267,7 @@ class RayAttempts:
             self._home[place] = home
         return home
 
-    def _lost(self, which: NextAttempt, why: str) -> AttemptOutcome:
+    def _lost(self, which: PlannedAttempt, why: str) -> AttemptOutcome:
         return AttemptOutcome(
             item=which.id,
             attempt=which.number,

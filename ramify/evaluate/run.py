@@ -5,8 +5,8 @@ few at a time.
                    ──▶ AttemptOutcome ──▶ record (one line each)
 
 This file decides the order, the seeds and what is stored of an attempt. An evaluation with an
-``EvaluationRecord`` continues after an interruption: recorded attempts are not repeated, and those
-that were killed, suspended or failed continue from their runs' journals.
+``EvaluationFileWriter`` continues after an interruption: recorded attempts are not repeated, and
+those that were killed, suspended or failed continue from their runs' journals.
 
 On disk, the plan is the first line, and each start and each outcome of an attempt is one further
 line:
@@ -40,7 +40,7 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED, attempt
 from ramify.evaluate.cost_budget import CostBudget
-from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
+from ramify.store.durable_files import EVALUATIONS, FILE_MODE, make_folder, write_all
 from ramify.tasks.base import GeneratedSplit, Item, Task, items_of, total
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.message import Usage
@@ -119,7 +119,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, tag="started"):
     run: str
 
 
-class Evaluation(msgspec.Struct, frozen=True):
+class EvaluationResult(msgspec.Struct, frozen=True):
     """A plan and its outcomes.
 
     Example:
@@ -148,7 +148,7 @@ def split_of(task: Task, given: str | None = None) -> str:
 Watcher = Callable[[AttemptOutcome, Trajectory | None], None]
 """Called with each attempt as it ends, and with its run if that was made in this process."""
 AttemptFunction = Callable[..., Awaitable[Trajectory]]
-"""``attempt``, or one of the modes that are built on it (see modes.py)."""
+"""``attempt``, or one of the modes that are built on it (see answer_modes.py)."""
 
 
 async def evaluate(
@@ -158,12 +158,12 @@ async def evaluate(
     *,
     sampling: Sampling | None = None,
     concurrency: int = 16,
-    record: EvaluationRecord | None = None,
+    record: EvaluationFileWriter | None = None,
     on_outcome: Watcher | None = None,
     grace_s: float = GRACE_S,
     direct: bool = False,
     budget: CostBudget | None = None,
-) -> Evaluation:
+) -> EvaluationResult:
     """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
 
     ``sampling`` applies to every request, except for its seed. ``on_outcome`` is called with each
@@ -177,13 +177,15 @@ async def evaluate(
         done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
     """
     mode = functools.partial(attempt, grace_s=grace_s, direct=direct)
-    job = EvaluationJob(plan, task, record, RunAttempts(rlm, sampling, mode), on_outcome, budget)
+    job = EvaluationSetup(
+        plan, task, record, RlmAttemptMaker(rlm, sampling, mode), on_outcome, budget
+    )
     return (await evaluate_all([job], concurrency=concurrency))[0]
 
 
 async def evaluate_all(
-    jobs: Sequence[EvaluationJob], *, concurrency: int = 16
-) -> tuple[Evaluation, ...]:
+    jobs: Sequence[EvaluationSetup], *, concurrency: int = 16
+) -> tuple[EvaluationResult, ...]:
     """Make the attempts of all ``jobs``, ``concurrency`` at once, and return their evaluations.
 
     Jobs with the same task and split share their items: each is made once, and all of its attempts
@@ -205,7 +207,7 @@ async def evaluate_all(
                 id = item.id
             work.ids[id] = each.item_index
             if not work.has(id, each.number):
-                await work.attempt(NextAttempt(each.item_index, id, item, each.number))
+                await work.attempt(PlannedAttempt(each.item_index, id, item, each.number))
 
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -219,7 +221,7 @@ async def evaluate_all(
     return tuple(each.evaluation() for each in work)
 
 
-class NextAttempt(NamedTuple):
+class PlannedAttempt(NamedTuple):
     """One attempt to make."""
 
     item_index: int
@@ -245,7 +247,7 @@ class AttemptMaker(Protocol):
     """Whether it makes the items itself, from their index."""
 
     async def make(
-        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+        self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
         """Make one attempt, which may spend at most ``max_cost`` dollars; None sets no such limit.
         Returns its outcome and its trajectory. The trajectory is None if the attempt was not a run
@@ -259,18 +261,18 @@ class AttemptMaker(Protocol):
     async def __aexit__(self, *exc: Any) -> None: ...
 
 
-class EvaluationJob(NamedTuple):
+class EvaluationSetup(NamedTuple):
     """One plan, and what carries it out."""
 
     plan: EvaluationPlan
     task: Task
-    record: EvaluationRecord | None
+    record: EvaluationFileWriter | None
     makes: AttemptMaker
     on_outcome: Watcher | None = None
     budget: CostBudget | None = None
 
 
-class RunAttempts:
+class RlmAttemptMaker:
     """Makes attempts by runs of an ``RLM`` in this process. Implements ``AttemptMaker``."""
 
     makes_items = False
@@ -283,13 +285,13 @@ class RunAttempts:
         self._mode = mode
 
     async def make(
-        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+        self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
         trajectory = await self.run(job, which.item, which.number, max_cost)
         return self.outcome(job, which.item, which.number, trajectory), trajectory
 
     async def run(
-        self, job: EvaluationJob, item: Item, number: int, max_cost: float | None, **more: Any
+        self, job: EvaluationSetup, item: Item, number: int, max_cost: float | None, **more: Any
     ) -> Trajectory:
         """Run one attempt. ``more`` are further options of the mode."""
         record, plan = job.record, job.plan
@@ -307,7 +309,7 @@ class RunAttempts:
         )
 
     def outcome(
-        self, job: EvaluationJob, item: Item, number: int, trajectory: Trajectory
+        self, job: EvaluationSetup, item: Item, number: int, trajectory: Trajectory
     ) -> AttemptOutcome:
         """The outcome of an attempt that ``run`` has made."""
         is_stored = self._rlm.store is not None
@@ -323,7 +325,7 @@ class RunAttempts:
 class _EvaluationWork:
     """The attempts of one evaluation: those that are recorded, and those that are made now."""
 
-    def __init__(self, job: EvaluationJob) -> None:
+    def __init__(self, job: EvaluationSetup) -> None:
         self.job = job
         self.items = items_of(job.task, job.plan.split)
         self.num_items = min(job.plan.items, len(self.items))
@@ -342,7 +344,7 @@ class _EvaluationWork:
     def has(self, id: str, number: int) -> bool:
         return (id, number) in self.outcomes
 
-    async def attempt(self, which: NextAttempt) -> None:
+    async def attempt(self, which: PlannedAttempt) -> None:
         """Make one attempt and keep its outcome, unless the budget is used up."""
         job, budget = self.job, self.job.budget
         dollars = None if budget is None else await budget.hold()
@@ -364,7 +366,7 @@ class _EvaluationWork:
         if job.on_outcome is not None:
             job.on_outcome(outcome, trajectory)
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> EvaluationResult:
         """The planned attempts that were made, in order."""
         outcomes = [
             outcome
@@ -372,7 +374,7 @@ class _EvaluationWork:
             if outcome.item in self.ids and outcome.attempt < self.job.plan.attempts
         ]
         outcomes.sort(key=lambda outcome: (self.ids[outcome.item], outcome.attempt))
-        return Evaluation(self.job.plan, tuple(outcomes))
+        return EvaluationResult(self.job.plan, tuple(outcomes))
 
 
 class _QueuedAttempt(NamedTuple):
@@ -461,34 +463,34 @@ Entry = EvaluationPlan | AttemptStarted | AttemptOutcome
 _decoder = msgspec.json.Decoder(Entry)
 
 
-class EvaluationRecords:
+class EvaluationStore:
     """The recorded evaluations of a store."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
 
-    def create(self, plan: EvaluationPlan) -> EvaluationRecord:
+    def create(self, plan: EvaluationPlan) -> EvaluationFileWriter:
         """Start the record of a new evaluation."""
         make_folder(self._folder)
         words = "-".join(filter(None, (plan.task.partition(":")[0].rpartition("/")[2], plan.split)))
         id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}-{words}"
-        return EvaluationRecord(self._folder / f"{id}.jsonl", plan)
+        return EvaluationFileWriter(self._folder / f"{id}.jsonl", plan)
 
-    def reopen(self, id: str) -> EvaluationRecord:
+    def reopen(self, id: str) -> EvaluationFileWriter:
         """Open the record of an earlier evaluation to continue it. Raises StoreError if it does not
         exist."""
-        return EvaluationRecord(self.path(id))
+        return EvaluationFileWriter(self.path(id))
 
-    def continued(self, plan: EvaluationPlan) -> EvaluationRecord:
+    def continued(self, plan: EvaluationPlan) -> EvaluationFileWriter:
         """Continue the record of an earlier evaluation, or start a new one. The earlier plan may
         differ from ``plan`` only in its number of items and attempts."""
         for path in self.paths():
             before = read_evaluation(path, []).plan
             if msgspec.structs.replace(before, items=plan.items, attempts=plan.attempts) == plan:
-                return EvaluationRecord(path)
+                return EvaluationFileWriter(path)
         return self.create(plan)
 
-    def load(self, id: str) -> Evaluation:
+    def load(self, id: str) -> EvaluationResult:
         return read_evaluation(self.path(id))
 
     def paths(self) -> list[Path]:
@@ -518,7 +520,7 @@ class EvaluationRecords:
         return matches[0]
 
 
-class EvaluationRecord:
+class EvaluationFileWriter:
     """One evaluation's file, open for writing."""
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
@@ -588,7 +590,7 @@ class EvaluationRecord:
         write_all(self._fd, msgspec.json.encode(entry) + b"\n", self.path)
 
 
-def read_evaluation(path: Path, problems: list[str] | None = None) -> Evaluation:
+def read_evaluation(path: Path, problems: list[str] | None = None) -> EvaluationResult:
     """Read the evaluation in ``path``, which may be incomplete. If an attempt was repeated, its
     last outcome counts. Raises StoreError for a damaged line. If ``problems`` is given, damaged
     lines are skipped and reported in that list instead."""
@@ -611,11 +613,11 @@ def _entries(data: bytes, path: Path, problems: list[str] | None = None) -> list
     return entries
 
 
-def _evaluation(entries: Sequence[Entry], path: Path) -> Evaluation:
+def _evaluation(entries: Sequence[Entry], path: Path) -> EvaluationResult:
     if not entries or not isinstance(entries[0], EvaluationPlan):
         raise StoreError(f"{path} is not an evaluation: its first line must be a plan")
     outcomes: dict[tuple[str, int], AttemptOutcome] = {}
     for entry in entries[1:]:
         if isinstance(entry, AttemptOutcome):
             outcomes[entry.item, entry.attempt] = entry
-    return Evaluation(entries[0], tuple(outcomes.values()))
+    return EvaluationResult(entries[0], tuple(outcomes.values()))

@@ -49,7 +49,7 @@ CorrectionRule = Callable[[str, str], Awaitable[bool | None]]
 """(a reply, the user's next message) -> whether that is a correction; None if it is undecided."""
 
 
-class ScoringResult(NamedTuple):
+class ScoringCounts(NamedTuple):
     """The numbers of conversations and replies that a scorer handled."""
 
     num_scored: int
@@ -99,7 +99,7 @@ class CorrectionJudge:
         return {"yes": True, "no": False}.get(word)
 
 
-async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> ScoringResult:
+async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> ScoringCounts:
     """Score all replies after which the user wrote something. ``by`` is the author of the scores.
     Raises RamifyError if a judge gives no reply; scores so far are kept."""
     slots = asyncio.Semaphore(_CONCURRENCY)
@@ -135,12 +135,12 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> S
             continue
         scored += len(events)
         corrections += sum(bool(is_wrong) for _, is_wrong in known)
-    return ScoringResult(scored, corrections, undecided, busy)
+    return ScoringCounts(scored, corrections, undecided, busy)
 
 
-def score_conversations(
+def score_stored_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
-) -> ScoringResult:
+) -> ScoringCounts:
     """Score every conversation in a store with the function ``score``, which takes its trajectory.
 
     The function returns a number, a dict of rewards or a ``Score``, as a task's reward does. The
@@ -171,7 +171,7 @@ def score_conversations(
             busy += 1
         else:
             scored += 1
-    return ScoringResult(scored, 0, 0, busy)
+    return ScoringCounts(scored, 0, 0, busy)
 
 
 def _has_score(run: Trajectory, call: str, turn: int) -> bool:

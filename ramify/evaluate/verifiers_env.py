@@ -24,7 +24,7 @@ import msgspec
 
 from ramify.clients.openai import OpenAIClient
 from ramify.clients.providers import resolve
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
@@ -170,9 +170,12 @@ def _item(data: Any) -> tuple[Task, Item]:
 
 
 def _prompt(item: Item) -> str:
-    if item.context is not None and observe.chars_of(item.context) > MAX_PROMPT_CHARS:
+    if (
+        item.context is not None
+        and observation_messages.count_text_chars(item.context) > MAX_PROMPT_CHARS
+    ):
         return item.question
-    return observe.plain_prompt(item.question, item.context)
+    return observation_messages.plain_prompt(item.question, item.context)
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:

@@ -34,9 +34,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.run_model_client import RunModelClient
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.model_endpoint import MODEL, EndpointSeat, ModelEndpoint
+from ramify.evaluate.agent_model_endpoint import MODEL, AgentModelAccess, ModelEndpoint
 from ramify.evaluate.verifiers_harness import register_chat_harness
 from ramify.tasks.base import (
     ENDLESS,
@@ -45,7 +45,7 @@ from ramify.tasks.base import (
     Score,
     SimpleTask,
     TaskStart,
-    WholeTrajectoryReward,
+    TrajectoryRewardFunction,
 )
 from ramify.tasks.verifiers import VerifiersRows, taskset_of, verifiers_v1
 from ramify.types.trajectory import Trajectory
@@ -98,7 +98,7 @@ def verifiers_task(
         split: VerifiersSplit(runner, split, kept) for split, kept in runner.positions().items()
     }
     return SimpleTask(
-        runner.name, splits, WholeTrajectoryReward(runner.score), begin=runner.prepare
+        runner.name, splits, TrajectoryRewardFunction(runner.score), begin=runner.prepare
     )
 
 
@@ -132,7 +132,7 @@ class VerifiersSplit(LazySequence[Item]):
         )
 
 
-class ServedEnv(msgspec.Struct):
+class RunningVerifiersEnv(msgspec.Struct):
     """A verifiers environment whose tool servers are running, with the endpoint that its agents
     call."""
 
@@ -232,10 +232,10 @@ class EpisodeRunner:
         return env
 
     @asynccontextmanager
-    async def _served(self, max_turns: int) -> AsyncIterator[ServedEnv]:
+    async def _served(self, max_turns: int) -> AsyncIterator[RunningVerifiersEnv]:
         env = self._make(max_turns)
         async with ModelEndpoint() as endpoint, env.serving():
-            yield ServedEnv(env, endpoint)
+            yield RunningVerifiersEnv(env, endpoint)
 
     # --- one attempt ------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class EpisodeRunner:
             )
         return Score(record["rewards"], record["calls"], record["metrics"])
 
-    async def play(self, item: Item, conversations: ModelConversations) -> tuple[Any, Any]:
+    async def play(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
         """Play one episode. Returns the episode, and the rewards and metrics that are recorded for
         it."""
         max_turns = conversations.max_turns
@@ -268,13 +268,13 @@ class EpisodeRunner:
 
             def take_seat(trace: Any) -> None:
                 learns = trace.agent.trainable
-                seats[trace.id] = EndpointSeat(
+                seats[trace.id] = AgentModelAccess(
                     conversations, trace.id, depth=0 if learns else 1, learns=learns
                 )
 
             if self._judge:
                 name = f"judge-{secrets.token_hex(8)}"
-                seats[name] = EndpointSeat(conversations, name, depth=1, learns=False)
+                seats[name] = AgentModelAccess(conversations, name, depth=1, learns=False)
                 task.config = self._with_judge(task.config, served.endpoint, name)
             episode = await served.env.run_episode(
                 task, vf.ModelContext(model=MODEL, client=client), on_trace=take_seat
@@ -303,7 +303,7 @@ class EpisodeAttempt:
         self._item = item
         self._record: dict[str, Any] | None = None
 
-    async def conduct(self, conversations: ModelConversations) -> str:
+    async def conduct(self, conversations: RunModelClient) -> str:
         """Play the episode, and return the last reply of its first trained agent."""
         episode, self._record = await self._runner.play(self._item, conversations)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
@@ -313,9 +313,7 @@ class EpisodeAttempt:
         return {} if self._record is None else {_KEY: self._record}
 
 
-def _record(
-    name: str, item: Item, episode: Any, conversations: ModelConversations
-) -> dict[str, Any]:
+def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) -> dict[str, Any]:
     """Return the rewards and metrics of an episode: the means over its trained traces, and the
     rewards of each trace for the calls of that trace."""
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces

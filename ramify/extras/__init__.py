@@ -19,7 +19,7 @@ from __future__ import annotations
 ENTRY_POINTS: dict[str, dict[str, str]] = {
     "ramify.tasks": {
         "code_qa": "ramify.extras.suites.code_qa:code_qa",
-        "evidence": "ramify.extras.studies.evidence:evidence",
+        "evidence": "ramify.extras.studies.paper_evidence_task:evidence",
         "mrcr": "ramify.extras.suites.mrcr:mrcr",
         "multihop": "ramify.extras.suites.multihop:multihop",
         "needle": "ramify.extras.suites.niah:needle",
@@ -31,25 +31,25 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },
     "ramify.offline": {
-        "code_qa": "ramify.extras.suites.offline_code_qa:CODE_QA",
-        "mrcr": "ramify.extras.suites.offline_mrcr:MRCR",
-        "multihop": "ramify.extras.suites.offline_multihop:MULTIHOP",
-        "niah": "ramify.extras.suites.offline_niah:NIAH",
-        "oolong": "ramify.extras.suites.offline_oolong:OOLONG",
-        "oolong_pairs": "ramify.extras.suites.offline_oolong_pairs:PAIRS",
-        "planted": "ramify.extras.suites.offline_planted:PLANTED",
+        "code_qa": "ramify.extras.suites.code_qa_offline_model:CODE_QA",
+        "mrcr": "ramify.extras.suites.mrcr_offline_model:MRCR",
+        "multihop": "ramify.extras.suites.multihop_offline_model:MULTIHOP",
+        "niah": "ramify.extras.suites.niah_offline_model:NIAH",
+        "oolong": "ramify.extras.suites.oolong_offline_model:OOLONG",
+        "oolong_pairs": "ramify.extras.suites.oolong_pairs_offline_model:PAIRS",
+        "planted": "ramify.extras.suites.planted_offline_model:PLANTED",
     },
     "ramify.demos": {
-        "programs": "ramify.extras.studies.programs.demos:program_demos",
-        "retool": "ramify.extras.studies.toolmath.demos:retool_demos",
+        "programs": "ramify.extras.studies.programs.scripted_demonstrator:program_demos",
+        "retool": "ramify.extras.studies.toolmath.retool_sft_conversion:retool_demos",
     },
     "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight:Hindsight"},
     "ramify.presets": {
-        "trl": "ramify.extras.studies.trainer_presets:TRL",
-        "skyrl": "ramify.extras.studies.trainer_presets:SKYRL",
-        "prime": "ramify.extras.studies.trainer_presets:PRIME",
-        "verl": "ramify.extras.studies.trainer_presets:VERL",
-        "areal": "ramify.extras.studies.trainer_presets:AREAL",
+        "trl": "ramify.extras.studies.other_trainer_presets:TRL",
+        "skyrl": "ramify.extras.studies.other_trainer_presets:SKYRL",
+        "prime": "ramify.extras.studies.other_trainer_presets:PRIME",
+        "verl": "ramify.extras.studies.other_trainer_presets:VERL",
+        "areal": "ramify.extras.studies.other_trainer_presets:AREAL",
     },
     "ramify.hints": {
         "demonstrations": "ramify.extras.studies.hindsight:DemonstrationHints",
@@ -70,11 +70,11 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
 a module."""
 EXTRA_COMMANDS = {
     "cluster plan": (
-        "ramify.extras.cluster.plan_commands",
+        "ramify.extras.cluster.plan_and_simulate_commands",
         "estimate a recipe's process placement, memory and step time",
     ),
     "cluster simulate": (
-        "ramify.extras.cluster.plan_commands",
+        "ramify.extras.cluster.plan_and_simulate_commands",
         "predict the speed of a finished run on other hardware",
     ),
     "launch": (

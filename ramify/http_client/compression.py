@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import zlib
 
-from ramify.errors import BadReply
+from ramify.errors import MalformedResponse
 
 
-class Unpacker:
+class HttpBodyDecompressor:
     """Unpacks one body, piece by piece."""
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
-        """``encoding`` is the value of Content-Encoding. Raises BadReply if it is not supported."""
+        """``encoding`` is the value of Content-Encoding. Raises MalformedResponse if it is not
+        supported."""
         if encoding not in ("gzip", "x-gzip", "deflate"):
-            error = BadReply(f"the reply is compressed ({encoding[:40]}), which was not asked for")
+            error = MalformedResponse(
+                f"the reply is compressed ({encoding[:40]}), which was not asked for"
+            )
             error.transient = False
             raise error
         self._encoding = encoding
@@ -28,25 +31,25 @@ class Unpacker:
         self._zlib = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
 
     def feed(self, data: bytes) -> bytes:
-        """Unpack the next bytes of the body. Raises BadReply."""
+        """Unpack the next bytes of the body. Raises MalformedResponse."""
         try:
             unpacked = self._zlib.decompress(data, self._left + 1)
         except zlib.error as failure:
-            raise BadReply(f"the reply is not valid {self._encoding}: {failure}") from None
+            raise MalformedResponse(f"the reply is not valid {self._encoding}: {failure}") from None
         self._left -= len(unpacked)
         if self._left < 0:
             raise too_long(self._max_bytes)
         return unpacked
 
     def end(self) -> None:
-        """Raise BadReply if the body ended too early."""
+        """Raise MalformedResponse if the body ended too early."""
         if not self._zlib.eof:
-            raise BadReply(f"the reply is not valid {self._encoding}: it is incomplete")
+            raise MalformedResponse(f"the reply is not valid {self._encoding}: it is incomplete")
 
 
-def too_long(max_bytes: int) -> BadReply:
+def too_long(max_bytes: int) -> MalformedResponse:
     """The error for a body of more than ``max_bytes``. It is not transient: another attempt would
     cost as much and be as long."""
-    error = BadReply(f"the reply is longer than {max_bytes} bytes; lower max_tokens")
+    error = MalformedResponse(f"the reply is longer than {max_bytes} bytes; lower max_tokens")
     error.transient = False
     return error

@@ -36,9 +36,9 @@ from urllib.parse import quote, unquote, urlsplit
 import httptools
 import msgspec
 
-from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
+from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLost, Unreachable
 from ramify.http_client.addresses import proxy_for, proxy_variable
-from ramify.http_client.compression import Unpacker, too_long
+from ramify.http_client.compression import HttpBodyDecompressor, too_long
 from ramify.http_client.tls import tls_context, tls_failure
 
 _MOST_HEAD_BYTES = 1 << 16
@@ -74,7 +74,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class RequestRoute(msgspec.Struct, frozen=True):
+class RequestDestination(msgspec.Struct, frozen=True):
     """Destination of one client's requests, computed once so that a request needs no lookup."""
 
     url: str
@@ -89,7 +89,7 @@ class RequestRoute(msgspec.Struct, frozen=True):
     """CONNECT request to the proxy, if the route needs one. May include the proxy's password."""
 
     def __repr__(self) -> str:
-        return f"RequestRoute({self.url!r})"
+        return f"RequestDestination({self.url!r})"
 
 
 def route_to(
@@ -98,7 +98,7 @@ def route_to(
     method: Method = "POST",
     *,
     through_proxy: bool = True,
-) -> RequestRoute:
+) -> RequestDestination:
     """Return the route to ``url`` under the current environment. ``through_proxy=False`` ignores
     the environment's proxies. Raises ConfigError for a header that cannot be sent."""
     parts = urlsplit(url)
@@ -118,16 +118,16 @@ def route_to(
     elif proxy:
         target, fields = f"http://{shown}{target}", fields | for_proxy
     head = _head(f"{method} {target} HTTP/1.1", fields)
-    return RequestRoute(url, method, (parts.scheme, host, port, proxy), head, connect)
+    return RequestDestination(url, method, (parts.scheme, host, port, proxy), head, connect)
 
 
 def route_to_socket(
     path: str, target: str, headers: Mapping[str, str], method: Method
-) -> RequestRoute:
+) -> RequestDestination:
     """Return the route to ``target`` (path and query, already quoted) of the server behind the Unix
     socket at ``path``."""
     head = _head(f"{method} {target} HTTP/1.1", {"Host": "localhost", **_HEADERS, **headers})
-    return RequestRoute(f"unix:{path}", method, ("unix", path, 0, ""), head)
+    return RequestDestination(f"unix:{path}", method, ("unix", path, 0, ""), head)
 
 
 def _ascii_host(host: str) -> str:
@@ -193,7 +193,7 @@ class HttpConnectionPool:
     def send(
         self,
         where: str,
-        route: RequestRoute,
+        route: RequestDestination,
         body: bytes = b"",
         max_body_bytes: int | None = None,
         *,
@@ -212,7 +212,7 @@ class HttpConnectionPool:
         for _ in range(5):  # transports close in the loop's next iterations; TLS needs several
             await asyncio.sleep(0)
 
-    async def take(self, where: str, route: RequestRoute) -> _Connection:
+    async def take(self, where: str, route: RequestDestination) -> _Connection:
         """Return the most recently used idle connection, or a new one."""
         idle = self._idle.get(route.origin)
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
@@ -223,12 +223,12 @@ class HttpConnectionPool:
             connection.abort()
         return await self._connect(where, route)
 
-    def put_back(self, route: RequestRoute, connection: _Connection) -> None:
+    def put_back(self, route: RequestDestination, connection: _Connection) -> None:
         """Keep a connection whose response is complete."""
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault(route.origin, deque()).append(connection)
 
-    async def _connect(self, where: str, route: RequestRoute) -> _Connection:
+    async def _connect(self, where: str, route: RequestDestination) -> _Connection:
         scheme, host, _, proxy = route.origin
         through = f" through the proxy {_shown_proxy(proxy)}" if proxy else ""
         hint = f"; set {proxy_variable(route.url)}, or name {host} in NO_PROXY" if proxy else ""
@@ -258,7 +258,7 @@ class HttpConnectionPool:
             reason = "the connection closed while TLS was set up" if broke else _reason(error)
             raise _unreachable(f"{text} ({reason}){hint}", reason) from error
 
-    async def _opened(self, route: RequestRoute) -> _Connection:
+    async def _opened(self, route: RequestDestination) -> _Connection:
         """Open a connection: TCP, then CONNECT if the route needs it, then TLS."""
         loop = asyncio.get_running_loop()
         scheme, host, port, proxy = route.origin
@@ -354,7 +354,7 @@ class HttpExchange:
         self,
         pool: HttpConnectionPool,
         where: str,
-        route: RequestRoute,
+        route: RequestDestination,
         body: bytes,
         max_body_bytes: int,
         upgrades: bool,
@@ -364,7 +364,7 @@ class HttpExchange:
         self._route = route
         self._body = body
         self._max_body_bytes = max_body_bytes
-        self._unpacker: Unpacker | None = None
+        self._unpacker: HttpBodyDecompressor | None = None
         self._reader = ResponseReader(max_body_bytes)
         self._reader.may_upgrade = upgrades
         self._connection: _Connection | None = None
@@ -382,7 +382,7 @@ class HttpExchange:
             self.status, self.headers = reader.status, reader.headers
             encoding = reader.headers.get("content-encoding", "").lower()
             if encoding not in ("", "identity"):
-                self._unpacker = Unpacker(encoding, self._max_body_bytes)
+                self._unpacker = HttpBodyDecompressor(encoding, self._max_body_bytes)
         except ModelError as error:
             self._end()
             raise self._located(error) from None
@@ -441,7 +441,7 @@ class HttpExchange:
         """Take over the connection of a response that has turned it into a plain stream: status
         101, or a body that ends only with the connection. Returns the connection and the bytes that
         have already arrived. The caller sets the protocol of the connection and closes it. Raises
-        BadReply for any other response."""
+        MalformedResponse for any other response."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         if not (reader.is_upgraded or reader.ends_with_connection):
@@ -710,7 +710,7 @@ class ResponseReader:
         self._parser = None
 
     def feed(self, data: bytes) -> None:
-        """Read more bytes. Raises BadReply."""
+        """Read more bytes. Raises MalformedResponse."""
         if self.is_complete:
             self.keeps = False  # unsolicited bytes
             return
@@ -800,7 +800,7 @@ class ResponseReader:
         self._overhead += len(data)
         try:
             self._parse(data)
-        except BadReply:
+        except MalformedResponse:
             if not self.is_complete:
                 raise
             self.keeps = False  # no request was sent that the extra bytes could answer
@@ -869,5 +869,5 @@ class ResponseReader:
             self.is_complete = True
 
 
-def _malformed(what: str) -> BadReply:
-    return BadReply(f"the reply is not HTTP: {what}")
+def _malformed(what: str) -> MalformedResponse:
+    return MalformedResponse(f"the reply is not HTTP: {what}")

@@ -7,7 +7,8 @@ head.
 When the table is full, the connection that has waited longest for a request is closed to make room.
 If none has waited long enough, a new connection stays in the kernel's queue, where it costs no
 descriptor, until another one ends. So clients that open connections and send nothing cannot lock
-others out. Not here: bodies (see uploads.py), and keys and routes (see shell.py).
+others out. Not here: bodies (see request_body_limiter.py), and keys and routes (see
+base_server.py).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from aiohttp import web
 from ramify.http_server.capacity import max_connections
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 
-_log = RoomLogger("serve")
+_log = ComponentLogger("serve")
 MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
 """Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
@@ -44,14 +45,14 @@ _BATCH = 32
 _HEAD_END = b"\r\n\r\n"
 
 
-class ConnectionTable:
+class ServerConnectionManager:
     """All connections of one server."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self.most = limits.max_connections or max_connections()
-        self.all: set[HttpConnection] = set()
-        self.waiting: dict[HttpConnection, None] = {}
+        self.all: set[HttpServerConnection] = set()
+        self.waiting: dict[HttpServerConnection, None] = {}
         """Connections without a request in progress, in the order in which they began to wait."""
 
     @property
@@ -84,7 +85,7 @@ class ConnectionTable:
         accepted.setblocking(False)
         with contextlib.suppress(OSError):
             await loop.connect_accepted_socket(
-                lambda: HttpConnection(self, web_server, loop), accepted
+                lambda: HttpServerConnection(self, web_server, loop), accepted
             )
 
     async def sweep(self) -> None:
@@ -110,11 +111,14 @@ class ConnectionTable:
         return False
 
 
-class HttpConnection(web.RequestHandler):
+class HttpServerConnection(web.RequestHandler):
     """aiohttp's connection handler, with limits on the duration and the size of a head."""
 
     def __init__(
-        self, table: ConnectionTable, web_server: web.Server, loop: asyncio.AbstractEventLoop
+        self,
+        table: ServerConnectionManager,
+        web_server: web.Server,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         super().__init__(
             web_server,

@@ -22,7 +22,7 @@ from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
 from ramify.http_server import model_api
 from ramify.http_server.model_api import (
-    ReplyGrowth,
+    ReplyDeltaTracker,
     ServedModel,
     ToolChoice,
     encode,
@@ -124,12 +124,12 @@ class MessagesExchange:
         self.is_streamed = bool(parsed.stream)
         self.is_private = parsed.store is False
         self.request = _request_of(parsed, model.window)
-        self.tool_choice = model_api.checked_choice(
+        self.tool_choice = model_api.check_tool_choice(
             _choice(parsed.tool_choice), self.request.tools, "tool_choice"
         )
         self._model = model
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
-        self._growth = ReplyGrowth()
+        self._growth = ReplyDeltaTracker()
         self._open = ""
         """Type of the block that a stream is writing; empty if it writes none."""
         self._num_blocks = 0

@@ -2,13 +2,13 @@
 answers it, and how the replies are written.
 
     body ── completions.read ────┐                              ┌─ body
-            responses_api.read ──┼─> ModelExchange ─ request ─> ServedModel ─ replies ─> exchange
+            responses_api.read ──┼─> ModelApiExchange ─ request ─> ServedModel ─ replies ─> exchange
             messages_api.read ───┘                              └─ events of a stream
 
-Three APIs are written behind ``ModelExchange``, and two models answer behind ``ServedModel``: a
-served policy (serve/policy.py) and an agent's seat in a run (evaluate/model_endpoint.py). Here is
-also what the APIs share: the choice of tools, ids of tool calls, log-probabilities, and the text
-that a streamed message gains.
+Three APIs are written behind ``ModelApiExchange``, and two models answer behind ``ServedModel``: a
+served policy (serve/policy.py) and an agent's seat in a run (evaluate/agent_model_endpoint.py).
+Here is also what the APIs share: the choice of tools, ids of tool calls, log-probabilities, and the
+text that a streamed message gains.
 
 A model's renderer numbers the tool calls of each reply from ``call_0``. Programs expect ids that
 are unique in a conversation, so a random mark of the reply is appended when a call is sent, and
@@ -16,7 +16,7 @@ removed when it comes back. The messages of the next request are then those that
 
     call_0  ──unique_call_id──>  call_0_5f1c0a9be2d34c77  ──original_call_id──>  call_0
 
-Not here: routes and errors (see model_routes.py).
+Not here: routes and errors (see model_api_routes.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ServedModel(Protocol):
         ...
 
 
-class ModelExchange(Protocol):
+class ModelApiExchange(Protocol):
     """One request in the format of an API, and the format of what answers it.
 
     ``body`` writes the whole response. A stream is ``begin``, ``grow`` any number of times, ``end``
@@ -126,17 +126,17 @@ class ToolChoice(msgspec.Struct, frozen=True):
         elif not self.is_parallel and len(called) > 1:
             problem = f"the model called {len(called)} tools, and parallel calls are switched off"
         if problem:
-            raise failed_generation_error(f"{problem}: ask again", "tool_use_failed", reply)
+            raise unmet_reply_requirement_error(f"{problem}: ask again", "tool_use_failed", reply)
 
 
-def failed_generation_error(problem: str, code: str, reply: Reply) -> RequestRejected:
+def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> RequestRejected:
     """Return the error for a ``reply`` that is not what the request required."""
     error = RequestRejected(problem, code=code)
     error.more["failed_generation"] = reply.message.content
     return error
 
 
-def checked_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
+def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
     """Return ``choice``. Raises RequestRejected if it requires a tool that is not offered."""
     known = {tool.name for tool in tools}
     unknown = next((name for name in choice.names if name not in known), None)
@@ -273,7 +273,7 @@ def calls_with_unique_ids(message: Message) -> list[ToolCall]:
     ]
 
 
-class ReplyGrowth:
+class ReplyDeltaTracker:
     """Compares a streamed message with what has been sent of it."""
 
     def __init__(self) -> None:

@@ -4,7 +4,8 @@
     Anthropic   {"type": "error", "error": {"type": "rate_limit_error", "message": "…"}}
 
 A request of Anthropic's API is one with the header ``anthropic-version``, or below ``/messages``.
-Not here: which requests are rejected (see access.py, uploads.py and the routes of each server).
+Not here: which requests are rejected (see access.py, request_body_limiter.py and the routes of each
+server).
 """
 
 from __future__ import annotations

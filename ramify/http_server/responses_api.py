@@ -22,7 +22,7 @@ import msgspec
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
 from ramify.http_server import model_api
-from ramify.http_server.model_api import ReplyGrowth, ServedModel, encode, server_sent_event
+from ramify.http_server.model_api import ReplyDeltaTracker, ServedModel, encode, server_sent_event
 from ramify.http_server.rejections import RequestRejected
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -189,7 +189,7 @@ class ResponsesExchange:
             _tools(parsed.tools or ()),
             affinity=parsed.prompt_cache_key or "",
         )
-        self.tool_choice = model_api.checked_choice(
+        self.tool_choice = model_api.check_tool_choice(
             model_api.openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
             self.request.tools,
             "tool_choice",
@@ -203,7 +203,7 @@ class ResponsesExchange:
         self.is_private = parsed.store is False
         self._created = int(time.time())
         self._number = 0
-        self._growth = ReplyGrowth()
+        self._growth = ReplyDeltaTracker()
         self._items: list[_StreamedItem] = []
         self._last = b""
 

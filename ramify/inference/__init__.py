@@ -5,11 +5,11 @@
     >>> client = inference.LocalClient(policy, name="local:qwen")
 
     your own client     Client Request Reply Message Sampling Tool ToolCall Usage Price
-    its errors          RateLimited Unreachable ReplyLost ServerFailed BadReply Refused …
+    its errors          RateLimited Unreachable ReplyLost ServerFailed MalformedResponse Refused …
     a policy            load_policy save_policy from_config Policy SamplingDefaults
     an engine           LocalClient connect
     engines             InferenceClient InferenceSpec EngineLost CachePressure
-    weight sync         WeightSync WeightReceiver WeightSource WeightChunk WeightPiece
+    weight sync         WeightSync WeightReceiver LazyWeight WeightChunk WeightPiece
 
 These are all the public names (``__all__``); modules below this package are private.
 """

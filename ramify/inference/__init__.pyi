@@ -5,7 +5,7 @@ from ramify.clients.base import Price as Price
 from ramify.clients.base import Request as Request
 from ramify.clients.base import Sampling as Sampling
 from ramify.clients.base import Tool as Tool
-from ramify.errors import BadReply as BadReply
+from ramify.errors import MalformedResponse as MalformedResponse
 from ramify.errors import ModelError as ModelError
 from ramify.errors import RateLimited as RateLimited
 from ramify.errors import Refused as Refused
@@ -20,10 +20,10 @@ from ramify.inference.base import InferenceClient as InferenceClient
 from ramify.inference.http.inference_spec import InferenceSpec as InferenceSpec
 from ramify.inference.local import connect as connect
 from ramify.inference.local.local_client import LocalClient as LocalClient
+from ramify.inference.weight_sync.base import LazyWeight as LazyWeight
 from ramify.inference.weight_sync.base import WeightChunk as WeightChunk
 from ramify.inference.weight_sync.base import WeightPiece as WeightPiece
 from ramify.inference.weight_sync.base import WeightReceiver as WeightReceiver
-from ramify.inference.weight_sync.base import WeightSource as WeightSource
 from ramify.inference.weight_sync.base import WeightSync as WeightSync
 from ramify.models.load import Policy as Policy
 from ramify.models.load import SamplingDefaults as SamplingDefaults

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ramify.engine import threads
+from ramify.engine import event_loop_thread
 from ramify.engine.limits import Limits
 from ramify.engine.question import ModelSpec, RlmKeywords
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, check_keywords
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
-from ramify.maps.rows import open_paths, open_rows
+from ramify.maps.row_loader import open_paths, open_rows
 from ramify.store.base import RunStore
 from ramify.store.store import Store
 
@@ -41,7 +41,7 @@ def _path_of(out: str | Path | None) -> Path | None:
     return None if out is None else Path(out).expanduser()
 
 
-def make_worker(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
+def make_worker_rlm_factory(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
     """Return a function that creates the RLM of a worker on another machine. Raises ConfigError if
     the model is not given by name: a model object may hold a key, and cannot be sent to another
     process."""
@@ -163,7 +163,7 @@ async def _map_on_ray(
     if out is None or not _are_paths(paths):
         raise ConfigError("placement='ray' reads files or URLs, and writes to a folder out=")
     return await RayMapRun(
-        make_worker(model, options),
+        make_worker_rlm_factory(model, options),
         [str(path) for path in paths],
         request,
         str(out),
@@ -180,4 +180,4 @@ def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
     >>> ramify.map("Is this a question?", ["Why?"], model).table
     [{'text': 'Why?', 'answer': 'yes', 'error': None}]
     """
-    return threads.run(amap(question, rows, model, **options))
+    return event_loop_thread.run(amap(question, rows, model, **options))

@@ -33,7 +33,7 @@ from ramify.clients.batches import (
     split,
 )
 from ramify.engine.direct_calls import DirectCalls, bound_of
-from ramify.engine.limits import ResourceAmount
+from ramify.engine.limits import BudgetAmount
 from ramify.errors import (
     ConfigError,
     ModelError,
@@ -43,24 +43,24 @@ from ramify.errors import (
     Unreachable,
     can_be_fixed,
 )
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.maps.map_journal import (
     BatchAccepted,
     BatchEnded,
     BatchSent,
     DirectReplyLine,
     FailedAttempt,
-    FirstRequest,
+    FirstRequestLine,
     MapJournal,
     MapLine,
     QuestionEnded,
     counts_of,
-    digest_number,
     digest_text,
+    digest_to_int,
 )
-from ramify.maps.recorded_map import OpenBatch, OpenQuestion, RecordedMap, amount_of
-from ramify.maps.row_question import RowProblem, RowQuestion
-from ramify.maps.row_table import Row, RowTable
+from ramify.maps.map_journal_state import MapJournalState, OpenBatch, OpenQuestion, amount_of
+from ramify.maps.row_question import InvalidRowError, RowQuestion
+from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
@@ -73,13 +73,13 @@ _MAX_ATTEMPTS = 5
 """Attempts at an upload or a download."""
 _BREATH = 200
 """Results after which other work of the event loop gets its turn."""
-_log = RoomLogger("maps")
+_log = ComponentLogger("maps")
 _Value = TypeVar("_Value")
 OnStop = Callable[[str, Any], None]
 """Called with (reason, how the map stops)."""
 
 
-class BatchRow(msgspec.Struct, frozen=True):
+class BatchQuestion(msgspec.Struct, frozen=True):
     """A question that will be uploaded in a batch."""
 
     row: int
@@ -91,21 +91,21 @@ class BatchRow(msgspec.Struct, frozen=True):
     """What is asked of the row; None if every row is asked the same."""
     context: Any
     """What the model reads of the row."""
-    most: ResourceAmount
+    most: BudgetAmount
     """Upper bound on what the request can use."""
     max_output_tokens: int
 
 
-class RowBatches:
+class MapBatchJobs:
     """All batches of one map: those of earlier starts, and those that are uploaded now."""
 
     def __init__(
         self,
         calls: DirectCalls,
         journal: MapJournal,
-        recorded: RecordedMap,
+        recorded: MapJournalState,
         asking: RowQuestion,
-        source: RowTable,
+        source: RowSource,
         map_id: str,
         *,
         uploads: bool,
@@ -185,20 +185,20 @@ class RowBatches:
 
     # --- what is uploaded -------------------------------------------------------------------------
 
-    async def _needed(self) -> tuple[int, ResourceAmount]:
+    async def _needed(self) -> tuple[int, BudgetAmount]:
         """Return the number of requests to upload, and an upper bound on the resources that they
         use together."""
-        num, most = 0, ResourceAmount()
+        num, most = 0, BudgetAmount()
         for each in self._rows():
             num, most = num + 1, most.plus(each.most)
             if num % _BREATH == 0:
                 await asyncio.sleep(0)
         return num, most
 
-    def _rows(self) -> Iterator[BatchRow]:
+    def _rows(self) -> Iterator[BatchQuestion]:
         """Yield each question that one request answers and that is neither known nor in a batch."""
         taken = {
-            digest_number(self._first(offset).digest)
+            digest_to_int(self._first(offset).digest)
             for batch in self._batches.values()
             for offset, _ in batch.waiting.values()
         }
@@ -208,13 +208,13 @@ class RowBatches:
                 taken.add(int.from_bytes(found.digest, "big"))
                 yield found
 
-    def _row(self, row: Row, taken: set[int]) -> BatchRow | None:
+    def _row(self, row: Row, taken: set[int]) -> BatchQuestion | None:
         recorded, calls, number = self._recorded, self._calls, -1
         if row.error:
             return None
         try:
             question, digest = self._asking.of(row.values, calls.max_chars)
-        except RowProblem:
+        except InvalidRowError:
             return None
         key = int.from_bytes(digest, "big")
         known = key in taken or key in recorded.answered or key in self.failed
@@ -233,7 +233,7 @@ class RowBatches:
         if not calls.is_allowed(request, self._price):
             return None  # the map says why it cannot be asked
         most, text = bound_of(request, self._price), question.text
-        return BatchRow(
+        return BatchQuestion(
             row.number,
             number,
             digest,
@@ -243,7 +243,7 @@ class RowBatches:
             request.sampling.max_tokens,
         )
 
-    def _too_dear(self, num: int, most: ResourceAmount) -> ConfigError:
+    def _too_dear(self, num: int, most: BudgetAmount) -> ConfigError:
         limit, spent = self._calls.budget.limit, self._calls.budget.spent
         tokens = self._calls.max_tokens
         amounts = [f"{most.calls:,} calls of {limit.calls - spent.calls:,}"]
@@ -275,9 +275,9 @@ class RowBatches:
             part.clear()  # a batch is large, and it is sent as one text
             await self._create(batch, lines)
 
-    def _prepared(self, rows: list[BatchRow]) -> OpenBatch:
+    def _prepared(self, rows: list[BatchQuestion]) -> OpenBatch:
         """Record a batch that is about to be uploaded, and return it."""
-        waiting, part = dict[int, tuple[int, ResourceAmount]](), self._num_batches
+        waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
             waiting[first.number] = self._journal.append(MapLine(b=first)), amount_of(first)
@@ -288,8 +288,8 @@ class RowBatches:
         batch = self._batches[part] = OpenBatch(sent, waiting)
         return batch
 
-    def _first_request(self, row: BatchRow) -> FirstRequest:
-        return FirstRequest(
+    def _first_request(self, row: BatchQuestion) -> FirstRequestLine:
+        return FirstRequestLine(
             self._journal.number_of(row.number),
             row.row,
             round(time.perf_counter() - self._began, 3),
@@ -454,7 +454,7 @@ class RowBatches:
             )
         )
         self._calls.budget.settle(batch.waiting.pop(number)[1], reply.usage, reply.cost)
-        digest = digest_number(first.digest)
+        digest = digest_to_int(first.digest)
         self._recorded.open.pop(digest, None)
         self._recorded.answered[digest] = offset
         self.ended.add(number)
@@ -462,7 +462,7 @@ class RowBatches:
     def _failed(
         self,
         batch: OpenBatch,
-        first: FirstRequest,
+        first: FirstRequestLine,
         result: BatchResult,
         error: ModelError,
         found: _Collected,
@@ -479,9 +479,9 @@ class RowBatches:
         self._missed(batch, first, error, may_return=may_return)
 
     def _missed(
-        self, batch: OpenBatch, first: FirstRequest, error: ModelError, *, may_return: bool
+        self, batch: OpenBatch, first: FirstRequestLine, error: ModelError, *, may_return: bool
     ) -> None:
-        number, digest = first.number, digest_number(first.digest)
+        number, digest = first.number, digest_to_int(first.digest)
         amount = batch.waiting.pop(number)[1]
         cost, counts = None, tuple[int, ...]()
         if error.may_be_paid:
@@ -489,7 +489,7 @@ class RowBatches:
             cost, counts = first.cost, counts_of(usage)
             self._calls.budget.settle(amount, usage, cost)
         else:
-            self._calls.budget.free(amount)
+            self._calls.budget.release_unspent(amount)
         self._journal.append(MapLine(x=FailedAttempt(number, 0, str(error), counts, cost)))
         self._tries[number] = self._tries.get(number, 0) + 1
         if may_return and self._tries[number] < _MAX_TRIES:
@@ -546,7 +546,7 @@ class RowBatches:
 
     # --- what the journal has ---------------------------------------------------------------------
 
-    def _first(self, offset: int) -> FirstRequest:
+    def _first(self, offset: int) -> FirstRequestLine:
         first = self._journal.line_at(offset).b
         assert first is not None
         return first

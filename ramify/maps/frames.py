@@ -1,13 +1,13 @@
 """Reads the tables of other libraries (Arrow, pandas, polars, ``datasets``) as rows, and adds the
 answers to such a table as new columns.
 
-    frame ──> RowTable(columns=("id", "text"), …)
+    frame ──> RowSource(columns=("id", "text"), …)
     table.extend([0, 2], {"answer": ["yes", "no"], "error": [None, None]}, {"answer": "string"})
           ──> rows 0 and 2 of the frame, with two more columns
 
 The given columns are never rebuilt from Python values, so they keep their types: categories, time
 zones, small integers, missing values. Each library is imported only when one of its tables is
-given. Not here: files and lists (``rows.py``).
+given. Not here: files and lists (``row_loader.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ramify.errors import SourceError
-from ramify.maps.row_table import BATCH, RowTable, UnreadRow
+from ramify.maps.row_source import BATCH, RowSource, UnreadRow
 
 ARROW_TYPES = {"string": "string", "integer": "int64", "number": "float64", "boolean": "bool"}
 """Type of a JSON schema -> type of Arrow."""
@@ -28,7 +28,7 @@ Types = Mapping[str, str | None]
 """Column -> type in a JSON schema; None if it has no single one."""
 
 
-def table_of(rows: Any) -> RowTable | None:
+def table_of(rows: Any) -> RowSource | None:
     """Return the rows of a table of Arrow, pandas, polars or ``datasets``; None if ``rows`` is
     something else. Raises SourceError if the table cannot be read row by row."""
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
@@ -57,7 +57,7 @@ def _columns_of(names: Sequence[Any], kind: str) -> tuple[str, ...]:
 # --- Arrow
 
 
-def _arrow(table: Any) -> RowTable:
+def _arrow(table: Any) -> RowSource:
     if not hasattr(table, "num_rows"):
         raise SourceError(f"rows cannot be read from a {type(table).__name__}: give its to_table()")
     columns = _columns_of(table.schema.names, "Arrow table")
@@ -73,7 +73,7 @@ def _arrow(table: Any) -> RowTable:
             found = found.append_column(name, added[name])
         return found
 
-    return RowTable(
+    return RowSource(
         "the Arrow table", columns, table.num_rows, values, schema=table.schema, extend=extend
     )
 
@@ -98,7 +98,7 @@ def arrow_table(columns: Columns, types: Types) -> Any:
 # --- pandas
 
 
-def _pandas(frame: Any) -> RowTable:
+def _pandas(frame: Any) -> RowSource:
     if getattr(frame.columns, "nlevels", 1) > 1:
         raise SourceError("the DataFrame has several levels of column names: join them into one")
     columns = _columns_of(frame.columns, "DataFrame")
@@ -122,13 +122,13 @@ def _pandas(frame: Any) -> RowTable:
         }
         return found.assign(**series)
 
-    return RowTable("the DataFrame", columns, len(frame), values, extend=extend)
+    return RowSource("the DataFrame", columns, len(frame), values, extend=extend)
 
 
 # --- polars
 
 
-def _polars(frame: Any) -> RowTable:
+def _polars(frame: Any) -> RowSource:
     def extend(numbers: Sequence[int], new: Columns, types: Types) -> Any:
         polars = importlib.import_module("polars")
         found = frame if len(numbers) == len(frame) else frame[numbers]
@@ -140,7 +140,7 @@ def _polars(frame: Any) -> RowTable:
             series.append(polars.Series(name, values, dtype=dtype, strict=False))
         return found.with_columns(series)
 
-    return RowTable(
+    return RowSource(
         "the DataFrame",
         _columns_of(frame.columns, "DataFrame"),
         len(frame),
@@ -152,7 +152,7 @@ def _polars(frame: Any) -> RowTable:
 # --- datasets
 
 
-def _dataset(rows: Any) -> RowTable:
+def _dataset(rows: Any) -> RowSource:
     columns = _columns_of(rows.column_names or (), "dataset")
     labels = {
         name: feature.int2str
@@ -179,7 +179,7 @@ def _dataset(rows: Any) -> RowTable:
 
     # A dataset that is read as a stream has no length, and cannot get columns from a list.
     is_stream = not hasattr(rows, "__len__")
-    return RowTable(
+    return RowSource(
         "the dataset",
         columns,
         None if is_stream else len(rows),

@@ -16,7 +16,7 @@ A question (5 above) is asked once, for all rows that ask the same. A line is wr
 acted on: a request before it is sent, with what is reserved for it, so that the journal of a killed
 map says what may have been paid. A direct answer is two lines with 150 bytes beside its texts. One
 map has one writer, as a run has. Not here: what the lines of a whole journal mean
-(``recorded_map.py``).
+(``map_journal_state.py``).
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
+from ramify.store.durable_files import (
+    Fsync,
+    FsyncFlusher,
+    keep_reserve,
+    make_folder,
+    sync_folder,
+)
 from ramify.store.journal import (
     LineWriter,
     chain_at_end,
@@ -44,13 +51,6 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.private_files import (
-    Fsync,
-    FsyncFlusher,
-    keep_reserve,
-    make_folder,
-    sync_folder,
-)
 from ramify.types.message import Finish, Usage
 
 _VERSION = 1
@@ -60,7 +60,7 @@ RAY_MAPS = "ray_maps"
 """Folder of a store that has what the maps on a Ray cluster have spent."""
 
 
-class MapParts(msgspec.Struct, frozen=True):
+class RayMapMetadata(msgspec.Struct, frozen=True):
     """Says which columns and which spending record belong to a map on a Ray cluster, whose rows are
     in its output files."""
 
@@ -96,7 +96,7 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """System message of a direct call, if it has one."""
     asked: str = ""
     """What a direct prompt says after the row and the question: the form of the answer."""
-    parts: MapParts | None = None
+    parts: RayMapMetadata | None = None
     """Where the rows are, if they are not in this journal."""
     version: int = _VERSION
 
@@ -116,7 +116,7 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
     """Whether only a sample of the rows is asked."""
 
 
-class FirstRequest(msgspec.Struct, frozen=True, array_like=True):
+class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
     """The first request for a question, or the first of a new attempt after the row had failed."""
 
     number: int
@@ -136,7 +136,7 @@ class FirstRequest(msgspec.Struct, frozen=True, array_like=True):
     """Dollars that are reserved."""
 
 
-class NextRequest(msgspec.Struct, frozen=True, array_like=True):
+class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
     """A further request for the same question: a repair of a reply that does not fit the answer
     type, or a repetition of a failed attempt."""
 
@@ -175,7 +175,7 @@ class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
     cost: float | None
 
 
-class SessionStarted(msgspec.Struct, frozen=True, array_like=True):
+class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
     """Records that a run has begun to answer a row."""
 
     number: int
@@ -244,21 +244,21 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     map: MapHeader | None = None
     c: MapContinued | None = None
-    q: FirstRequest | None = None
-    t: NextRequest | None = None
+    q: FirstRequestLine | None = None
+    t: RetryRequestLine | None = None
     r: DirectReplyLine | None = None
     x: FailedAttempt | None = None
-    s: SessionStarted | None = None
+    s: RowRunStartedLine | None = None
     e: QuestionEnded | None = None
     d: EqualRow | None = None
-    b: FirstRequest | None = None
+    b: FirstRequestLine | None = None
     w: BatchSent | None = None
     u: BatchAccepted | None = None
     v: BatchEnded | None = None
     crc: str = ""
 
     @property
-    def first(self) -> FirstRequest | None:
+    def first_request_line(self) -> FirstRequestLine | None:
         """The first request of a question, whether it is sent at once or in a batch."""
         return self.q or self.b
 
@@ -291,7 +291,7 @@ def digest_text(digest: bytes) -> str:
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
-def digest_number(text: str) -> int:
+def digest_to_int(text: str) -> int:
     """Return a digest as a number, which takes less memory than a text."""
     return int.from_bytes(base64.urlsafe_b64decode(text + "=="), "big")
 
@@ -464,7 +464,7 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
         offset += len(line) + 1
 
 
-def read_line(path: Path, offset: int) -> MapLine:
+def read_map_line_at(path: Path, offset: int) -> MapLine:
     """Read the line that begins at ``offset``."""
     with open(path, "rb") as file:
         file.seek(offset)

@@ -24,7 +24,7 @@ from ramify.engine.typed import AnswerType
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.frames import ARROW_TYPES
 from ramify.maps.row_question import plain
-from ramify.maps.row_table import Row, RowTable
+from ramify.maps.row_source import Row, RowSource
 
 _BATCH = 5000
 """Rows of one row group of a Parquet file."""
@@ -107,7 +107,7 @@ class _Table(MapOutput):
     """Collects the output rows in memory. If the source is a table that can be extended, only the
     new columns are collected."""
 
-    def __init__(self, source: RowTable, added: AnswerColumns) -> None:
+    def __init__(self, source: RowSource, added: AnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
         self._numbers: list[int] = []
         self._new: dict[str, list[Any]] = {name: [] for name in added.names}
@@ -212,7 +212,7 @@ class _Csv(_File):
 
 
 class _Parquet(_File):
-    def __init__(self, path: Path, names: Sequence[str], source: RowTable, added: AnswerColumns):
+    def __init__(self, path: Path, names: Sequence[str], source: RowSource, added: AnswerColumns):
         super().__init__(path)
         try:
             import pyarrow
@@ -288,7 +288,7 @@ class _Parquet(_File):
             self._writer.close()
 
 
-def open_output(out: Path | None, source: RowTable, added: AnswerColumns) -> MapOutput:
+def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> MapOutput:
     """Return the output in the format that the ending of ``out`` names; without ``out``, a table in
     memory. Raises ConfigError."""
     if out is None:
@@ -310,7 +310,7 @@ def open_output(out: Path | None, source: RowTable, added: AnswerColumns) -> Map
 
 
 def output_row(
-    row: Row, source: RowTable, added: AnswerColumns, answer: Any, error: str | None
+    row: Row, source: RowSource, added: AnswerColumns, answer: Any, error: str | None
 ) -> dict[str, Any]:
     """Return a row of the output: the columns of the input row that are kept, and the new columns
     with the answer or the error."""

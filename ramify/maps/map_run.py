@@ -10,7 +10,7 @@ one number for each answered question, is in memory. One ledger has the budget o
 
 The map stops before its last row if its budget is used up, a person must remove a cause (a network,
 a key, a full disk), it is asked to, or all its first rows fail alike. What is in progress then
-ends, and the same map continues later. Not here: what a journal says (``recorded_map.py``).
+ends, and the same map continues later. Not here: what a journal says (``map_journal_state.py``).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.batches import BATCH_SHARE
+from ramify.engine.answer_json import jsonable
 from ramify.engine.direct_calls import DirectCalls
-from ramify.engine.limits import Ledger, Limits
-from ramify.engine.observe import chars_of, plain_prompt
+from ramify.engine.limits import BudgetLedger, Limits
+from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.question import Question
-from ramify.engine.recorded_values import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError, LimitReached, StoreError, UnknownRun, can_be_fixed
-from ramify.maps.batch_run import RowBatches, batch_client
+from ramify.maps.batch_run import MapBatchJobs, batch_client
 from ramify.maps.estimate import MapEstimate, MeasuredRow, estimate
 from ramify.maps.map_journal import (
     EqualRow,
@@ -48,11 +48,17 @@ from ramify.maps.map_journal import (
     new_map_id,
     temporary_journal,
 )
+from ramify.maps.map_journal_state import MapJournalState, recorded_reply
 from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output_row
-from ramify.maps.means import MAX_SESSIONS, AskedRow, RowMeans, RowOutcome, means_of
-from ramify.maps.recorded_map import RecordedMap, recorded_reply
-from ramify.maps.row_question import RowProblem, RowQuestion
-from ramify.maps.row_table import Row, RowTable
+from ramify.maps.row_answerer import (
+    MAX_SESSIONS,
+    AskedRow,
+    RowAnswerer,
+    RowOutcome,
+    create_row_answerers,
+)
+from ramify.maps.row_question import InvalidRowError, RowQuestion
+from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
 from ramify.store.store import Store
 from ramify.store.summary import summarise
@@ -159,7 +165,7 @@ class MapRun:
     """One start of a map."""
 
     def __init__(
-        self, rlm: RLM, source: RowTable, request: MapRequest, budget: Ledger | None = None
+        self, rlm: RLM, source: RowSource, request: MapRequest, budget: BudgetLedger | None = None
     ) -> None:
         """``rlm`` answers the rows, and its limits apply to each row. ``budget`` replaces the
         budget of the request if this map is part of a larger one. Raises ConfigError."""
@@ -182,7 +188,7 @@ class MapRun:
         self._slots: deque[tuple[Row, _Pending]] = deque()
         self._pending: dict[int, _Pending] = {}
         self._room = asyncio.Event()
-        self._batches: RowBatches | None = None
+        self._batches: MapBatchJobs | None = None
         self._given: set[int] = set()
         """Numbers of the questions that were answered before the pass over the rows, and whose
         first row is not written."""
@@ -211,9 +217,9 @@ class MapRun:
             self._batches.halt()
 
     @property
-    def paused_s(self) -> float:
+    def pause_remaining_s(self) -> float:
         """Seconds until the last pause for a rate limit ends; 0 if there is none."""
-        return 0.0 if self._open_calls is None else self._open_calls.paused_s
+        return 0.0 if self._open_calls is None else self._open_calls.pause_remaining_s
 
     async def run(self) -> MapResult:
         """Answer the rows. Raises ConfigError before anything is asked, and StoreError if the
@@ -228,7 +234,9 @@ class MapRun:
             self._has_answer = bool(recorded.answered)
             try:
                 self._continue(calls)
-                self._means = means_of(self.rlm, calls, journal, self.id, request.question)
+                self._means = create_row_answerers(
+                    self.rlm, calls, journal, self.id, request.question
+                )
                 out = request.out if request.sample is None else None
                 output = open_output(out, self.source, self.added)
                 try:
@@ -297,7 +305,7 @@ class MapRun:
             messages[-1].content.removeprefix(plain_prompt(sample.text, sample.context)),
         )
 
-    def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, RecordedMap]:
+    def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, MapJournalState]:
         """Open the journal of this map, or create one. Returns the journal and the state recorded
         in it."""
         store, out = self.rlm.store, self.request.out
@@ -315,10 +323,10 @@ class MapRun:
             header = self._header
             journal = temporary_journal(header) if maps is None else maps.create(header)
             self.id = header.id
-            return journal, RecordedMap()
+            return journal, MapJournalState()
         journal = maps.reopen(found)
         try:
-            recorded = RecordedMap.read(found)
+            recorded = MapJournalState.read(found)
         except BaseException:
             journal.close()
             raise
@@ -391,7 +399,7 @@ class MapRun:
             raise ConfigError(
                 "a batch is collected up to a day later, so its map must be kept: give a store"
             )
-        batches = self._batches = RowBatches(
+        batches = self._batches = MapBatchJobs(
             calls,
             self._journal,
             recorded,
@@ -440,7 +448,7 @@ class MapRun:
             return False
         try:
             question, _ = self.asking.of(row.values, self._calls.max_chars)
-        except RowProblem:
+        except InvalidRowError:
             return False
         return not self._calls.can_answer(question)
 
@@ -490,7 +498,7 @@ class MapRun:
         except StoreError as error:  # the output or the journal cannot be written
             self.stop(str(error), "suspended")
 
-    async def _answer(self, means: RowMeans, pending: _Pending, asked: AskedRow) -> None:
+    async def _answer(self, means: RowAnswerer, pending: _Pending, asked: AskedRow) -> None:
         try:
             outcome = await means.answer(asked)
         except StoreError as error:
@@ -514,7 +522,7 @@ class MapRun:
         is_first = not is_known and not self._is_warm
         ended_s = -1.0 if is_known or is_first else time.perf_counter() - self._began
         cpu_s = time.process_time() - self._began_cpu
-        chars, cost = len(question.text) + chars_of(question.context), outcome.cost
+        chars, cost = len(question.text) + count_text_chars(question.context), outcome.cost
         if self.request.batch and self._calls.can_answer(question):
             cost *= BATCH_SHARE
         row = MeasuredRow(chars, cost, outcome.seconds, ended_s, cpu_s, is_first)
@@ -577,7 +585,7 @@ class MapRun:
             return self._unreadable(row, row.error)
         try:
             question, digest = self.asking.of(row.values, self._calls.max_chars)
-        except RowProblem as problem:
+        except InvalidRowError as problem:
             return self._unreadable(row, str(problem))
         recorded, number = self._recorded, int.from_bytes(digest, "big")
         pending = self._pending.get(number)
@@ -700,7 +708,7 @@ class MapRun:
 class _Sample:
     """Rows drawn at random from a table, and the size of the whole."""
 
-    def __init__(self, source: RowTable, num: int) -> None:
+    def __init__(self, source: RowSource, num: int) -> None:
         if num < 1:
             raise ConfigError(f"a sample of {num} rows says nothing: give 1 or more")
         self._source = source
@@ -723,12 +731,12 @@ class _Sample:
                 drawn.append(row)
             elif (place := rng.randrange(self.num_rows)) < self._num:
                 drawn[place] = row
-            with contextlib.suppress(RowProblem):
+            with contextlib.suppress(InvalidRowError):
                 question, digest = asking.of(row.values, max_chars)
                 number = int.from_bytes(digest, "big")
                 if not row.error and number not in self._digests:
                     self._digests.add(number)
-                    self._num_chars += len(question.text) + chars_of(question.context)
+                    self._num_chars += len(question.text) + count_text_chars(question.context)
         self._read_s = time.perf_counter() - began
         return iter(sorted(drawn, key=lambda row: row.number))
 

@@ -20,20 +20,20 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.observe import plain_prompt, rendered
+from ramify.engine.observation_messages import plain_prompt, rendered
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
-    FirstRequest,
+    FirstRequestLine,
     MapContinued,
     MapHeader,
     MapLine,
-    read_line,
     read_lines,
+    read_map_line_at,
     usage_of,
 )
-from ramify.maps.recorded_map import recorded_reply
+from ramify.maps.map_journal_state import recorded_reply
 from ramify.store.journal import writer
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -175,12 +175,15 @@ class MapTable:
     def lines_of(self, number: int) -> list[MapLine]:
         """Return the lines of a question's last attempt, in order."""
         self.question(number)
-        return [read_line(self.path, offset) for offset in self._lines[number]]
+        return [read_map_line_at(self.path, offset) for offset in self._lines[number]]
 
     def _add(self, offset: int, line: MapLine) -> None:
-        if (first := line.first) is not None:
-            row = self._begin(offset, first.number, first.row)
-            parts = [first.question or "", rendered(first.context) if first.context else ""]
+        if (first_request_line := line.first_request_line) is not None:
+            row = self._begin(offset, first_request_line.number, first_request_line.row)
+            parts = [
+                first_request_line.question or "",
+                rendered(first_request_line.context) if first_request_line.context else "",
+            ]
             row.text = cut(" ".join(" ".join(filter(None, parts)).split()), MAX_CHARS)
         elif line.s is not None:
             self._begin(offset, line.s.number, line.s.row).run = line.s.run
@@ -281,10 +284,10 @@ class MapRowRun:
     def has_neighbor(self, id: str) -> bool:
         return False
 
-    def reviews(self) -> Mapping[str, RunReview]:
+    def reviews(self) -> Mapping[str, HumanRunReview]:
         return {}
 
-    def write_review(self, id: str, review: RunReview) -> RunReview:
+    def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         raise StoreError(
             "the rows of a map have no reviews: write them into a column of its output"
         )
@@ -307,9 +310,11 @@ def row_events(table: MapTable, number: int) -> list[AnyEvent]:
     if header is None:
         raise StoreError(f"map {table.id} has no header")
     lines = table.lines_of(number)
-    first = next((line.first for line in lines if line.first is not None), None)
-    question = (first.question if first else None) or header.question
-    began = first.at_s if first else 0.0
+    first_request_line = next(
+        (line.first_request_line for line in lines if line.first_request_line is not None), None
+    )
+    question = (first_request_line.question if first_request_line else None) or header.question
+    began = first_request_line.at_s if first_request_line else 0.0
     started_at = header.started_at + began
     config = {**header.config, "answer_schema": header.answer_schema, "map": header.id}
     id = f"{table.id}:{number}"
@@ -327,8 +332,8 @@ def row_events(table: MapTable, number: int) -> list[AnyEvent]:
     has_kind = header.answer_schema is not None
     num_messages = 0
     for line in lines:
-        if line.first is not None:
-            prompt = _first_prompt(header, line.first, question)
+        if line.first_request_line is not None:
+            prompt = _first_prompt(header, line.first_request_line, question)
             events.append(_request(now, 0, 0, prompt))
         elif line.t is not None:
             if line.t.text is not None and has_kind:
@@ -372,9 +377,11 @@ def row_events(table: MapTable, number: int) -> list[AnyEvent]:
     return events
 
 
-def _first_prompt(header: MapHeader, first: FirstRequest, question: str) -> tuple[Message, ...]:
+def _first_prompt(
+    header: MapHeader, first_request_line: FirstRequestLine, question: str
+) -> tuple[Message, ...]:
     before = tuple(Message("system", text) for text in header.before)
-    text = plain_prompt(question, first.context) + header.asked
+    text = plain_prompt(question, first_request_line.context) + header.asked
     return (*before, Message("user", text))
 
 

@@ -1,7 +1,7 @@
 """Opens a stored map as a table, wherever its rows are.
 
     open_map_table(path)     the table of one map
-    MapTables                the tables of many, each read once
+    MapTableCache            the tables of many, each read once
 
 Not here: the rows in a journal (``map_table.py``), and those in the parts of an output
 (``ray_table.py``).
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from ramify.maps.map_journal import read_header
 from ramify.maps.map_table import MapTable
-from ramify.maps.ray_table import RayMapTable
+from ramify.maps.ray_table import RayMapOutputTable
 
 
 def open_map_table(path: Path) -> MapTable:
     """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
     header = read_header(path)
     has_parts = header is not None and header.parts is not None
-    return (RayMapTable(path) if has_parts else MapTable(path)).refresh()
+    return (RayMapOutputTable(path) if has_parts else MapTable(path)).refresh()
 
 
-class MapTables:
+class MapTableCache:
     """The maps of stores, each read once, and again only what was added."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
     OUT/part-00000-000001.unfinished.jsonl      some of these were not, and say so in ``error``
 
 The folder is local, or a URL of pyarrow or fsspec. Not here: which rows a part has
-(``ray_rows.py``), and who writes its file (``ray_source.py``).
+(``ray_row_partition.py``), and who writes its file (``ray_source.py``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.maps.map_output import ENDINGS, AnswerColumns, open_output
-from ramify.maps.ray_rows import filesystem_of
-from ramify.maps.row_table import RowTable
-from ramify.maps.rows import open_paths
+from ramify.maps.ray_row_partition import filesystem_of
+from ramify.maps.row_loader import open_paths
+from ramify.maps.row_source import RowSource
 
 NOT_ASKED = "not asked:"
 """Beginning of the error of a row that was not asked."""
@@ -73,7 +73,7 @@ class PartOutput(msgspec.Struct, frozen=True):
                 path.write_bytes(file.read())
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
-    def encode(self, rows: list[dict[str, Any]], source: RowTable, added: AnswerColumns) -> bytes:
+    def encode(self, rows: list[dict[str, Any]], source: RowSource, added: AnswerColumns) -> bytes:
         """Return the content of a part's file with these rows."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"

@@ -1,6 +1,6 @@
 """A map on a Ray cluster: one pipeline of Ray Data, from files of rows to a folder of parts.
 
-    PartSource ──> PartWorker (actors) ──> PartSink      OUT/part-00000-000000.jsonl, …
+    RowPartitionDatasource ──> PartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
     files          an engine each              │
                         └── SharedBudget ──────┘         an actor on this node
     this process: starts it, asks it for its state, and passes Ctrl-C on
@@ -28,21 +28,21 @@ from typing import Any
 import msgspec
 
 from ramify import __version__
-from ramify.actors.ray_cluster import RayCluster, check_nodes, imported, last_line
+from ramify.actors.ray_cluster import RayClusterConnection, check_nodes, imported, last_line
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
-from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapParts, MapStore, new_map_id
+from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata, new_map_id
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult
 from ramify.maps.part_output import UNFINISHED, PartOutput, is_part, part_output
-from ramify.maps.ray_rows import open_row_files, text_parts
-from ramify.maps.ray_worker import MapTask, PartWorker
+from ramify.maps.ray_row_partition import open_row_files, text_parts
+from ramify.maps.ray_worker import MapWorkerConfig, PartWorker
 from ramify.maps.row_question import RowQuestion
-from ramify.maps.shared_budget import SharedBudget, SharedState
+from ramify.maps.shared_budget import RayMapStatus, SharedBudget
 from ramify.progress import report_progress
-from ramify.store.private_files import make_folder
+from ramify.store.durable_files import make_folder
 from ramify.store.store import Store
 
 _POLL_S = 0.25
@@ -95,7 +95,7 @@ class RayMapRun:
         self._out = out if "://" in out else self._output.folder
         self._store = store
         self._workers = workers
-        self._cluster = RayCluster(address, store_bytes=_STORE_BYTES, is_quiet=True)
+        self._cluster = RayClusterConnection(address, store_bytes=_STORE_BYTES, is_quiet=True)
         self._stops: list[tuple[str, str]] = []
         kind = None if request.answer_type is None else answer_type(request.answer_type)
         base = Question(request.question, None, kind=kind)
@@ -128,7 +128,7 @@ class RayMapRun:
                 tuple((file.path, file.size) for file in self._files.files),
             )
             is_priced = calls.is_priced
-        task = MapTask(
+        task = MapWorkerConfig(
             make_rlm=self._make_rlm,
             question=request.question,
             answer_type=request.answer_type,
@@ -186,7 +186,7 @@ class RayMapRun:
             rows=self._files.name,
             answer_schema=self._schema,
             config=config,
-            parts=MapParts(record, shown or kept, added.answers, added.error),
+            parts=RayMapMetadata(record, shown or kept, added.answers, added.error),
         )
 
     # --- the folder of the output
@@ -275,12 +275,12 @@ class RayMapRun:
     async def _on_cluster(
         self,
         ray: Any,
-        task: MapTask,
+        task: MapWorkerConfig,
         output: PartOutput,
         skipped: frozenset[str],
         record: str,
         max_in_flight: int,
-    ) -> SharedState:
+    ) -> RayMapStatus:
         """Run the pipeline, and return how the map ended."""
         # On this node, where the record is.
         budget = (
@@ -307,11 +307,11 @@ class RayMapRun:
                 ray.kill(budget)  # the caller's process may live, and start another map
 
     def _pipeline(
-        self, task: MapTask, output: PartOutput, budget: Any, skipped: frozenset[str]
+        self, task: MapWorkerConfig, output: PartOutput, budget: Any, skipped: frozenset[str]
     ) -> None:
         import ray
 
-        from ramify.maps.ray_source import PartSink, PartSource, part_block
+        from ramify.maps.ray_source import PartFileDatasink, RowPartitionDatasource, part_block
 
         files = self._files
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -327,7 +327,7 @@ class RayMapRun:
                 rows = ray.data.from_arrow([part_block([part]) for part in parts])
             else:
                 rows = ray.data.read_datasource(
-                    PartSource(files, skipped),
+                    RowPartitionDatasource(files, skipped),
                     override_num_blocks=len(files.files),
                     num_cpus=0.1,
                 )
@@ -343,12 +343,12 @@ class RayMapRun:
                 num_cpus=_WORKER_CPUS,
             )
             answered.write_datasink(
-                PartSink(output, budget),
+                PartFileDatasink(output, budget),
                 ray_remote_args={"num_cpus": 0.1},
                 concurrency=writers,
             )
 
-    async def _watched(self, budget: Any, run: Callable[[], None]) -> SharedState:
+    async def _watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
         """Run the pipeline in a thread. Meanwhile, show the progress, and forward requests to stop
         to the shared budget."""
         loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
@@ -372,12 +372,12 @@ class RayMapRun:
                 await asyncio.wait([ended], timeout=_POLL_S)
                 while self._stops:
                     await budget.stop.remote(*self._stops.pop(0))
-                state: SharedState = await budget.state.remote()
+                state: RayMapStatus = await budget.state.remote()
                 cost = "" if state.cost is None else f"${state.cost:.4g}"
                 progress.at(state.counts.answered + state.counts.failed, cost or None)
         if (error := ended.result()) is not None:
             raise _failure(error)
-        final: SharedState = await budget.state.remote()
+        final: RayMapStatus = await budget.state.remote()
         return final
 
 

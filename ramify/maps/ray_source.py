@@ -1,5 +1,5 @@
-"""The datasource of Ray Data that reads rows in parts (see ``ray_rows.py``), and the datasink that
-writes them. Imports Ray."""
+"""The datasource of Ray Data that reads rows in parts (see ``ray_row_partition.py``), and the
+datasink that writes them. Imports Ray."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ray.data.block import BlockAccessor
 from ray.data.datasource import FileBasedDatasource
 
 from ramify.maps.part_output import UNFINISHED, PartOutput
-from ramify.maps.ray_rows import RowFiles, RowPart, parts_of
+from ramify.maps.ray_row_partition import RowFiles, RowPartition, parts_of
 
 
-class PartSource(FileBasedDatasource):
+class RowPartitionDatasource(FileBasedDatasource):
     """Reads files in parts. A block has one part: its name, its kind and its rows."""
 
     def __init__(self, files: RowFiles, skipped: frozenset[str]) -> None:
@@ -35,7 +35,7 @@ class PartSource(FileBasedDatasource):
                 yield part_block([part])
 
 
-def part_block(parts: Iterable[RowPart]) -> Any:
+def part_block(parts: Iterable[RowPartition]) -> Any:
     import pyarrow
 
     found = list(parts)
@@ -48,7 +48,7 @@ def part_block(parts: Iterable[RowPart]) -> Any:
     )
 
 
-class PartSink(Datasink[None]):
+class PartFileDatasink(Datasink[None]):
     """Writes each part as a file, under a temporary name that is then replaced: a part is in the
     output as a whole or not at all. A part that is written again replaces itself."""
 

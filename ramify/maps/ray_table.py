@@ -17,7 +17,7 @@ from typing import Any
 
 from ramify.errors import SourceError, StoreError
 from ramify.install_command import install_command
-from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, MapParts
+from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, RayMapMetadata
 from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTable, MapTableRow
 from ramify.maps.part_output import NOT_ASKED, is_part, part_output
 from ramify.maps.shared_budget import SpendingRecord, read_record
@@ -27,7 +27,7 @@ MAX_ROWS = 100_000
 """Rows of the parts that are read."""
 
 
-class RayMapTable(MapTable):
+class RayMapOutputTable(MapTable):
     """A map that ran on a Ray cluster, as a table. Its rows are read from the part files in the
     output folder."""
 
@@ -98,13 +98,13 @@ class RayMapTable(MapTable):
         _, parts = self._described()
         return self.path.parents[1] / RAY_MAPS / parts.record
 
-    def _described(self) -> tuple[MapHeader, MapParts]:
+    def _described(self) -> tuple[MapHeader, RayMapMetadata]:
         if self.header is None or self.header.parts is None:
             raise StoreError(f"{self.path} does not say where the parts of the map are")
         return self.header, self.header.parts
 
 
-def _table_rows(rows: Iterator[Mapping[str, Any]], parts: MapParts) -> Iterator[MapTableRow]:
+def _table_rows(rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata) -> Iterator[MapTableRow]:
     for number, row in enumerate(rows):
         text = " ".join(as_text(row[name]) for name in parts.shown if row.get(name) is not None)
         error = str(row.get(parts.error) or "")

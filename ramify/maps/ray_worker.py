@@ -6,7 +6,7 @@ rows one after the other.
 Each part is a separate ``MapRun``, so a row is asked, checked, repaired and retried as it is
 without Ray. Equal rows are asked once in a part. A part of an earlier start that lacks answers is
 read from the output, and only its other rows are asked. Not here: which parts there are
-(``ray_rows.py``), their files (``part_output.py``), and how the workers share a budget
+(``ray_row_partition.py``), their files (``part_output.py``), and how the workers share a budget
 (``shared_budget.py``).
 """
 
@@ -20,21 +20,21 @@ from typing import Any
 import msgspec
 
 from ramify.actors.ray_cluster import check_version
-from ramify.engine import threads
-from ramify.engine.limits import Ledger, Limits
+from ramify.engine import event_loop_thread
+from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
 from ramify.maps.part_output import NOT_ASKED, PartOutput
-from ramify.maps.ray_rows import RowFiles, RowPart
-from ramify.maps.row_table import RowTable
+from ramify.maps.ray_row_partition import RowFiles, RowPartition
+from ramify.maps.row_source import RowSource
 from ramify.maps.shared_budget import UNLIMITED, PartCounts, RemoteBudget
 
 _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
 
 
-class MapTask(msgspec.Struct, frozen=True, kw_only=True):
+class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that all workers of a map share. They are sent to the workers and contain no
     keys: each worker reads the keys from its own environment."""
 
@@ -54,28 +54,28 @@ class MapTask(msgspec.Struct, frozen=True, kw_only=True):
 class RowEngine:
     """The engine of one worker process."""
 
-    def __init__(self, task: MapTask, budget: Any) -> None:
+    def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
         """``budget`` is the handle of the ``SharedBudget``. Raises ConfigError."""
         check_version(task.version)
         self.task = task
         self._budget = budget
         self._rlm = task.make_rlm()
-        threads.run(self._rlm.__aenter__())
+        event_loop_thread.run(self._rlm.__aenter__())
 
     def answer(
-        self, part: str, source: RowTable, known: PartCounts
+        self, part: str, source: RowSource, known: PartCounts
     ) -> tuple[MapResult | None, str]:
         """Answer the rows of ``source``. ``known`` counts the other rows of the part, which are
         done already. Returns the result and an empty text; or None and the reason, if the map is
         stopping."""
-        return threads.run(self._answer(part, source, known))
+        return event_loop_thread.run(self._answer(part, source, known))
 
     def skip(self, part: str, known: PartCounts) -> None:
         """Count the rows of a part in which no row has to be asked."""
-        threads.run(self._skip(part, known))
+        event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
-        self, part: str, source: RowTable, known: PartCounts
+        self, part: str, source: RowSource, known: PartCounts
     ) -> tuple[MapResult | None, str]:
         task = self.task
         request = MapRequest(
@@ -88,9 +88,12 @@ class RowEngine:
             is_part=True,
         )
         remote = RemoteBudget(
-            self._call, uuid.uuid4().hex, lambda: run.paused_s, lambda reason: run.stop(reason)
+            self._call,
+            uuid.uuid4().hex,
+            lambda: run.pause_remaining_s,
+            lambda reason: run.stop(reason),
         )
-        ledger = Ledger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
+        ledger = BudgetLedger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
         run = MapRun(self._rlm, source, request, ledger)
         if reason := await remote.begin(part):
             return None, reason
@@ -125,7 +128,13 @@ class PartWorker:
     """Answers parts of files; the actor of ``map_batches``."""
 
     def __init__(
-        self, task: MapTask, budget: Any, files: RowFiles, output: PartOutput, *, retries: bool
+        self,
+        task: MapWorkerConfig,
+        budget: Any,
+        files: RowFiles,
+        output: PartOutput,
+        *,
+        retries: bool,
     ) -> None:
         """If ``retries`` is set, rows with an error are asked again."""
         self._engine = RowEngine(task, budget)
@@ -137,9 +146,9 @@ class PartWorker:
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         for part in batch.to_pylist():
-            yield self._answered(RowPart(**part))
+            yield self._answered(RowPartition(**part))
 
-    def _answered(self, part: RowPart) -> Any:
+    def _answered(self, part: RowPartition) -> Any:
         """Return a block with the file of the part, or an empty one if there is nothing new."""
         source = part.table(self._files)
         rows = list(source.values())

@@ -28,7 +28,7 @@ _DIGEST_BYTES = 16
 _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
-class RowProblem(Exception):
+class InvalidRowError(Exception):
     """A row cannot be asked; ``str()`` is its error."""
 
 
@@ -68,7 +68,7 @@ class RowQuestion:
 
     def of(self, values: Mapping[str, Any], max_chars: int) -> tuple[Question, bytes]:
         """Return (question, its digest) of a row. A template that gets longer than ``max_chars``
-        becomes a question with a context. Raises RowProblem for a row without content."""
+        becomes a question with a context. Raises InvalidRowError for a row without content."""
         if self.fields:
             text, context = self._filled(values, max_chars)
         else:
@@ -86,7 +86,7 @@ class RowQuestion:
     def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
         texts = {name: _text(values.get(name)) for name in self.fields}
         if not any(text.strip() for text in texts.values()):
-            raise RowProblem(f"the row has nothing in {', '.join(self.fields)}")
+            raise InvalidRowError(f"the row has nothing in {', '.join(self.fields)}")
         if len(self.text) + sum(map(len, texts.values())) <= max_chars:
             return encodable(_fill(self.text, texts)), None
         names = {name: f"context[{name!r}]" for name in self.fields}
@@ -97,7 +97,9 @@ class RowQuestion:
         texts = {name: text for name, text in given.items() if text}
         if not any(text.strip() for text in texts.values()):
             names = ", ".join(self.shown[:5])
-            raise RowProblem(f"the row has nothing in {names}" if names else "the row is empty")
+            raise InvalidRowError(
+                f"the row has nothing in {names}" if names else "the row is empty"
+            )
         return texts[self.shown[0]] if len(self.shown) == 1 else texts
 
 

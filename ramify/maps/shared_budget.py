@@ -3,15 +3,16 @@
     worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
                          <── granted, refused ─────────────────── one ledger, one limiter, a record
 
-A reservation is granted by the same ``Ledger`` and the same ``Limiter`` that a single process uses,
-so no limit is passed by one call, and the requests in flight are counted over all workers. A worker
-sends what has accumulated while its last message was on its way, so the number of messages does not
-grow with the number of requests.
+A reservation is granted by the same ``BudgetLedger`` and the same ``Limiter`` that a single process
+uses, so no limit is passed by one call, and the requests in flight are counted over all workers. A
+worker sends what has accumulated while its last message was on its way, so the number of messages
+does not grow with the number of requests.
 
 A worker answers a part of the rows in an *attempt*. An attempt that is silent for ``SILENT_S``, or
 whose part is begun again, is lost: what it had reserved counts as spent, and its replies as paid
 again. The record says what is spent or reserved before a reservation is granted, so a map that is
-killed continues with the rest of its budget. Not here: which rows a part has (``ray_rows.py``).
+killed continues with the rest of its budget. Not here: which rows a part has
+(``ray_row_partition.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.clients.pool import Limiter
-from ramify.engine.limits import Ledger, Limits, ResourceAmount
+from ramify.clients.rate_limited_client_pool import Limiter
+from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits
 from ramify.errors import LimitReached, RamifyError, RunInUse
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -86,7 +87,7 @@ class SpendingRecord(msgspec.Struct, frozen=True):
     """Rows with an error, of the finished parts."""
 
 
-class SharedState(msgspec.Struct, frozen=True):
+class RayMapStatus(msgspec.Struct, frozen=True):
     """The current state of a map on a cluster: what is spent, which rows are done, and whether the
     map stops."""
 
@@ -104,7 +105,7 @@ class _Attempt:
 
     def __init__(self, part: str) -> None:
         self.part = part
-        self.reserved = ResourceAmount()
+        self.reserved = BudgetAmount()
         self.num_replies = 0
         """Replies that were paid and are not written yet."""
         self.outbox: list[Granted] = []
@@ -136,7 +137,7 @@ class SharedBudget:
         before = (read_record(record) if record else None) or SpendingRecord()
         if counts_again:
             before = msgspec.structs.replace(before, answered=0, failed=0)
-        self._ledger = Ledger(limits, priced=is_priced, owner="map")
+        self._ledger = BudgetLedger(limits, priced=is_priced, owner="map")
         if before.usage.calls:
             self._ledger.charge(before.usage, before.cost)
         self._gate = Limiter(max_in_flight)
@@ -171,16 +172,17 @@ class SharedBudget:
         return self._reason
 
     async def submit(
-        self, attempt: str, operations: list[Operation], paused_s: float = 0.0
+        self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
         """Apply the reservations, settlements and charges that a worker sends, in their order.
-        ``paused_s`` is how long (seconds) a rate limit pauses this worker. Returns the reservations
-        that have been granted or refused so far, and the reason if the map is stopping."""
+        ``pause_remaining_s`` is how long (seconds) a rate limit pauses this worker. Returns the
+        reservations that have been granted or refused so far, and the reason if the map is
+        stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
         found.heard_s = time.monotonic()
-        self._pause(found, paused_s)
+        self._pause(found, pause_remaining_s)
         reserves = False
         for kind, *given in operations:
             if kind == "reserve":
@@ -193,7 +195,7 @@ class SharedBudget:
             elif kind == "free":
                 (amount,) = given
                 found.reserved = found.reserved.minus(amount)
-                self._ledger.free(amount)
+                self._ledger.release_unspent(amount)
                 self._gate.release()
             else:
                 self._ledger.charge(*given)
@@ -240,15 +242,15 @@ class SharedBudget:
         if self._stop == "done":
             self._stop, self._reason = stop, reason
 
-    async def state(self) -> SharedState:
+    async def state(self) -> RayMapStatus:
         ledger = self._ledger
-        return SharedState(
+        return RayMapStatus(
             ledger.usage, ledger.cost, self._counts, self._num_paid_again, self._stop, self._reason
         )
 
     # --- one attempt
 
-    async def _grant(self, attempt: _Attempt, ticket: int, amount: ResourceAmount) -> None:
+    async def _grant(self, attempt: _Attempt, ticket: int, amount: BudgetAmount) -> None:
         refused: tuple[str, str] | None = None
         try:
             await self._ledger.reserve(amount)
@@ -258,14 +260,14 @@ class SharedBudget:
             try:
                 attempt.round = await self._gate.acquire()
             except BaseException:
-                self._ledger.free(amount)
+                self._ledger.release_unspent(amount)
                 raise
             attempt.reserved = attempt.reserved.plus(amount)
         attempt.outbox.append((ticket, refused))
         attempt.ready.set()
 
     def _settle(
-        self, attempt: _Attempt, amount: ResourceAmount, usage: Usage, cost: float | None
+        self, attempt: _Attempt, amount: BudgetAmount, usage: Usage, cost: float | None
     ) -> None:
         attempt.reserved = attempt.reserved.minus(amount)
         self._ledger.settle(amount, usage, cost)
@@ -281,13 +283,13 @@ class SharedBudget:
             self._keep()
         return taken
 
-    def _pause(self, attempt: _Attempt, paused_s: float) -> None:
+    def _pause(self, attempt: _Attempt, pause_remaining_s: float) -> None:
         """Pause all workers if a rate limit pauses one of them for longer than the current
         pause."""
-        until_s = time.monotonic() + paused_s
-        if paused_s > 0.05 and until_s > self._paused_until_s + 0.05:
+        until_s = time.monotonic() + pause_remaining_s
+        if pause_remaining_s > 0.05 and until_s > self._paused_until_s + 0.05:
             self._paused_until_s = until_s
-            self._gate.slow_down(attempt.round, paused_s)
+            self._gate.slow_down(attempt.round, pause_remaining_s)
 
     def _lose(self, name: str) -> None:
         """Give up an attempt. What it had reserved counts as spent."""
@@ -371,7 +373,7 @@ def read_record(path: str) -> SpendingRecord | None:
 Method = Literal["begin", "submit", "wait", "end"]
 
 
-class RemoteBudget(Ledger):
+class RemoteBudget(BudgetLedger):
     """The shared budget, as a worker's ledger sees it during one attempt. ``begin`` and ``end``
     enclose its use."""
 
@@ -379,7 +381,7 @@ class RemoteBudget(Ledger):
         self,
         call: Callable[..., Awaitable[Any]],
         attempt: str,
-        paused_s: Callable[[], float],
+        pause_remaining_s: Callable[[], float],
         on_stop: Callable[[str], None],
     ) -> None:
         """``call(method, …)`` calls a method of the ``SharedBudget``. ``on_stop`` is called with
@@ -388,10 +390,10 @@ class RemoteBudget(Ledger):
         super().__init__(limits, priced=False, owner="map")
         self._call = call
         self._attempt = attempt
-        self._paused_s = paused_s
+        self._paused_s = pause_remaining_s
         self._on_stop = on_stop
         self._tickets = itertools.count()
-        self._asked: dict[int, tuple[ResourceAmount, asyncio.Future[tuple[str, str] | None]]] = {}
+        self._asked: dict[int, tuple[BudgetAmount, asyncio.Future[tuple[str, str] | None]]] = {}
         self._operations: list[Operation] = []
         self._lost: RamifyError | None = None
         """Why the shared budget is gone."""
@@ -424,7 +426,7 @@ class RemoteBudget(Ledger):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def reserve(self, amount: ResourceAmount) -> None:
+    async def reserve(self, amount: BudgetAmount) -> None:
         if self._lost is not None:
             raise self._lost
         ticket = next(self._tickets)
@@ -437,16 +439,16 @@ class RemoteBudget(Ledger):
         except asyncio.CancelledError:
             # If it is granted later, it is returned then (see ``_deliver``).
             if answer.done() and not answer.cancelled() and answer.result() is None:
-                self.free(amount)
+                self.release_unspent(amount)
             raise
         if refused is not None:
             text, stop = refused
             raise LimitReached(text, Stop(stop))
 
-    def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
+    def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
         self._send(("settle", reserved, usage, cost))
 
-    def free(self, reserved: ResourceAmount) -> None:
+    def release_unspent(self, reserved: BudgetAmount) -> None:
         self._send(("free", reserved))
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
@@ -498,4 +500,4 @@ class RemoteBudget(Ledger):
         if not answer.done():
             answer.set_result(refused)
         elif refused is None:
-            self.free(amount)
+            self.release_unspent(amount)

@@ -29,7 +29,7 @@ _MAX_SCORES = 1 << 24
 """Maximum number of scores that ``PlainAttentionKernel`` holds at once."""
 
 
-class BlockKernel(Protocol):
+class SingleBlockAttentionKernel(Protocol):
     """Attention kernel for one block at a time. Tensors are views [B, H, n or m, d] whose last
     dimension is contiguous; ``lse`` is fp32 [B, H, n]."""
 
@@ -142,7 +142,7 @@ class VarlenRanges(NamedTuple):
     longest: int
 
 
-class VarlenKernel(Protocol):
+class VarlenAttentionKernel(Protocol):
     """Attention kernel for many blocks of different sizes in one call: range i of the queries sees
     range i of the keys. Tensors are [T, H or K, d], contiguous; ``lse`` is fp32 [H, T]."""
 

@@ -33,20 +33,20 @@ import torch
 from torch import Tensor
 
 from ramify.models.attention_kernels import (
-    BlockKernel,
     CpuFlashKernel,
     CudaFlashKernel,
     PlainAttentionKernel,
     PlainVarlenKernel,
-    VarlenKernel,
+    SingleBlockAttentionKernel,
+    VarlenAttentionKernel,
     VarlenRanges,
 )
 from ramify.types.sequence import Segment
 
-Kernel = BlockKernel | CudaFlashKernel | PlainVarlenKernel
+Kernel = SingleBlockAttentionKernel | CudaFlashKernel | PlainVarlenKernel
 
 
-class DescendantRange(NamedTuple):
+class DescendantAttentionBlock(NamedTuple):
     """One block of attention without a mask: all tokens below a segment of the tree attend to all
     of the segment's keys."""
 
@@ -65,7 +65,7 @@ class ForestAttentionPlan(NamedTuple):
 
     own: list[int]
     """Lengths of the causal blocks, in order: the segments that have tokens, one after another."""
-    below: list[DescendantRange]
+    below: list[DescendantAttentionBlock]
     """Descendant blocks; a segment's block precedes those of its descendants."""
     skipped: list[int]
     """Number of tokens without queries before each causal block, and after the last one; empty if
@@ -85,7 +85,7 @@ class ForestAttentionPlan(NamedTuple):
             if (parent := segments[index].parent) >= 0:
                 ends[parent] = max(ends[parent], ends[index])
         own: list[int] = []
-        below: list[DescendantRange] = []
+        below: list[DescendantAttentionBlock] = []
         skipped: list[int] = []
         computed = 0
         for segment, end, level in zip(segments, ends, levels, strict=True):
@@ -102,12 +102,12 @@ class ForestAttentionPlan(NamedTuple):
                 if rows is not None:
                     queries = (bisect_left(rows, keys[1]), bisect_left(rows, end))
                 if keys[0] < keys[1] and queries[0] < queries[1]:
-                    below.append(DescendantRange(keys, queries, level))
+                    below.append(DescendantAttentionBlock(keys, queries, level))
         skipped.append(ends[-1] - computed if segments else 0)
         return cls(own, below, skipped if rows is not None else [])
 
 
-class NeededRows(NamedTuple):
+class LayerOutputRows(NamedTuple):
     """The rows of one layer whose output is needed."""
 
     layer: int
@@ -123,7 +123,7 @@ class ForestAttention:
         self,
         segments: Many[Segment],
         kernel: Kernel | None = None,
-        needed: NeededRows | None = None,
+        needed: LayerOutputRows | None = None,
     ) -> None:
         """``kernel`` computes the blocks; the default is the fastest for the queries' device and
         precision. ``needed`` names a layer in which only some rows of the output are used; the
@@ -214,7 +214,7 @@ class _Blocks:
     """
 
     def __init__(
-        self, plan: ForestAttentionPlan, kernel: BlockKernel, rows_N: Tensor | None
+        self, plan: ForestAttentionPlan, kernel: SingleBlockAttentionKernel, rows_N: Tensor | None
     ) -> None:
         self._plan, self._kernel, self._rows_N = plan, kernel, rows_N
 
@@ -308,11 +308,11 @@ class _Levels:
     level of the forest. The queries and keys of a level are gathered first."""
 
     def __init__(
-        self, plan: ForestAttentionPlan, kernel: VarlenKernel, device: torch.device
+        self, plan: ForestAttentionPlan, kernel: VarlenAttentionKernel, device: torch.device
     ) -> None:
         self._kernel = kernel
         self._own = _stretches(plan.own, device)
-        levels: dict[int, list[DescendantRange]] = {}
+        levels: dict[int, list[DescendantAttentionBlock]] = {}
         for below in plan.below:
             levels.setdefault(below.level, []).append(below)
         self._levels = [_level(levels[level], device) for level in sorted(levels)]
@@ -360,7 +360,7 @@ class _Levels:
         return dq_THd, dk_TKd, dv_TKd
 
 
-def _level(belows: list[DescendantRange], device: torch.device) -> _Level:
+def _level(belows: list[DescendantAttentionBlock], device: torch.device) -> _Level:
     def gathered(ranges: list[tuple[int, int]]) -> tuple[Tensor, VarlenRanges]:
         rows = torch.cat([torch.arange(start, end) for start, end in ranges])
         return rows.to(device), _stretches([end - start for start, end in ranges], device)

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.types.traffic import PolicyIdentity
+from ramify.types.traffic import PolicyArchitectureIdentity
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
 
 
-def identity_of(policy: Policy) -> PolicyIdentity:
+def identity_of(policy: Policy) -> PolicyArchitectureIdentity:
     """Describe a policy by its name, architecture and a digest of its vocabulary, so that recorded
     token ids can be matched to it later."""
     vocabulary = sorted((id, token) for token, id in policy.tokenizer.get_vocab().items())
     digest = hashlib.blake2b(msgspec.json.encode(vocabulary), digest_size=16).hexdigest()
-    return PolicyIdentity(
+    return PolicyArchitectureIdentity(
         policy.name, digest, f"{policy.config.model_type} of {policy.num_parameters:,} parameters"
     )

@@ -25,9 +25,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
-from ramify.models.checkpoint_files import WINDOWS, check_tokenizer, model_folder
 from ramify.models.checksums import check_model, drop
 from ramify.models.dense import DenseModel, DenseShape, unsupported
+from ramify.models.model_config_files import WINDOWS, check_tokenizer, model_folder
 from ramify.models.renderer import SCRATCH, Renderer, renderer_of
 from ramify.models.template import store_thinking
 from ramify.models.weights import (
@@ -37,8 +37,8 @@ from ramify.models.weights import (
     read_weights,
     write_weights,
 )
-from ramify.policy_card import PolicyCard, read_card, write_card
 from ramify.progress import report_progress
+from ramify.trained_policy_settings import TrainedPolicySettings, read_card, write_card
 
 _GENERATION = "generation_config.json"
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
@@ -73,7 +73,7 @@ class Policy:
     name: str
     """The path or name it was loaded from; shown to people."""
     defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
-    card: PolicyCard = dataclasses.field(default_factory=PolicyCard)
+    card: TrainedPolicySettings = dataclasses.field(default_factory=TrainedPolicySettings)
     """The scaffold and the limits that it was trained with."""
 
     @property
@@ -183,7 +183,7 @@ def from_config(
         config,
         0,
         f"{config.model_type} from seed {seed}",
-        card=PolicyCard(is_from_scratch=renderer.name == SCRATCH),
+        card=TrainedPolicySettings(is_from_scratch=renderer.name == SCRATCH),
     )
 
 

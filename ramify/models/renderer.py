@@ -12,7 +12,7 @@ The last line holds if ``r`` are the ids that the tokenizer itself gives to thei
 template and the tokens of a tokenizer decide which renderer it gets. A renderer is only chosen if
 it writes canned conversations exactly as the template does.
 
-``MarkedRenderer`` renders formats whose messages are each enclosed by fixed marks, by role. It
+``ChatMarkerRenderer`` renders formats whose messages are each enclosed by fixed marks, by role. It
 writes the same tokens as the tokenizer's template, and never changes them later.
 
     ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
@@ -49,9 +49,9 @@ from ramify.errors import ConfigError
 from ramify.models.template import (
     CANNED,
     ChatTemplate,
+    MarkerAwareTokenizer,
     Part,
     TemplateRenderer,
-    TextPieces,
     first_difference,
     joined_reply,
     split_reply,
@@ -59,7 +59,7 @@ from ramify.models.template import (
 from ramify.types.message import Message, ToolCall
 
 
-class ChatFormat(msgspec.Struct, frozen=True):
+class ChatTemplateMarkers(msgspec.Struct, frozen=True):
     """One way to write a conversation."""
 
     name: str
@@ -78,9 +78,9 @@ class ChatFormat(msgspec.Struct, frozen=True):
     if the template agrees."""
 
 
-def _chatml() -> ChatFormat:
+def _chatml() -> ChatTemplateMarkers:
     roles = ("system", "user", "assistant")
-    return ChatFormat(
+    return ChatTemplateMarkers(
         name="chatml",
         tokens=("<|im_start|>", "<|im_end|>"),
         end="<|im_end|>",
@@ -90,9 +90,9 @@ def _chatml() -> ChatFormat:
     )
 
 
-def _llama3() -> ChatFormat:
+def _llama3() -> ChatTemplateMarkers:
     roles = ("system", "user", "assistant")
-    return ChatFormat(
+    return ChatTemplateMarkers(
         name="llama3",
         tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         end="<|eot_id|>",
@@ -102,8 +102,8 @@ def _llama3() -> ChatFormat:
     )
 
 
-def _scratch() -> ChatFormat:
-    return ChatFormat(
+def _scratch() -> ChatTemplateMarkers:
+    return ChatTemplateMarkers(
         name=SCRATCH,
         tokens=("<|u|>", "<|a|>", "<|end|>"),
         end="<|end|>",
@@ -137,7 +137,7 @@ _TOOL_TALK = (
 )
 
 
-class MarkedRenderer:
+class ChatMarkerRenderer:
     """Renderer of one format. It is made by ``renderer.renderer_of``, which tests whether it
     matches a tokenizer's template."""
 
@@ -145,8 +145,8 @@ class MarkedRenderer:
 
     def __init__(
         self,
-        format: ChatFormat,
-        pieces: TextPieces,
+        format: ChatTemplateMarkers,
+        pieces: MarkerAwareTokenizer,
         template: ChatTemplate,
         stop_ids: Sequence[int],
         *,
@@ -418,13 +418,13 @@ def renderer_of(
     Raises ConfigError for a tokenizer without its template's tokens, or with neither a template nor
     known tokens.
     """
-    pieces, template = TextPieces(tokenizer), ChatTemplate(tokenizer, thinking)
+    pieces, template = MarkerAwareTokenizer(tokenizer), ChatTemplate(tokenizer, thinking)
     for format in FORMATS:
         if not _uses(format, template, pieces):
             continue
         for trims in (False, True):
             try:
-                return MarkedRenderer(format, pieces, template, stop_ids, trims=trims)
+                return ChatMarkerRenderer(format, pieces, template, stop_ids, trims=trims)
             except ConfigError:
                 if not template.source or not _has_tokens(format, pieces):
                     raise
@@ -437,11 +437,13 @@ def renderer_of(
     return TemplateRenderer(pieces, template, stop_ids)
 
 
-def _uses(format: ChatFormat, template: ChatTemplate, pieces: TextPieces) -> bool:
+def _uses(
+    format: ChatTemplateMarkers, template: ChatTemplate, pieces: MarkerAwareTokenizer
+) -> bool:
     if template.source:
         return all(marker in template.source for marker in format.tokens[-2:])
     return _has_tokens(format, pieces)
 
 
-def _has_tokens(format: ChatFormat, pieces: TextPieces) -> bool:
+def _has_tokens(format: ChatTemplateMarkers, pieces: MarkerAwareTokenizer) -> bool:
     return all(len(pieces.marked(marker)) == 1 for marker in format.tokens)

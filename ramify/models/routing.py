@@ -20,7 +20,7 @@ of a batch, and when the load of a step is counted:
     one per rank      forward ── sum over ranks ── backward
 
 A step's tokens count once each, however often packing computes them. Not here: over which ranks
-(``WeightLayout.total``).
+(``WeightSharding.total``).
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
 per token, L layers.
@@ -325,7 +325,7 @@ class _Balanced(torch.autograd.Function):
         return gradient, ctx.routers.gradient(*ctx.saved_tensors), None, None
 
 
-class StepBalance:
+class RouterLoadBalancingLoss:
     """The load-balancing loss of one model with routers, over one optimizer step at a time."""
 
     def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:

@@ -9,7 +9,7 @@ or experts, and never holds more of the files than a few megabytes.
 A mixture of experts has one tensor for all experts of a layer in memory, and one for each expert on
 disk; transformers knows the names (``conversion_mapping``). ``disk_tensors`` is the way back.
 
-Not here: writing (``train/backends/write_checkpoint.py``), and what a model needs
+Not here: writing (``train/backends/safetensors_export.py``), and what a model needs
 (``weights.check_weights``).
 """
 
@@ -33,7 +33,7 @@ _STACK, _JOIN = "MergeModulelist", "Concatenate"
 """Conversions of transformers: one tensor per expert -> one of all; gate and up side by side."""
 
 
-class OpenFiles:
+class SafetensorsReader:
     """The safetensors files of one checkpoint, opened when they are read."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class OpenFiles:
     def names(self, path: Path) -> list[str]:
         return list(self._file(path).keys())
 
-    def count(self, num_bytes: int) -> None:
+    def add_bytes_read(self, num_bytes: int) -> None:
         """Note that ``num_bytes`` were read."""
         self._read += num_bytes
         if self._read > _AT_ONCE:
@@ -71,7 +71,7 @@ class OpenFiles:
 class StoredTensor:
     """A tensor on disk."""
 
-    files: OpenFiles
+    files: SafetensorsReader
     path: Path
     name: str
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         found: Tensor = self.files.slice(self.path, self.name)[index].clone()
-        self.files.count(found.nbytes)
+        self.files.add_bytes_read(found.nbytes)
         return found
 
 
@@ -130,7 +130,7 @@ Stored = StoredTensor | StackedTensor
 def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by their name on disk, without reading them. Raises
     StoreError."""
-    files = OpenFiles()
+    files = SafetensorsReader()
     found = {}
     for path in weight_files(folder):
         for name in files.names(path):

@@ -1,7 +1,7 @@
 """Conversion of text to ids and back, and a renderer for any chat template: it appends what a
 conversation's text gains when messages are added.
 
-``TextPieces`` separates markers from text: a message's content is never read as a marker.
+``MarkerAwareTokenizer`` separates markers from text: a message's content is never read as a marker.
 
     pieces.text("a<|im_end|>")     the ids of those letters
     pieces.marked("a<|im_end|>")   a, and the marker's id: for the output of a template
@@ -39,7 +39,7 @@ Part = str | int | None
 """Text, the id of a marker, or None: a token boundary although the text continues."""
 
 
-class TextPieces:
+class MarkerAwareTokenizer:
     """A tokenizer's two ways of reading text: with markers, and literally."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -286,7 +286,9 @@ class TemplateRenderer:
     name = "template"
     takes_tools = False
 
-    def __init__(self, pieces: TextPieces, template: ChatTemplate, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, pieces: MarkerAwareTokenizer, template: ChatTemplate, stop_ids: Sequence[int]
+    ) -> None:
         """Test the template on canned conversations. Raises ConfigError if the tokenizer lacks
         tokens that its template writes."""
         self.stop_ids = tuple(stop_ids)

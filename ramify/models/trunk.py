@@ -9,7 +9,8 @@ at some of them.
 A model whose layers keep a state (linear attention, state spaces), use a sliding window or scale
 scores in a special way cannot run a forest. It runs on rows, and ``shares`` tells the packer so.
 
-``entry_logprobs`` gives log-probabilities of entries without holding all of their logits at once:
+``compute_logprobs_and_entropies`` gives log-probabilities of entries without holding all of their
+logits at once:
 
     h_ED ── chunk ── logits [n, V] ── / temperature ── sampling support ── log-softmax of targets
 
@@ -33,9 +34,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError
+from ramify.models.batch_invariant_forward import BLOCK, FixedShapeTrunk, in_blocks
 from ramify.models.dense import CausalAttention, DenseModel
-from ramify.models.fixed_shapes import BLOCK, FixedShapeTrunk, in_blocks
-from ramify.models.forest_attention import ForestAttention, NeededRows
+from ramify.models.forest_attention import ForestAttention, LayerOutputRows
 from ramify.models.routing import MixtureRouters
 from ramify.types.sequence import Segment
 
@@ -54,7 +55,7 @@ class ModelTrunk(Protocol):
         """Whether segments may have parents."""
         ...
 
-    def scope(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Context for forward and backward passes; outside it the model is unchanged."""
         ...
 
@@ -75,7 +76,7 @@ def trunk_of(model: Any) -> ModelTrunk:
     from hidden states."""
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
-    return DenseTrunk(model) if isinstance(model, DenseModel) else ModuleTrunk(model)
+    return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
 
 
 def fixed_shape_trunk(model: Any) -> ModelTrunk:
@@ -96,13 +97,13 @@ class DenseTrunk:
     def __init__(self, model: DenseModel) -> None:
         self._model = model
 
-    def scope(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        needed = NeededRows(self._model.shape.num_layers - 1, rows_N)
+        needed = LayerOutputRows(self._model.shape.num_layers - 1, rows_N)
         return self._model.hidden(
             ids_T, positions_T, ForestAttention(segments, needed=needed), rows_N
         )
@@ -111,7 +112,7 @@ class DenseTrunk:
         return self._model.logits(h_ND)
 
 
-class ModuleTrunk:
+class TransformersTrunk:
     """Trunk of a transformers causal language model. Implements ``ModelTrunk``."""
 
     def __init__(self, model: Any) -> None:
@@ -129,7 +130,7 @@ class ModuleTrunk:
         self._check_head(ids)
 
     @contextmanager
-    def scope(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
         # The engine may sample from the same model, with its own attention and cache.
         original = self._model.config._attn_implementation
         if self.shares:
@@ -153,8 +154,8 @@ class ModuleTrunk:
 
     def attended(self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention) -> Tensor:
         """Return the last hidden states [T, D], with ``attend`` in place of the model's own
-        attention. Works only inside ``scope``, and only for a model that supports shared prefixes
-        (``shares``)."""
+        attention. Works only inside ``forward_context``, and only for a model that supports shared
+        prefixes (``shares``)."""
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
         self._current.attend = attend
@@ -206,7 +207,7 @@ class ModuleTrunk:
             )
             self.shares = True
             try:
-                with self.scope():
+                with self.forward_context():
                     h_TD = self._all_hidden(ids, positions, forest)
                     other = ids.clone()
                     other[2:4] = ids[[3, 2]]
@@ -224,7 +225,7 @@ class ModuleTrunk:
     def _check_head(self, ids: Tensor) -> None:
         with torch.no_grad():
             row = [Segment(0, len(ids), -1)]
-            with self.scope():
+            with self.forward_context():
                 logits = self.logits(
                     self._all_hidden(ids, torch.arange(len(ids), device=ids.device), row)
                 )
@@ -307,7 +308,7 @@ def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
 # --- log-probabilities of entries
 
 
-class HeadRequest(NamedTuple):
+class LmHeadRequest(NamedTuple):
     """What the output head computes for each of the E entries of a batch."""
 
     targets: Tensor
@@ -320,10 +321,10 @@ class HeadRequest(NamedTuple):
     entropy: Literal["no", "value", "gradient"] = "no"
 
 
-def entry_logprobs(
+def compute_logprobs_and_entropies(
     h_ED: Tensor,
     logits: Logits,
-    request: HeadRequest,
+    request: LmHeadRequest,
     num_ids: int,
     max_elements: int,
     *,
@@ -363,7 +364,7 @@ def entry_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Tensor, Tensor]:
+def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:
     z_nV = logits(h_nD)
     if request.temperature is not None:
         z_nV = z_nV / request.temperature[:, None]
@@ -374,7 +375,7 @@ def _chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Tensor, 
     return logprobs, _entropy(z_nV, total_n1, request)
 
 
-def _fixed_chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Tensor, Tensor]:
+def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities and entropies of at most ``BLOCK`` entries, padded to a whole
     block."""
     num = len(h_nD)
@@ -388,7 +389,7 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: HeadRequest) -> tuple[Te
     return logprobs_nV.gather(1, request.targets), entropy
 
 
-def _entropy(z_nV: Tensor, total_n1: Tensor, request: HeadRequest) -> Tensor:
+def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
     """Return the entropy of each row of logits, [n], from the logits and their log-sum-exps. Zeros
     if it was not requested."""
     if request.entropy == "no":
@@ -407,7 +408,7 @@ def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
     return outside
 
 
-def _part(request: HeadRequest, start: int, end: int) -> HeadRequest:
+def _part(request: LmHeadRequest, start: int, end: int) -> LmHeadRequest:
     temperature = None if request.temperature is None else request.temperature[start:end]
     kept = None if request.kept is None else (request.kept[0][start : end + 1], request.kept[1])
-    return HeadRequest(request.targets[start:end], temperature, kept, request.entropy)
+    return LmHeadRequest(request.targets[start:end], temperature, kept, request.entropy)

@@ -1,7 +1,7 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.plans.asking_steps import SplitText as SplitText
-from ramify.plans.calibration import Calibration as Calibration
 from ramify.plans.calibration import CalibrationPoint as CalibrationPoint
+from ramify.plans.calibration import PartSizeCalibration as PartSizeCalibration
 from ramify.plans.calibration import calibration_of as calibration_of
 from ramify.plans.composition import ask as ask
 from ramify.plans.composition import best as best
@@ -39,4 +39,4 @@ from ramify.plans.ready_plans import ready_plan as ready_plan
 from ramify.plans.ready_plans import search as search
 from ramify.plans.ready_plans import strategy_for as strategy_for
 from ramify.plans.ready_plans import summarise as summarise
-from ramify.plans.text_parts import Part as Part
+from ramify.plans.text_parts import TextPart as TextPart

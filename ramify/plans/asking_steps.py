@@ -3,7 +3,7 @@
     context ──split──> parts ──map──> answers, one per part ──reduce──> one answer
                                                               └ groups that fit a leaf's bound
 
-Not here: how a leaf is asked (``plan_flow.py``), and the steps that ask no model
+Not here: how a leaf is asked (``plan_leaf_runner.py``), and the steps that ask no model
 (``symbolic_steps.py``).
 """
 
@@ -16,22 +16,22 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.plans.leaf import BETWEEN_BYTES, Leaf
-from ramify.plans.plan_flow import LEAF_FAILED, PlanFlow
+from ramify.plans.plan_leaf_runner import LEAF_FAILED, PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, Pattern, Relevance
-from ramify.plans.shapes import CostSheet, Shape, known, unknown
 from ramify.plans.text_parts import (
     BYTES_PER_TOKEN,
     By,
-    Part,
     SplitRule,
+    TextPart,
     compiled,
     items_of,
     num_bytes,
     shortened,
-    split_texts,
+    split_texts_into_parts,
     texts_of,
 )
+from ramify.plans.value_bounds import CostSheet, ValueBounds, known, unknown
 from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_fields, list_of
 
 T = TypeVar("T")
@@ -42,13 +42,13 @@ class AskingStep(PlanStep, frozen=True):
     """A step of a plan that may ask a model bounded questions, called leaves, or that cuts the
     context for them."""
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         """Add the model calls of this step to ``sheet``, before any is made, and return what is
         then known of the result. ``shape`` is what is known of the input, and ``given`` is its
         type."""
         raise NotImplementedError
 
-    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         """Apply the step to ``value`` and return the result. ``shape`` is what was known of
         ``value`` before the plan ran."""
         raise NotImplementedError
@@ -99,18 +99,18 @@ class SplitText(AskingStep, frozen=True, tag="split"):
                 "split: items are neither cut nor repeated: omit overlap and cut, or split by lines"
             )
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind not in ("text", "any"):
             raise ConfigError(f"split cuts a text, and gets {given}")
         return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
-    def parts(self, context: Any) -> list[Part]:
+    def parts(self, context: Any) -> list[TextPart]:
         """Return the parts of ``context``. Raises ConfigError for a record beyond the bound."""
         rule = msgspec.convert(self, SplitRule, from_attributes=True)
         texts = items_of(context) if self.by == "items" else texts_of(context)
-        return split_texts(texts, rule)
+        return split_texts_into_parts(texts, rule)
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         if not shape.is_known:
             raise ConfigError("split cuts the context, and not what replies say: put it first")
         parts = self.parts(shape.value)
@@ -118,7 +118,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
             raise ConfigError("the context is empty, so there is nothing to ask about")
         return known(parts)
 
-    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> list[Part]:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> list[TextPart]:
         return await flow.in_thread(self.parts, value)
 
     def shown(self) -> str:
@@ -132,7 +132,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         )
 
 
-class PeekParts(AskingStep, frozen=True, tag="peek"):
+class PreviewPartsForFilter(AskingStep, frozen=True, tag="peek"):
     """Lets the filters that follow read only the beginning of each part."""
 
     tokens: int = 500
@@ -142,20 +142,22 @@ class PeekParts(AskingStep, frozen=True, tag="peek"):
         if self.tokens < 1:
             raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         if item.kind not in ("part", "any"):
             raise ConfigError(f"peek reads parts, and gets {given}")
         return given
 
-    def _peeked(self, parts: Sequence[Part]) -> list[Part]:
+    def _peeked(self, parts: Sequence[TextPart]) -> list[TextPart]:
         most = BYTES_PER_TOKEN * self.tokens
         return [msgspec.structs.replace(part, preview=shortened(part.text, most)) for part in parts]
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         return msgspec.structs.replace(shape, value=self._peeked(shape.value))
 
-    async def run(self, value: list[Part], flow: PlanFlow, shape: Shape) -> list[Part]:
+    async def run(
+        self, value: list[TextPart], flow: PlanLeafRunner, shape: ValueBounds
+    ) -> list[TextPart]:
         return self._peeked(value)
 
     def shown(self) -> str:
@@ -171,15 +173,15 @@ class MapLeaf(AskingStep, frozen=True, tag="map"):
     def title(self) -> str:
         return f"map {self.leaf.label}"
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         return list_of(self.leaf.read_by(given.items(self.title), self.title))
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         _check_items(self.title, self.leaf, shape)
         sheet.add_map(self.title, self.leaf, shape)
         return _answers(self.leaf, shape)
 
-    async def run(self, value: list[Any], flow: PlanFlow, shape: Shape) -> list[Any]:
+    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> list[Any]:
         answers = await flow.ask(self.leaf, value, self.title)
         if not self.leaf.each:
             return [answer for answer in answers if answer is not LEAF_FAILED]
@@ -199,12 +201,12 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         predicate = self.predicate
         return f"filter {predicate.label}" if isinstance(predicate, Leaf) else "filter"
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item, predicate = given.items(self.title), self.predicate
         kind = (
             predicate.read_by(item, self.title)
             if isinstance(predicate, Leaf)
-            else predicate.typed(item, self.title)
+            else predicate.infer_output_type(item, self.title)
         )
         if not BOOLEAN.accepts(kind):
             raise ConfigError(
@@ -212,29 +214,29 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
             )
         return given
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         predicate = self.predicate
         if isinstance(predicate, Leaf):
             _check_items(self.title, predicate, shape)
             sheet.add_map(self.title, predicate, shape, is_preview=True)
-            return shape.limited(shape.num)
+            return shape.limit_items(shape.num)
         if shape.is_known:
             return known(_kept(shape.value, self._verdicts(shape.value, sheet.question)))
         if isinstance(predicate, Relevance):
-            return shape.limited(predicate.top)
+            return shape.limit_items(predicate.top)
         if isinstance(predicate, Pattern) and isinstance(shape.value, list):
             value = _kept(shape.value, predicate.keeps(shape.value))
             kept = msgspec.structs.replace(shape, value=value)
-            return kept.limited(len(value))
-        return shape.limited(shape.num)
+            return kept.limit_items(len(value))
+        return shape.limit_items(shape.num)
 
     def _verdicts(self, items: Sequence[Any], question: str) -> list[bool]:
         assert not isinstance(self.predicate, Leaf)
         if isinstance(self.predicate, Relevance):
-            return self.predicate.best(items, question)
+            return self.predicate.mask_top_matches(items, question)
         return self.predicate.keeps(items)
 
-    async def run(self, value: list[Any], flow: PlanFlow, shape: Shape) -> list[Any]:
+    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> list[Any]:
         if isinstance(self.predicate, Leaf):
             answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
             return _kept(value, [answer is True for answer in answers])
@@ -255,10 +257,10 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
     def title(self) -> str:
         return f"ask {self.leaf.label}"
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         return self.leaf.read_by(given, self.title)
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         size = shape.size
         if size > self.leaf.read_bytes:
             raise ConfigError(
@@ -273,7 +275,7 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
         return unknown(1, self.leaf.max_bytes)
 
-    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         (answer,) = await flow.ask(self.leaf, [value], self.title)
         return answer
 
@@ -288,7 +290,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def title(self) -> str:
         return f"reduce {self.leaf.label}"
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         if self.leaf.each:
             raise ConfigError(f"{self.title}: its leaf gives one value for each record: omit each")
@@ -312,12 +314,12 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def _fan_in(self, item_bytes: int) -> int:
         return self.leaf.read_bytes // (item_bytes + BETWEEN_BYTES)
 
-    def _tree(self, shape: Shape) -> ReductionTree:
+    def _tree(self, shape: ValueBounds) -> ReductionTree:
         is_parts = _has_parts(shape.value)
         first = max(1, self._fan_in(shape.item_bytes))
         return ReductionTree(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         if shape.item_bytes > self.leaf.read_bytes:
             raise ConfigError(
                 f"{self.title}: an item may have {shape.item_bytes:,} bytes, and its leaf reads at "
@@ -326,12 +328,14 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         tree = self._tree(shape)
         waves = tree.waves(shape.num)
         total = shape.size + sum(waves[1:]) * self.leaf.read_bytes
-        places = (num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, Part))
+        places = (
+            num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, TextPart)
+        )
         largest = self.leaf.read_bytes + tree.first * max(places, default=0)
         sheet.add_bounded(self.title, self.leaf, waves, shape.is_exact, total, largest)
         return unknown(1, max(self.leaf.max_bytes, 0 if tree.asks_single else shape.item_bytes))
 
-    async def run(self, value: list[Any], flow: PlanFlow, shape: Shape) -> Any:
+    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         tree = self._tree(shape)
         items, is_first = [item for item in value if item is not None], True
         while len(items) > 1 or (items and is_first and tree.asks_single):
@@ -385,7 +389,7 @@ class ReductionTree(NamedTuple):
         return [each for each in found if each]
 
 
-def _check_items(step: str, leaf: Leaf, shape: Shape) -> None:
+def _check_items(step: str, leaf: Leaf, shape: ValueBounds) -> None:
     """Raise ConfigError if an item is already known and is larger than the leaf, the step's
     question to a model, may read. Parts of a text are not checked here, because their type has the
     bound."""
@@ -398,14 +402,14 @@ def _check_items(step: str, leaf: Leaf, shape: Shape) -> None:
 
 
 def _has_parts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Part)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], TextPart)
 
 
 def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
     return [item for item, is_kept in zip(items, verdicts, strict=True) if is_kept]
 
 
-def _answers(leaf: Leaf, shape: Shape) -> Shape:
+def _answers(leaf: Leaf, shape: ValueBounds) -> ValueBounds:
     """Return what is known in advance of the answers that a leaf gives. A leaf is one bounded
     question to a model. ``shape`` describes the items that it is asked about."""
     most = leaf.max_bytes

@@ -20,8 +20,8 @@ from urllib.parse import quote
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.logging import RoomLogger
-from ramify.store.private_files import FILE_MODE, make_folder, write_all
+from ramify.logging import ComponentLogger
+from ramify.store.durable_files import FILE_MODE, make_folder, write_all
 from ramify.store.store import default_root
 
 VERSION = 1
@@ -31,7 +31,7 @@ TOLERANCE = 0.02
 """Accuracy that a size may lose against the best one."""
 _SAVING = 0.10
 """A larger size is only preferred if the smaller one costs this share more for the same text."""
-_log = RoomLogger("plans")
+_log = ComponentLogger("plans")
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cost of reading a million tokens in leaves of this size; None if the price is not known."""
 
 
-class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How accurate a model's answers about text parts are, measured for parts of several sizes.
 
     Example:
@@ -99,7 +99,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"parts of {self.part_tokens:,} tokens, calibrated {self.date}"
 
 
-def calibration_of(model: str, root: Path | None = None) -> Calibration | None:
+def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration | None:
     """Return the stored calibration of ``model``, or None if there is none that can be used.
     ``root`` is the folder of the store, by default the user's.
 
@@ -112,7 +112,7 @@ def calibration_of(model: str, root: Path | None = None) -> Calibration | None:
             if place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 _ignored(path, f"other users can write {place}: chmod go-w {place}")
                 return None
-        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+        found = msgspec.json.decode(path.read_bytes(), type=PartSizeCalibration)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -144,7 +144,7 @@ def part_size(
     return (None, "") if found is None else (found.part_tokens, found.note)
 
 
-def store_calibration(calibration: Calibration, root: Path | None = None) -> Path:
+def store_calibration(calibration: PartSizeCalibration, root: Path | None = None) -> Path:
     """Write the file of a calibration, in place of an earlier one, and return its path."""
     path = calibration_path(calibration.model, root)
     make_folder(path.parent)

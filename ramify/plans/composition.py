@@ -13,26 +13,26 @@ from ramify.plans.asking_steps import (
     AskLeaf,
     FilterItems,
     MapLeaf,
-    PeekParts,
+    PreviewPartsForFilter,
     ReduceTree,
     SplitText,
 )
 from ramify.plans.leaf import Leaf
-from ramify.plans.plan import BothPlans, Plan
+from ramify.plans.plan import Plan, RunTwoPlans
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.symbolic_steps import (
-    BestItem,
-    CombineLists,
+    AggregateField,
+    CombineListsAsSets,
     ConcatLists,
-    CountSpread,
     CountValues,
-    CrossPairs,
-    DatePeriods,
+    CrossJoinFieldValues,
     DistinctValues,
+    HistogramOfCounts,
     JoinRecords,
     TakeField,
+    TakeMaxItem,
     TopItems,
-    TotalField,
+    TruncateDates,
 )
 from ramify.plans.text_parts import By
 
@@ -52,7 +52,7 @@ def peek(tokens: int = 500) -> Plan:
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
     """
-    return Plan((PeekParts(tokens),))
+    return Plan((PreviewPartsForFilter(tokens),))
 
 
 def map(leaf: Leaf) -> Plan:
@@ -97,7 +97,7 @@ def both(left: Plan, right: Plan) -> Plan:
     >>> str(plans.both(plans.count("user"), plans.total("price")).type)
     'pair of counts and number'
     """
-    return Plan((BothPlans(left, right),))
+    return Plan((RunTwoPlans(left, right),))
 
 
 def concat() -> Plan:
@@ -122,7 +122,7 @@ def cross(
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
     """
-    return Plan((CrossPairs(key, left, right, ordered),))
+    return Plan((CrossJoinFieldValues(key, left, right, ordered),))
 
 
 def best(by: str = "") -> Plan:
@@ -131,7 +131,7 @@ def best(by: str = "") -> Plan:
     >>> plans.best("score").steps[0].apply([{"score": 1}, {"score": 3}])
     {'score': 3}
     """
-    return Plan((BestItem(by),))
+    return Plan((TakeMaxItem(by),))
 
 
 def field(name: str) -> Plan:
@@ -158,7 +158,7 @@ def spread() -> Plan:
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
     """
-    return Plan((CountSpread(),))
+    return Plan((HistogramOfCounts(),))
 
 
 def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") -> Plan:
@@ -167,7 +167,7 @@ def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") ->
     >>> plans.total("n", "mean").steps[0].apply([{"n": 1}, {"n": 2}])
     1.5
     """
-    return Plan((TotalField(field, how),))
+    return Plan((AggregateField(field, how),))
 
 
 def top(k: int, by: str = "") -> Plan:
@@ -194,7 +194,7 @@ def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
     >>> plans.combine("union").steps[0].apply((["a"], ["b"]))
     ['a', 'b']
     """
-    return Plan((CombineLists(how),))
+    return Plan((CombineListsAsSets(how),))
 
 
 def join(on: str) -> Plan:
@@ -212,4 +212,4 @@ def periods(field: str = "", per: Literal["day", "week", "month", "year"] = "day
     >>> plans.periods("", "month").steps[0].apply(["May 3, 2024"])
     ['2024-05']
     """
-    return Plan((DatePeriods(field, per),))
+    return Plan((TruncateDates(field, per),))

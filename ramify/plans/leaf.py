@@ -18,7 +18,7 @@ import msgspec
 from ramify.engine.plain_call import asked_for
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError
-from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes, shortened
+from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes, shortened
 from ramify.plans.value_types import ValueType, check_fields, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
@@ -104,7 +104,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return f"{asked}\n\n{self._shown(given, is_preview)}"
 
     def _shown(self, given: Any, is_preview: bool) -> str:
-        if not isinstance(given, Part):
+        if not isinstance(given, TextPart):
             return rendered(given)
         if self.each:
             text = given.numbered()
@@ -116,13 +116,13 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         """Return the type of the answer about ``given``, with its bounds; None for text."""
         if self.schema is None:
             return None
-        if self.each and isinstance(given, Part):
+        if self.each and isinstance(given, TextPart):
             return _each_kind(self, len(given.records))
         return _kind(self)
 
     def max_reply_tokens(self, given: Any) -> int:
         """Return the maximum number of tokens in the reply about the value ``given``."""
-        if self.each and isinstance(given, Part):
+        if self.each and isinstance(given, TextPart):
             return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
         return self.reply_tokens
 
@@ -136,9 +136,9 @@ def rendered(value: Any) -> str:
     """Write a value for a leaf: a text as it is, texts with lines between them, others as JSON."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Part):
+    if isinstance(value, TextPart):
         return f"[{value.place}]\n{value.text}"
-    if isinstance(value, Sequence) and value and all(isinstance(v, str | Part) for v in value):
+    if isinstance(value, Sequence) and value and all(isinstance(v, str | TextPart) for v in value):
         return _BETWEEN.join(map(rendered, value))
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return "\n".join(msgspec.json.encode(each).decode() for each in value)

@@ -16,8 +16,8 @@ import re
 from typing import Any
 
 from ramify.engine.leaf_calls import LeafRequest
-from ramify.engine.modes import ModeChoice, ModeFacts, ModeQuestion
-from ramify.engine.observe import chars_of
+from ramify.engine.modes import ModeChoice, ModeChoiceCall, ModeFacts
+from ramify.engine.observation_messages import count_text_chars
 from ramify.engine.prompt_text import context_facts
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError
@@ -89,7 +89,7 @@ def choose_plan(facts: ModeFacts) -> ModeChoice:
     return ModeChoice("plan", strategy.reason, strategy)
 
 
-def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
+def choose_mode(facts: ModeFacts) -> ModeChoice | ModeChoiceCall:
     """Choose by rules how the question is answered: by one plain call, in a session, or by a plan,
     which is then chosen too. If the rules do not decide, return the call that lets a model
     choose."""
@@ -98,7 +98,7 @@ def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
     if question.context is None:
         return ModeChoice("direct", "the question has no context")
-    num_chars = chars_of(question.context)
+    num_chars = count_text_chars(question.context)
     most, measured = _one_call(facts)
     if num_chars <= most:
         size = f"the context has {num_chars:,} characters"
@@ -114,7 +114,7 @@ def choose_mode(facts: ModeFacts) -> ModeChoice | ModeQuestion:
     return _with_plan(facts, chosen.name, chosen.reason)
 
 
-def _call(facts: ModeFacts, num_chars: int) -> ModeQuestion:
+def _call(facts: ModeFacts, num_chars: int) -> ModeChoiceCall:
     """Return the call that lets a model choose between a session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
@@ -135,7 +135,7 @@ def _call(facts: ModeFacts, num_chars: int) -> ModeQuestion:
 
     # It is asked only once: without a choice, a session answers.
     leaf = LeafRequest("choose the mode", prompt, answer_type(_ANSWER), _REPLY_TOKENS, 0)
-    return ModeQuestion(leaf, choice)
+    return ModeChoiceCall(leaf, choice)
 
 
 def _with_plan(facts: ModeFacts, name: str, why: str, **options: Any) -> ModeChoice:

@@ -23,28 +23,28 @@ from ramify.plans.asking_steps import (
     AskLeaf,
     FilterItems,
     MapLeaf,
-    PeekParts,
+    PreviewPartsForFilter,
     ReduceTree,
     SplitText,
 )
 from ramify.plans.leaf import Leaf
 from ramify.plans.plan_cost import PlanCost, PlanModel, cost_of, model_of
-from ramify.plans.plan_flow import PlanFlow
-from ramify.plans.shapes import CostSheet, Shape, known, unknown
+from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.symbolic_steps import (
-    BestItem,
-    CombineLists,
+    AggregateField,
+    CombineListsAsSets,
     ConcatLists,
-    CountSpread,
     CountValues,
-    CrossPairs,
-    DatePeriods,
+    CrossJoinFieldValues,
     DistinctValues,
+    HistogramOfCounts,
     JoinRecords,
     TakeField,
+    TakeMaxItem,
     TopItems,
-    TotalField,
+    TruncateDates,
 )
+from ramify.plans.value_bounds import CostSheet, ValueBounds, known, unknown
 from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
@@ -85,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         begins = isinstance(self.steps[0], SplitText)
         types = [given or (TEXT if begins else ANY)]
         for step in self.steps:
-            types.append(step.typed(types[-1]))
+            types.append(step.infer_output_type(types[-1]))
         return types
 
     @property
@@ -96,7 +96,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def leaves(self) -> Iterator[Leaf]:
         """Yield the leaf of each step that has one."""
         for step in self.steps:
-            if isinstance(step, BothPlans):
+            if isinstance(step, RunTwoPlans):
                 yield from step.left.leaves()
                 yield from step.right.leaves()
             elif isinstance(step, MapLeaf | AskLeaf | ReduceTree):
@@ -104,7 +104,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             elif isinstance(step, FilterItems) and isinstance(step.predicate, Leaf):
                 yield step.predicate
 
-    def shapes(self, first: Shape, sheet: CostSheet, given: ValueType | None = None) -> list[Shape]:
+    def shapes(
+        self, first: ValueBounds, sheet: CostSheet, given: ValueType | None = None
+    ) -> list[ValueBounds]:
         """Return what is known in advance of the value before the first step and after each step,
         and add the model calls to ``sheet``. Raises ConfigError for a context that the plan cannot
         read."""
@@ -113,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shapes.append(step.bounded(shapes[-1], kind, sheet))
         return shapes
 
-    async def run(self, value: Any, shapes: list[Shape], flow: PlanFlow) -> Any:
+    async def run(self, value: Any, shapes: list[ValueBounds], flow: PlanLeafRunner) -> Any:
         """Apply the steps to ``value`` one after the other, and return the answer. ``shapes`` holds
         what is known of the value before the first step and after each step. A step whose result is
         already known is not run."""
@@ -137,12 +139,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def measured(
         self, context: Any, question: str, model: PlanModel
-    ) -> tuple[PlanCost, list[Shape]]:
+    ) -> tuple[PlanCost, list[ValueBounds]]:
         """Compute what the plan would cost over ``context``. Returns the cost, and what is known in
         advance of the value before the first step and after each step."""
         self.check_begin()
         sheet = CostSheet(question)
-        first = Shape(context, True)
+        first = ValueBounds(context, True)
         shapes = self.shapes(first, sheet)
         return cost_of(sheet.steps, model), shapes
 
@@ -168,16 +170,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.picture()
 
 
-class BothPlans(AskingStep, frozen=True, tag="both"):
+class RunTwoPlans(AskingStep, frozen=True, tag="both"):
     """Runs two plans on one value and gives the pair of their results."""
 
     left: Plan
     right: Plan
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         return pair_of(self.left.types(given)[-1], self.right.types(given)[-1])
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         left = self.left.shapes(shape, sheet, given)[-1]
         right = self.right.shapes(shape, sheet, given)[-1]
         if left.is_known and right.is_known:
@@ -185,7 +187,7 @@ class BothPlans(AskingStep, frozen=True, tag="both"):
         total = left.size + right.size
         return unknown(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
 
-    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         sheet, results = CostSheet(flow.question), []
         for plan in (self.left, self.right):
             shapes = await flow.in_thread(plan.shapes, shape, sheet)
@@ -195,35 +197,35 @@ class BothPlans(AskingStep, frozen=True, tag="both"):
 
 AnyStep = (
     SplitText
-    | PeekParts
+    | PreviewPartsForFilter
     | MapLeaf
     | FilterItems
     | AskLeaf
     | ReduceTree
-    | BothPlans
+    | RunTwoPlans
     | ConcatLists
-    | CrossPairs
-    | BestItem
+    | CrossJoinFieldValues
+    | TakeMaxItem
     | TakeField
     | CountValues
-    | CountSpread
-    | TotalField
+    | HistogramOfCounts
+    | AggregateField
     | TopItems
     | DistinctValues
-    | CombineLists
+    | CombineListsAsSets
     | JoinRecords
-    | DatePeriods
+    | TruncateDates
 )
 
 _DECODER = msgspec.json.Decoder(Plan)
 """Reads plans. It is made here, under the import lock: msgspec crashes the process if two threads
-at once are the first to use structs that contain each other, as ``Plan`` and ``BothPlans`` do."""
+at once are the first to use structs that contain each other, as ``Plan`` and ``RunTwoPlans`` do."""
 
 
 def _lines(plan: Plan, indent: str, given: ValueType | None = None) -> Iterator[str]:
     types = plan.types(given)
     for step, before, after in zip(plan.steps, types, types[1:], strict=False):
-        if isinstance(step, BothPlans):
+        if isinstance(step, RunTwoPlans):
             yield f"{indent}├─ left"
             yield from _lines(step.left, f"{indent}│    ", before)
             yield f"{indent}├─ right"

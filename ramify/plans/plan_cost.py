@@ -5,7 +5,7 @@
 The number of calls is exact if no model reply decides how many follow, and no call fails; otherwise
 it is an upper bound. Tokens and dollars are always upper bounds: a prompt is counted with one token
 for each byte, as in the ledger, and a reply with its maximum length. English text has about a
-quarter as many tokens as bytes. Not here: how a step finds its calls (``shapes.py``).
+quarter as many tokens as bytes. Not here: how a step finds its calls (``value_bounds.py``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Client, Price, reasons
-from ramify.clients.model import Model
+from ramify.clients.model_config import Model
 from ramify.clients.providers import PriceTable
-from ramify.engine.limits import Limits, ResourceAmount, bound
+from ramify.engine.limits import BudgetAmount, Limits, bound
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.errors import ConfigError
-from ramify.plans.shapes import StepCalls
+from ramify.plans.value_bounds import PlanStepCalls
 
 _REPAIR_TOKENS = 2_048
 """Bound on the message that shows a leaf the error of its reply, with its markers."""
@@ -88,7 +88,7 @@ class PlanCost(msgspec.Struct, frozen=True):
     retries: CallBound
     """Bound on what is added if every reply is rejected as often as possible. Attempts that were
     lost on the way are not in it: the run's limits bound them."""
-    steps: tuple[StepCalls, ...]
+    steps: tuple[PlanStepCalls, ...]
     """The steps that ask, in order."""
 
     @property
@@ -109,7 +109,7 @@ class PlanCost(msgspec.Struct, frozen=True):
         """Time to the answer if each call takes ``call_s`` seconds, without retries."""
         return self.rounds(concurrency) * call_s
 
-    def check(self, budget: ResourceAmount, *, is_rest: bool = False) -> None:
+    def check(self, budget: BudgetAmount, *, is_rest: bool = False) -> None:
         """Raise ConfigError if the plan may need more calls, tokens or dollars than ``budget``. The
         error states both numbers. ``is_rest`` is True if the budget is the unused part of a run's
         limits, which changes the advice in the error."""
@@ -129,7 +129,7 @@ class PlanCost(msgspec.Struct, frozen=True):
                 )
 
 
-def cost_of(steps: Sequence[StepCalls], model: PlanModel) -> PlanCost:
+def cost_of(steps: Sequence[PlanStepCalls], model: PlanModel) -> PlanCost:
     """Return the cost of ``steps`` with ``model``. Raises ConfigError if a prompt and its reply may
     not fit the model's window."""
     for step in steps:

@@ -23,7 +23,7 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         """The step with its options, for a picture."""
         return self.title
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         """Return the type of the step's result if its input has the type ``given``. Raises
         ConfigError if the step cannot use such an input."""
         raise NotImplementedError

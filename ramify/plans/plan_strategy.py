@@ -19,8 +19,8 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.plans.plan import Plan
 from ramify.plans.plan_cost import PlanModel, cost_of
-from ramify.plans.plan_flow import PlanFlow, PlanStopped
-from ramify.plans.shapes import CostSheet, Shape
+from ramify.plans.plan_leaf_runner import PlanLeafRunner, PlanStopped
+from ramify.plans.value_bounds import CostSheet, ValueBounds
 from ramify.plans.value_types import ValueType
 from ramify.types.trajectory import Stop, cut
 
@@ -48,11 +48,11 @@ class PlanStrategy(
         """Answer the question of a run. Raises ConfigError, before any call, if the plan cannot
         read the context or may use more than the run may."""
         self.plan.check_begin()
-        return await answer_by(self.plan, Shape(calls.question.context, True), None, calls)
+        return await answer_by(self.plan, ValueBounds(calls.question.context, True), None, calls)
 
 
 async def answer_by(
-    plan: Plan, first: Shape, given: ValueType | None, calls: LeafCalls
+    plan: Plan, first: ValueBounds, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
     """Run ``plan`` and return the outcome. ``first`` is what is known of the plan's input, and
     ``given`` is the input's type, or None for a context that the plan cuts itself. Raises
@@ -63,7 +63,7 @@ async def answer_by(
     # Cutting a large context, or ranking its parts, takes seconds.
     shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
     cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_of_session)
-    flow = PlanFlow(calls)
+    flow = PlanLeafRunner(calls)
     try:
         value = await plan.run(first.value, shapes, flow)
     except PlanStopped:
@@ -71,7 +71,7 @@ async def answer_by(
     return _outcome(value, flow)
 
 
-def _outcome(value: Any, flow: PlanFlow) -> CallOutcome:
+def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
     """Return the answer, and what it does not cover."""
     errors = []
     if flow.failures:

@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.install_command import install_command
-from ramify.plans.text_parts import Part, compiled
+from ramify.plans.text_parts import TextPart, compiled
 from ramify.plans.value_types import BOOLEAN, ValueType, check_fields
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
@@ -54,7 +54,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     def _compiled(self) -> Any:
         return compiled(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
 
-    def typed(self, given: ValueType, step: str) -> ValueType:
+    def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
         Raises ConfigError if items of the type ``given`` cannot be searched."""
         kind = given.field(self.field, step)
@@ -93,18 +93,18 @@ class Relevance(
         if not 1 <= self.top <= MAX_HITS:
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
-    def typed(self, given: ValueType, step: str) -> ValueType:
+    def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
         Raises ConfigError if items of the type ``given`` cannot be ranked."""
         if given.kind not in ("part", "text", "any"):
             raise ConfigError(f"{step}: BM25 ranks parts or texts, and gets {given}")
         return BOOLEAN
 
-    def best(self, items: Sequence[Any], question: str) -> list[bool]:
+    def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
         """Return for each item whether it is among those that match the words best (BM25). Blocks
         while the search index is built. Raises ConfigError if the package ``tantivy`` is
         missing."""
-        from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearch, has_tantivy
+        from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearchTool, has_tantivy
 
         if not has_tantivy():
             raise ConfigError(
@@ -113,7 +113,7 @@ class Relevance(
             )
         if len(items) <= self.top:
             return [True] * len(items)
-        search = TextSearch([_text(item) for item in items])
+        search = TextSearchTool([_text(item) for item in items])
         query = (self.query or question)[:MAX_QUERY_CHARS]
         try:
             hits = search(query, 100)
@@ -149,7 +149,7 @@ class Comparison(
         if self.op == "in" and not isinstance(self.value, list | tuple):
             raise ConfigError("the comparison 'in' needs a list of values")
 
-    def typed(self, given: ValueType, step: str) -> ValueType:
+    def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
         Raises ConfigError if items of the type ``given`` cannot be compared."""
         kind = given.field(self.field, step)
@@ -198,4 +198,4 @@ def value_at(item: Any, field: str) -> Any:
 
 
 def _text(item: Any) -> Any:
-    return item.text if isinstance(item, Part) else item
+    return item.text if isinstance(item, TextPart) else item

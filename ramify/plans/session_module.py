@@ -27,7 +27,7 @@ _MAX_CHARS = 16_000_000
 _PART_KEYS = {"place", "text"}
 
 
-class SessionPart(str):
+class SessionTextPart(str):
     """A part of a text: a str with its ``place`` and its ``records``."""
 
     place: str
@@ -36,7 +36,9 @@ class SessionPart(str):
     """What a filter reads in its place; empty if it reads all of it."""
     _spans: str
 
-    def __new__(cls, text: str, place: str = "", spans: str = "", preview: str = "") -> SessionPart:
+    def __new__(
+        cls, text: str, place: str = "", spans: str = "", preview: str = ""
+    ) -> SessionTextPart:
         part = super().__new__(cls, text)
         part.place = place
         part.preview = preview
@@ -50,7 +52,7 @@ class SessionPart(str):
         return [self[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
 
     def __reduce__(self) -> Any:
-        return SessionPart, (str(self), self.place, self._spans, self.preview)
+        return SessionTextPart, (str(self), self.place, self._spans, self.preview)
 
 
 class _Options:
@@ -64,7 +66,7 @@ class _Options:
         return f"{type(self).__name__.removeprefix('Session')}({given})"
 
 
-class SessionLeaf(_Options):
+class SessionLeafQuestion(_Options):
     """A bounded question about one item. ``{question}`` in the prompt stands for your question.
     ``schema``: a JSON schema or type of the answer, None for text. It reads at most ``tokens``
     tokens (of 3 bytes) and replies with at most ``reply_tokens``. ``each=True``: one value for each
@@ -89,7 +91,7 @@ class SessionLeaf(_Options):
         self.label = label
 
 
-class SessionPattern(_Options):
+class SessionRegexFilter(_Options):
     """Keeps what a regular expression matches (without look-around and back-references)."""
 
     _by = "regex"
@@ -100,7 +102,7 @@ class SessionPattern(_Options):
         self.field = field
 
 
-class SessionRelevance(_Options):
+class SessionBm25Filter(_Options):
     """Keeps the ``top`` parts that fit some words best (BM25); by default the question's."""
 
     _by = "bm25"
@@ -110,7 +112,7 @@ class SessionRelevance(_Options):
         self.query = query
 
 
-class SessionComparison(_Options):
+class SessionFieldFilter(_Options):
     """Keeps items whose ``field`` is true, or compares with ``value`` by ``op``: ==, !=, <, <=,
     >, >=, in or contains."""
 
@@ -123,8 +125,8 @@ class SessionComparison(_Options):
 
 
 # One name stands for one class in this package, and a session uses the names of ``ramify.plans``.
-Part, Leaf = SessionPart, SessionLeaf
-Pattern, Relevance, Comparison = SessionPattern, SessionRelevance, SessionComparison
+Part, Leaf = SessionTextPart, SessionLeafQuestion
+Pattern, Relevance, Comparison = SessionRegexFilter, SessionBm25Filter, SessionFieldFilter
 
 
 def __getattr__(name: str) -> Any:
@@ -188,17 +190,17 @@ def _ready(name: str, value: Any, question: str | None, options: dict[str, Any])
 
 def split(
     text: Any = None, by: str = "lines", tokens: int = 4000, **options: Any
-) -> list[SessionPart]:
+) -> list[SessionTextPart]:
     """Cut a text, or a list or dict of texts, into parts of at most ``tokens`` tokens (of 3 bytes);
     by lines, records, sentences, tokens or items. Options: overlap, separator, max_records, cut."""
     value = text if text is not None else _context
-    found: list[SessionPart] = _run("split", value, {"by": by, "tokens": tokens, **options})
+    found: list[SessionTextPart] = _run("split", value, {"by": by, "tokens": tokens, **options})
     return found
 
 
-def peek(parts: Any, tokens: int = 500) -> list[SessionPart]:
+def peek(parts: Any, tokens: int = 500) -> list[SessionTextPart]:
     """Let ``filter`` read only the beginning of each part."""
-    found: list[SessionPart] = _run("peek", parts, {"tokens": tokens})
+    found: list[SessionTextPart] = _run("peek", parts, {"tokens": tokens})
     return found
 
 
@@ -320,7 +322,7 @@ def _run(name: str, value: Any, options: dict[str, Any], question: str | None = 
         _prelude.received.append(answer)
     if reply["note"]:
         print(f"{name}: {reply['note']}")
-    return [SessionPart(*each) for each in answer] if reply["is_parts"] else answer
+    return [SessionTextPart(*each) for each in answer] if reply["is_parts"] else answer
 
 
 def _option(value: Any) -> Any:
@@ -342,7 +344,7 @@ def _sent(name: str, value: Any) -> Any:
         if value and None not in parts:
             _check_size(name, parts)
             return {"of": "parts", "parts": [_fields(each) for each in parts if each is not None]}
-    if isinstance(value, SessionPart):
+    if isinstance(value, SessionTextPart):
         value = [value]
         return {"of": "part", "parts": [_fields(each) for each in value]}
     plain = _plain(value)
@@ -350,10 +352,10 @@ def _sent(name: str, value: Any) -> Any:
     return {"of": "value", "value": plain}
 
 
-def _part(value: Any) -> SessionPart | None:
+def _part(value: Any) -> SessionTextPart | None:
     """Return ``value`` as a part if it is one, or if it is a dict of the kind that ``chunks``
     returns. Return None for any other value."""
-    if isinstance(value, SessionPart):
+    if isinstance(value, SessionTextPart):
         return value
     if not isinstance(value, dict) or value.keys() != _PART_KEYS or not _is_text(value["text"]):
         return None
@@ -363,10 +365,10 @@ def _part(value: Any) -> SessionPart | None:
             begin = start + line.index(inner)
             spans.append(f"{begin} {begin + len(inner)}")
         start += len(line)
-    return SessionPart(text, str(value["place"]), " ".join(spans))
+    return SessionTextPart(text, str(value["place"]), " ".join(spans))
 
 
-def _fields(part: SessionPart) -> list[str]:
+def _fields(part: SessionTextPart) -> list[str]:
     return [str(part), part.place, part._spans, part.preview]
 
 

@@ -1,6 +1,6 @@
 """Plans in a session: the host's side of the module ``ramify_plans``.
 
-    session: classify(context, labels) ──> SessionPlans.strategy ──> SessionPlan(calls) ──> labels
+    session: classify(…) ──> SessionPlans.strategy ──> PlanFunctionCall(calls) ──> labels
                                                                      └ leaves: calls 0.3.0, 0.3.1, …
 
 A function of the module becomes a plan of one or several steps, which runs over the value that the
@@ -31,8 +31,8 @@ from ramify.plans.plan import Plan
 from ramify.plans.plan_strategy import answer_by
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.ready_plans import READY_PLANS, ready_plan
-from ramify.plans.shapes import Shape, known
-from ramify.plans.text_parts import BYTES_PER_TOKEN, Part, num_bytes
+from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes
+from ramify.plans.value_bounds import ValueBounds, known
 from ramify.plans.value_types import (
     ANY,
     BOOLEAN,
@@ -99,7 +99,7 @@ class SessionPlans:
         """Source code of the module ``ramify_plans``, which is installed in the session."""
         return _module_source()
 
-    def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlan:
+    def strategy(self, name: Any, value: Any, options: Any, question: Any) -> PlanFunctionCall:
         """Return the strategy that answers one call of a function of the module. Raises ConfigError
         if the function or its options are not valid."""
         if name not in _STEPS and name not in _READY:
@@ -108,7 +108,7 @@ class SessionPlans:
             raise ConfigError("the options must be a dict")
         if question is not None and not isinstance(question, str):
             raise ConfigError("the question must be a text")
-        return SessionPlan(name, value, options, question)
+        return PlanFunctionCall(name, value, options, question)
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def _module_source() -> str:
     return resources.files("ramify.plans").joinpath("session_module.py").read_text("utf-8")
 
 
-class SessionPlan:
+class PlanFunctionCall:
     """Answers one call of a function of ``ramify_plans``."""
 
     def __init__(
@@ -149,11 +149,11 @@ class SessionPlan:
         """Whether the answer is a list of parts."""
         return self.title in ("split", "peek")
 
-    def _prepared(self, context: Any) -> tuple[Plan, Shape, ValueType | None]:
+    def _prepared(self, context: Any) -> tuple[Plan, ValueBounds, ValueType | None]:
         value = _received(self._value, context)
         plan = self._plan(value)
         if self.title in ("split", *_READY) and not _are_parts(value):
-            return plan, Shape(value, True), None
+            return plan, ValueBounds(value, True), None
         return plan, known(value), _type_of(value)
 
     def _plan(self, value: Any) -> Plan:
@@ -207,7 +207,7 @@ def _received(sent: Any, context: Any) -> Any:
             raise ConfigError("the value cannot be read: call the functions of ramify_plans")
 
 
-def _part(fields: Any) -> Part:
+def _part(fields: Any) -> TextPart:
     """Return a part that a session gave back. Its records may have been forged."""
     is_valid = isinstance(fields, list) and len(fields) == 4
     if not is_valid or not all(isinstance(each, str) for each in fields):
@@ -221,10 +221,10 @@ def _part(fields: Any) -> Part:
     ends = [0, *bounds, len(text)]
     if any(a > b for a, b in itertools.pairwise(ends)):
         raise ConfigError("the records of a part are not in it: split the text again")
-    return Part(text, place[:200], (), 0, records, preview)
+    return TextPart(text, place[:200], (), 0, records, preview)
 
 
-def _fields(part: Part) -> list[str]:
+def _fields(part: TextPart) -> list[str]:
     spans = " ".join(f"{start} {end}" for start, end in part.records)
     return [part.text, part.place, spans, part.preview]
 
@@ -255,7 +255,7 @@ def _built(name: str, value: Any) -> Any:
 
 
 def _are_parts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, Part) for v in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(v, TextPart) for v in value)
 
 
 def _type_of(value: Any) -> ValueType:
@@ -268,7 +268,7 @@ def _type_of(value: Any) -> ValueType:
             return NUMBER
         case str():
             return TEXT
-        case Part():
+        case TextPart():
             return _part_type([value])
         case dict():
             numbers = value and all(type(each) is int for each in value.values())
@@ -283,7 +283,7 @@ def _type_of(value: Any) -> ValueType:
             return ANY
 
 
-def _part_type(parts: Sequence[Part]) -> ValueType:
+def _part_type(parts: Sequence[TextPart]) -> ValueType:
     largest = max(math.ceil(num_bytes(part.text) / BYTES_PER_TOKEN) for part in parts)
     has_records = any(part.records for part in parts)  # a part may be blank
     return ValueType("part", has_records=has_records, tokens=largest)
@@ -297,7 +297,7 @@ def _item_type(items: Sequence[Any]) -> ValueType:
         return ValueType("record", fields=dict.fromkeys(names, ANY))
     if given and all(isinstance(item, list | tuple) for item in given):
         return list_of(ANY)
-    if any(isinstance(item, list | tuple | Mapping | Part) for item in given):
+    if any(isinstance(item, list | tuple | Mapping | TextPart) for item in given):
         return ANY
     found = {kind.kind: kind for kind in map(_type_of, given)}
     return next(iter(found.values())) if len(found) == 1 else ANY

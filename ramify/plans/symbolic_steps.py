@@ -21,11 +21,11 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.plans.leaf import rendered
-from ramify.plans.plan_flow import PlanFlow
+from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, value_at
-from ramify.plans.shapes import MAX_ITEMS, CostSheet, Shape, known, unknown
-from ramify.plans.text_parts import Part, num_bytes
+from ramify.plans.text_parts import TextPart, num_bytes
+from ramify.plans.value_bounds import MAX_ITEMS, CostSheet, ValueBounds, known, unknown
 from ramify.plans.value_types import (
     ANY,
     COUNTS,
@@ -52,18 +52,18 @@ class SymbolicStep(PlanStep, frozen=True):
         """Compute the step's result for ``value``."""
         raise NotImplementedError
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         """Return what is known in advance of the step's result if model replies decide its input.
         ``shape`` is what is known of the input, and ``given`` is its type."""
         raise NotImplementedError
 
-    def bounded(self, shape: Shape, given: ValueType, sheet: CostSheet) -> Shape:
+    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         """Return what is known of the step's result before the plan runs. ``shape`` is what is
         known of the input, and ``given`` is its type. The step asks no model, so nothing is added
         to ``sheet``."""
         return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
 
-    async def run(self, value: Any, flow: PlanFlow, shape: Shape) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         """Compute the step's result for ``value`` in a thread."""
         return await flow.in_thread(self.apply, value)
 
@@ -75,7 +75,7 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
     ['a', 'b', 'c']
     """
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         if item.kind == "list":
             return item
@@ -90,17 +90,17 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
             return [item for each in value if each is not None for item in each]
         return rendered([each for each in value if each is not None]) if value else ""
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         if shape.inner:
             return unknown(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
         return unknown(1, shape.size)
 
 
-class CrossPairs(SymbolicStep, frozen=True, tag="cross"):
+class CrossJoinFieldValues(SymbolicStep, frozen=True, tag="cross"):
     """Pairs each value of a field, from items that meet one condition, with each different value
     from items that meet another. Without conditions, all items count.
 
-    >>> plans.CrossPairs("user").apply([{"user": "b"}, {"user": "a"}])
+    >>> plans.CrossJoinFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
     """
 
@@ -112,11 +112,11 @@ class CrossPairs(SymbolicStep, frozen=True, tag="cross"):
     ordered: bool = False
     """Whether (a, b) and (b, a) are two pairs. If not, either order of the conditions counts."""
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         key = item.field(self.key, self.title)
         for condition in filter(None, (self.left, self.right)):
-            kind = condition.typed(item, self.title)
+            kind = condition.infer_output_type(item, self.title)
             if kind.kind not in ("boolean", "any"):
                 raise ConfigError(f"cross: the condition {condition} gives {kind}, not boolean")
         return list_of(pair_of(key, key))
@@ -141,7 +141,7 @@ class CrossPairs(SymbolicStep, frozen=True, tag="cross"):
         keys = (_hashable(value_at(item, self.key)) for item in items)
         return list(dict.fromkeys(key for key in keys if key is not None))
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         num = min(shape.num**2, MAX_PAIRS)
         return unknown(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
 
@@ -150,16 +150,16 @@ class CrossPairs(SymbolicStep, frozen=True, tag="cross"):
         return f"cross {self.key or 'items'} ({conditions})"
 
 
-class BestItem(SymbolicStep, frozen=True, tag="best"):
+class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
     """Takes the item with the highest value of a field; the first of several.
 
-    >>> plans.BestItem("score").apply([{"score": 1}, {"score": 3}])
+    >>> plans.TakeMaxItem("score").apply([{"score": 1}, {"score": 3}])
     {'score': 3}
     """
 
     by: str = ""
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         _check_number(item.field(self.by, self.title), self.title)
         return item
@@ -169,7 +169,7 @@ class BestItem(SymbolicStep, frozen=True, tag="best"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return max(rated, key=lambda each: each[0])[1] if rated else None
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         return unknown(1, shape.item_bytes)
 
     def shown(self) -> str:
@@ -185,7 +185,7 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
 
     name: str
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind == "list" and given.item is not None:
             return list_of(given.item.field(self.name, self.title))
         return given.field(self.name, self.title)
@@ -195,7 +195,7 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
             return [value_at(item, self.name) for item in value]
         return value_at(value, self.name)
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         return msgspec.structs.replace(shape, value=None)
 
     def shown(self) -> str:
@@ -212,7 +212,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
     by: tuple[str, ...] = ()
     """Fields that are counted together; empty for the items themselves."""
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         for name in self.by or ("",):
             field = item.field(name, self.title)
@@ -225,7 +225,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         named = (" | ".join(map(_name, key)) for key in keys if None not in key)
         return dict(sorted(Counter(named).items(), key=lambda each: (-each[1], each[0])))
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         fields = [given.items(self.title).field(name, self.title) for name in self.by or ("",)]
         num, key_bytes = shape.num, shape.item_bytes + 3 * len(fields)
         if all(field.labels for field in fields):
@@ -237,14 +237,14 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         return f"count {' and '.join(self.by) or 'values'}"
 
 
-class CountSpread(SymbolicStep, frozen=True, tag="spread"):
+class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
     """Counts the counts: how many values occur once, how many twice, and so on.
 
-    >>> plans.CountSpread().apply({"ham": 2, "spam": 2, "eggs": 1})
+    >>> plans.HistogramOfCounts().apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
     """
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind not in ("counts", "any"):
             raise ConfigError(f"spread counts the numbers of counts, and gets {given}")
         return COUNTS
@@ -252,21 +252,21 @@ class CountSpread(SymbolicStep, frozen=True, tag="spread"):
     def apply(self, value: dict[str, int]) -> dict[str, int]:
         return {str(count): num for count, num in Counter(value.values()).most_common()}
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         return unknown(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
 
 
-class TotalField(SymbolicStep, frozen=True, tag="total"):
+class AggregateField(SymbolicStep, frozen=True, tag="total"):
     """Adds up the numbers of a field, or takes their mean, least or greatest.
 
-    >>> plans.TotalField("price").apply([{"price": 2}, {"price": 3.5}])
+    >>> plans.AggregateField("price").apply([{"price": 2}, {"price": 3.5}])
     5.5
     """
 
     field: str = ""
     how: Literal["sum", "mean", "min", "max"] = "sum"
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         _check_number(item.field(self.field, self.title), self.title)
         return NUMBER
@@ -282,7 +282,7 @@ class TotalField(SymbolicStep, frozen=True, tag="total"):
             return math.fsum(numbers) / len(numbers)
         return min(numbers) if self.how == "min" else max(numbers)
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         return unknown(1, _NUMBER_BYTES)
 
     def shown(self) -> str:
@@ -304,7 +304,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         if self.k < 1:
             raise ConfigError(f"top: k={self.k!r:.40}: give 1 or more")
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind in ("counts", "any"):
             return given
         item = given.items(self.title)
@@ -319,8 +319,8 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return [item for _, item in sorted(rated, key=lambda each: -each[0])[: self.k]]
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
-        return shape.limited(self.k)
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+        return shape.limit_items(self.k)
 
     def shown(self) -> str:
         return f"top {self.k}" + f" by {self.by}" * bool(self.by)
@@ -335,30 +335,30 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
 
     field: str = ""
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         return list_of(given.items(self.title).field(self.field, self.title))
 
     def apply(self, value: list[Any]) -> list[Any]:
         found = (value_at(item, self.field) for item in value)
         return _sorted_set(each for each in found if each is not None)
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         return msgspec.structs.replace(shape, is_exact=False, inner=0)
 
     def shown(self) -> str:
         return f"distinct {self.field or 'values'}"
 
 
-class CombineLists(SymbolicStep, frozen=True, tag="combine"):
+class CombineListsAsSets(SymbolicStep, frozen=True, tag="combine"):
     """Combines two lists as sets.
 
-    >>> plans.CombineLists("intersection").apply((["a", "b"], ["b", "c"]))
+    >>> plans.CombineListsAsSets("intersection").apply((["a", "b"], ["b", "c"]))
     ['b']
     """
 
     how: Literal["union", "intersection", "difference"]
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         first, second = _both_lists(given, self.title)
         if not first.accepts(second):
             raise ConfigError(f"combine needs lists of one type, and gets {given}")
@@ -373,7 +373,7 @@ class CombineLists(SymbolicStep, frozen=True, tag="combine"):
             kept = {key: item for key, item in first.items() if (key in second) is is_both}
         return _sorted_set(kept.values())
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         first, second = shape.both or (shape, shape)
         most = max(first.item_bytes, second.item_bytes)
         total = first.total_bytes + second.total_bytes
@@ -392,7 +392,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
 
     on: str
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         first, second = _both_lists(given, self.title)
         first.field(self.on, self.title)
         second.field(self.on, self.title)
@@ -415,7 +415,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
             raise ConfigError(f"join would give more than {MAX_PAIRS:,} records: filter first")
         return found
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         first, second = shape.both or (shape, shape)
         num = min(first.num * second.num, MAX_PAIRS)
         return unknown(num, first.item_bytes + second.item_bytes, is_exact=False)
@@ -424,18 +424,18 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
         return f"join on {self.on}"
 
 
-class DatePeriods(SymbolicStep, frozen=True, tag="periods"):
+class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
     """Replaces the dates of a field by their day, week, month or year, so that they can be counted
     and compared. A date that is not understood becomes None.
 
-    >>> plans.DatePeriods("day", "month").apply([{"day": "May 3, 2024"}])
+    >>> plans.TruncateDates("day", "month").apply([{"day": "May 3, 2024"}])
     [{'day': '2024-05'}]
     """
 
     field: str = ""
     per: Literal["day", "week", "month", "year"] = "day"
 
-    def typed(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         kind = item.field(self.field, self.title)
         if kind.kind not in ("date", "text", "any"):
@@ -456,7 +456,7 @@ class DatePeriods(SymbolicStep, frozen=True, tag="periods"):
         date = _date(value)
         return None if date is None else date.strftime(_PERIODS[self.per])
 
-    def reshaped(self, shape: Shape, given: ValueType) -> Shape:
+    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         item = shape.item_bytes + _NUMBER_BYTES
         total = shape.total_bytes + shape.num * _NUMBER_BYTES
         return msgspec.structs.replace(
@@ -508,7 +508,7 @@ def _name(value: Any) -> str:
 
 
 def _key(value: Any) -> Any:
-    return value.text if isinstance(value, Part) else msgspec.json.encode(value, order="sorted")
+    return value.text if isinstance(value, TextPart) else msgspec.json.encode(value, order="sorted")
 
 
 def _hashable(value: Any) -> Any:

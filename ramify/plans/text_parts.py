@@ -21,7 +21,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.sandbox.base import MappedText
-from ramify.sources.library_values import as_context
+from ramify.sources.convert_to_context import as_context
 from ramify.types.picture import has_pictures
 
 BYTES_PER_TOKEN = 3
@@ -46,7 +46,7 @@ class TextSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class TextPart(msgspec.Struct, frozen=True):
     """A part of the context."""
 
     text: str
@@ -103,14 +103,14 @@ def items_of(context: Any) -> list[tuple[str, str]]:
     texts = texts_of(context)
     if len(texts) != 1 or texts[0][0]:
         return texts
-    rows = [] if isinstance(context, str | MappedText | Part) else texts[0][1].splitlines()
+    rows = [] if isinstance(context, str | MappedText | TextPart) else texts[0][1].splitlines()
     return [("", row) for row in rows] or texts
 
 
 def texts_of(context: Any) -> list[tuple[str, str]]:
     """Return (name, text) of each text of a context. The name of a single text is empty. Values
     that are not texts are written as lines of JSON. Raises ConfigError."""
-    if isinstance(context, Part):
+    if isinstance(context, TextPart):
         return [("", context.text)]
     if context is None:
         raise ConfigError("a plan needs a context: give a text, files, or a list of texts")
@@ -137,7 +137,7 @@ def texts_of(context: Any) -> list[tuple[str, str]]:
     return [("", b"\n".join(lines).decode() + "\n")]
 
 
-def split_texts(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
+def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
     """Cut ``texts`` into parts. Raises ConfigError for a unit that is larger than the bound."""
     if rule.by == "items":
         return _split_items(texts, rule)
@@ -149,7 +149,7 @@ def split_texts(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
     return parts.closed
 
 
-def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
+def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
     """Return parts of whole texts. Each text is one record, also a blank one."""
     parts = _OpenPart(rule)
     for number, (name, text) in enumerate(texts, 1):
@@ -172,7 +172,7 @@ def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[Part]:
     return parts.closed
 
 
-def fitting(text: str, most: int) -> str:
+def truncate_to_bytes(text: str, most: int) -> str:
     """Return the longest beginning of ``text`` that has at most ``most`` bytes."""
     head = text[:most]
     if head.isascii():
@@ -188,7 +188,7 @@ def shortened(text: str, most: int) -> str:
     """Return the beginning of ``text`` up to a line end or a space, with at most ``most`` bytes."""
     if num_bytes(text) <= most:
         return text
-    head = fitting(text, max(1, most - 3))
+    head = truncate_to_bytes(text, max(1, most - 3))
     at = max(head.rfind("\n", len(head) // 2), head.rfind(" ", len(head) // 2))
     return (head[:at] if at > 0 else head) + "…"
 
@@ -287,7 +287,7 @@ class _OpenPart:
     """The part that is being filled, and those that are complete."""
 
     def __init__(self, rule: SplitRule) -> None:
-        self.closed: list[Part] = []
+        self.closed: list[TextPart] = []
         self.room = 0
         """Bytes that still fit."""
         self.num_records = 0
@@ -332,7 +332,7 @@ class _OpenPart:
             first, last = self._places[0], self._places[-1]
             place = first if first == last else f"{first} to {last}"
             text, spans, records = "".join(self._texts), tuple(self._spans), tuple(self._records)
-            part = Part(text, place, spans, self._lead, records, columns=self.columns)
+            part = TextPart(text, place, spans, self._lead, records, columns=self.columns)
             self.closed.append(part)
         self._reset()
 
@@ -340,7 +340,7 @@ class _OpenPart:
 def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
     units = _Units(text, rule)
     most = BYTES_PER_TOKEN * rule.tokens
-    header = f"== {fitting(' '.join(name.split()), most // 4)} ==\n" if name else ""
+    header = f"== {truncate_to_bytes(' '.join(name.split()), most // 4)} ==\n" if name else ""
     columns = ""
     at, line, done = 0, 1, 0  # ``done``: where the span of the next part begins
     if rule.header:
@@ -400,7 +400,7 @@ def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: in
             f"part has at most {BYTES_PER_TOKEN * rule.tokens:,} ({rule.tokens:,} tokens): allow "
             "to cut it with cut=True (--cut), or raise tokens (--part-tokens)"
         )
-    head = fitting(units.text[at : units.ends[unit]], room)
+    head = truncate_to_bytes(units.text[at : units.ends[unit]], room)
     if not head:
         raise ConfigError(f"a part of {rule.tokens} tokens is too small: give more tokens")
     space = max(head.rfind(" ", len(head) // 2), head.rfind("\n", len(head) // 2))

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, NamedFields, RamifyError, SandboxError, raised_at
+from ramify.errors import ConfigError, RamifyError, SandboxError, StrictKeywordsMeta, raised_at
 from ramify.plugins import Registry, explained
 from ramify.sandbox.file_reference import ReferencedFile, check_unchanged, count_text
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
 from ramify.sandbox.guest.frames import is_aligned, pack_value, write_all
 from ramify.sandbox.guest.frames import unpack_value as unpack_value
-from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, IndexedText
+from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, TextOffsetIndex
 from ramify.sandbox.guest.mapped_text import MappedText as MappedText
 from ramify.sandbox.guest.tables import Column as Column
 from ramify.sandbox.guest.tables import NumberArray as NumberArray
@@ -198,7 +198,7 @@ def mapped_text(
     reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
     data = ReferencedFile(reference, counts.start)
     return MappedText(
-        IndexedText(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
+        TextOffsetIndex(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
     )
 
 
@@ -219,7 +219,7 @@ def _mapped_texts(value: Any) -> dict[str, MappedText]:
 
 def _unmapped(value: Any) -> Any:
     if isinstance(value, MappedText):
-        return value.file.decode(value.file.read(0, value.file.num_bytes))
+        return value.file.decode(value.file.read_bytes(0, value.file.num_bytes))
     if isinstance(value, dict):
         return {key: _unmapped(item) for key, item in value.items()}
     return [_unmapped(item) for item in value] if isinstance(value, list) else value
@@ -294,7 +294,7 @@ _FORMER_FIELDS: dict[str, Any] = {
 configurations."""
 
 
-class _SpecFields(NamedFields):
+class _SpecFields(StrictKeywordsMeta):
     """Metaclass of the specs: a field that another spec has is reported with what to write."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:

@@ -2,7 +2,7 @@
 the progress of its run as text.
 
     chat_completions.read ─┐
-    responses.read ────────┴─> AnswerRequest ──prompt.py──> context and question ──> run
+    responses.read ────────┴─> AnswerRequest ──conversation_to_question.py──> question ──> run
     events of the run ──apply──> pending text ──texts──> streaming response
     replies as they arrive ────────┘
 
@@ -31,7 +31,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.run_handle import Result, RunHandle
 from ramify.http_server.rejections import RequestRejected
 from ramify.progress import ArrivingText, watch_text
-from ramify.serve.caller_tools import ToolOffer
+from ramify.serve.caller_tools import AnswerOrToolCallType
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -64,7 +64,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     parts: tuple[str | AttachedFile, ...]
 
 
-class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one request. None means the server's limit, which is also the maximum."""
 
     max_turns: int | None = None
@@ -106,7 +106,7 @@ class RequestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``ramify`` field of a request."""
 
-    limits: RequestLimits = RequestLimits()
+    limits: RunLimitOverrides = RunLimitOverrides()
     depth: int | None = None
     """Alias of ``limits.max_depth``."""
     cite: bool = False
@@ -115,7 +115,7 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Id of a run of this request that ended with its server: it continues, and no recorded reply
     is paid for again."""
 
-    def tighter(self) -> RequestLimits:
+    def tighter(self) -> RunLimitOverrides:
         """Return the limits of the request, with ``depth`` as their ``max_depth``. Raises
         RequestRejected if both are given."""
         if self.depth is None:
@@ -145,7 +145,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
     seed: int | None = None
     stops: tuple[str, ...] = ()
     """Stop sequences: the answer ends before the first of them."""
-    offer: ToolOffer | None = None
+    offer: AnswerOrToolCallType | None = None
     """Client functions that the answer may call."""
     with_usage: bool = True
     """Whether the last event of a streamed chat completion has the usage."""
@@ -403,7 +403,7 @@ def _line(text: str) -> str:
     return line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 1]}…"
 
 
-class RequestWatcher:
+class RunProgressWatcher:
     """Watcher of one request's run: pass ``apply`` as its listener, then the run to ``begin``."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Client functions that an answer may call: ``tools`` in a request, ``tool_calls`` in its answer.
 
-    tools ──> ToolOffer ──> answer ─┬─ a text, or a value that matches the response format
+    tools ──> AnswerOrToolCallType ──> answer ─┬─ a text, or a value of the response format
                                     └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
 
 This file decides how the functions are described to the model, in words that any model can follow,
@@ -26,7 +26,7 @@ _MOST = 128
 """Maximum number of functions in a request, the same as OpenAI's."""
 
 
-class OfferedFunction(msgspec.Struct, frozen=True):
+class ClientFunctionTool(msgspec.Struct, frozen=True):
     """Client function that an answer may call."""
 
     name: str
@@ -52,10 +52,10 @@ class ToolCallAnswer(msgspec.Struct, frozen=True):
     tool_calls: tuple[RequestedToolCall, ...]
 
 
-class ToolOffer(AnswerType, frozen=True):
+class AnswerOrToolCallType(AnswerType, frozen=True):
     """Answer type that accepts a text, a value of the response format, or function calls."""
 
-    functions: tuple[OfferedFunction, ...]
+    functions: tuple[ClientFunctionTool, ...]
     must_call: bool
     of_value: AnswerType | None
     """Type of an answer without function calls; None for a text."""
@@ -109,12 +109,12 @@ class ToolOffer(AnswerType, frozen=True):
 
 
 def offer_of(
-    tools: Sequence[OfferedFunction],
+    tools: Sequence[ClientFunctionTool],
     choice: Any,
     parallel: bool,
     schema: dict[str, Any] | None,
     schema_field: str,
-) -> ToolOffer | None:
+) -> AnswerOrToolCallType | None:
     """Return the functions that a request offers; None if none may be called.
 
     Raises RequestRejected, which names the wrong field.
@@ -155,7 +155,7 @@ def offer_of(
             return of_value.convert(value)
         return value if isinstance(value, str) else answer_text(value)
 
-    return ToolOffer(calls.schema, convert, usable, must_call, of_value)
+    return AnswerOrToolCallType(calls.schema, convert, usable, must_call, of_value)
 
 
 def new_id() -> str:
@@ -186,7 +186,7 @@ def _named(choice: Any) -> str | None:
     )
 
 
-def _schema(functions: Sequence[OfferedFunction], parallel: bool) -> dict[str, Any]:
+def _schema(functions: Sequence[ClientFunctionTool], parallel: bool) -> dict[str, Any]:
     calls = [
         {
             "type": "object",

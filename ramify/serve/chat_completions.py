@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.http_server import completions
+from ramify.http_server import chat_completions_api
 from ramify.http_server.model_api import refuse_unsupported
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import (
@@ -25,7 +25,7 @@ from ramify.serve.answer_request import (
     decode,
     schema_of,
 )
-from ramify.serve.caller_tools import OfferedFunction, offer_of
+from ramify.serve.caller_tools import ClientFunctionTool, offer_of
 from ramify.serve.questions import ServedAnswer
 
 PATH = "/v1/chat/completions"
@@ -49,14 +49,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 class _Tool(msgspec.Struct):
-    function: OfferedFunction
+    function: ClientFunctionTool
     type: Literal["function"] = "function"
 
 
 class _Message(msgspec.Struct):
     role: Role
     content: Content = None
-    tool_calls: list[completions.WrittenCall] | None = None
+    tool_calls: list[chat_completions_api.PriorToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -69,7 +69,7 @@ class _Body(msgspec.Struct):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: completions.StreamOptions | None = None
+    stream_options: chat_completions_api.StreamOptions | None = None
     response_format: Any = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None
@@ -153,9 +153,9 @@ def response_body(
     if answer.calls:
         message |= {"content": None, "tool_calls": _tool_calls(answer)}
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
-    usage = completions.usage_fields(answer.usage)
+    usage = chat_completions_api.usage_fields(answer.usage)
     return {
-        **completions.head(id, model, "chat.completion"),
+        **chat_completions_api.head(id, model, "chat.completion"),
         "choices": [choice],
         "usage": usage,
         "ramify": answer.about,
@@ -174,7 +174,7 @@ class ChatStream:
         self._model = model
 
     def begin(self) -> bytes:
-        return _sse(completions.opening(self._id, self._model))
+        return _sse(chat_completions_api.opening(self._id, self._model))
 
     def progress(self, text: str) -> bytes:
         return self._delta({"reasoning_content": text})
@@ -184,14 +184,14 @@ class ChatStream:
             yield self._delta({"content": answer.text[at : at + _CHUNK_CHARS]})
         for index, call in enumerate(_tool_calls(answer)):
             yield self._delta({"tool_calls": [{"index": index, **call}]})
-        last = completions.event(self._id, self._model, {})
+        last = chat_completions_api.event(self._id, self._model, {})
         last["choices"][0]["finish_reason"] = answer.finish
         yield _sse({**last, "ramify": answer.about})
         if self._request.with_usage:
-            usage = completions.usage_fields(answer.usage)
+            usage = chat_completions_api.usage_fields(answer.usage)
             yield _sse(
                 {
-                    **completions.head(self._id, self._model, "chat.completion.chunk"),
+                    **chat_completions_api.head(self._id, self._model, "chat.completion.chunk"),
                     "choices": [],
                     "usage": usage,
                 }
@@ -203,7 +203,7 @@ class ChatStream:
         yield b"data: [DONE]\n\n"
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _sse(completions.event(self._id, self._model, delta))
+        return _sse(chat_completions_api.event(self._id, self._model, delta))
 
 
 def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
@@ -220,8 +220,8 @@ def _calls_as_text(message: _Message) -> str:
 
 
 def _sse(event: dict[str, Any]) -> bytes:
-    return b"data: " + completions.encode(event) + b"\n\n"
+    return b"data: " + chat_completions_api.encode(event) + b"\n\n"
 
 
 open_stream = ChatStream
-"""The name that ``ApiFormat`` in run_server.py requires."""
+"""The name that ``ApiFormatModule`` in run_server.py requires."""

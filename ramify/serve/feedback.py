@@ -16,9 +16,9 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import StoreError
+from ramify.http_server.base_server import received
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.shell import received
-from ramify.serve.traffic_recorder import TrafficRecorder, UnknownReply
+from ramify.serve.traffic_recorder import ReplyNotFoundError, TrafficRecorder
 from ramify.store.reviews import MAX_NOTE
 
 PATH = "/v1/feedback"
@@ -50,7 +50,7 @@ def add_feedback(app: web.Application, recorder: TrafficRecorder | None) -> None
             await recorder.feedback(
                 feedback.id, feedback.index, float(feedback.score), feedback.note
             )
-        except UnknownReply as error:
+        except ReplyNotFoundError as error:
             raise RequestRejected(
                 str(error), param="id", status=404, code="unknown_reply"
             ) from None

@@ -4,7 +4,7 @@
 
     aiohttp request ──▶ shell: key, Host, Origin, body ──▶ ASGI ──▶ the application of the MCP SDK
 
-The SDK's application handles the protocol. The shell (``http_server/shell.py``) authenticates
+The SDK's application handles the protocol. The shell (``http_server/base_server.py``) authenticates
 clients and checks the host name. So the SDK's own check of host names, which supports only ports,
 is disabled. Not here: the tool (see mcp_server.py).
 """
@@ -21,10 +21,10 @@ from mcp.server.transport_security import TransportSecuritySettings
 
 from ramify.engine.rlm import RLM
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.base_server import HttpServer, received
 from ramify.http_server.capacity import max_runs
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.shell import HttpServer, received
 from ramify.serve.mcp_server import server
 
 PATH = "/mcp"

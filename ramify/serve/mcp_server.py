@@ -24,11 +24,11 @@ from mcp.types import CallToolResult, TextContent
 from pydantic import Field
 
 from ramify import __version__
-from ramify.engine.recorded_values import jsonable
+from ramify.engine.answer_json import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import why_unanswered
 from ramify.errors import ConfigError, RamifyError
-from ramify.serve.answer_request import RequestWatcher
+from ramify.serve.answer_request import RunProgressWatcher
 from ramify.sources.base import LoadedContext
 from ramify.sources.load_sources import load
 from ramify.types.trajectory import Stop
@@ -121,7 +121,7 @@ async def _asked(
     question: str,
     schema: dict[str, Any] | None,
 ) -> CallToolResult:
-    watch = RequestWatcher()
+    watch = RunProgressWatcher()
     try:
         watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.apply))
         count = 0

@@ -30,19 +30,19 @@ import msgspec
 from aiohttp import web
 
 from ramify.clients.base import Client, OnPiece, PromptRendering, ReplyPiece, Request
-from ramify.clients.model import Model, bare_name
-from ramify.clients.pool import ClientPool
+from ramify.clients.model_config import Model, bare_name
 from ramify.clients.providers import load_clients
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError, Refused
-from ramify.evaluate.systems.base import NO_LIMIT, MeterSeat, SeatBudget
+from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, ModelAccessBudget
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of, new_key
+from ramify.http_server.base_server import CALLER, GONE, HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
+from ramify.http_server.model_api_routes import CallerModelAccess, ModelApiRoutes, listed_models
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
-from ramify.http_server.shell import CALLER, GONE, HttpServer, received
 from ramify.secrets import remember
-from ramify.serve.meter_record import MeterRecord
+from ramify.serve.meter_record import MeterLogWriter
 from ramify.serve.metered_request import REPLY_TOKENS, MeteredRequest
 from ramify.types.message import Message, Reply
 
@@ -50,7 +50,7 @@ DEFAULT_SEAT = "default"
 _MAX_BODY_BYTES = 256 << 20
 
 
-class SeatRequest(msgspec.Struct, forbid_unknown_fields=True):
+class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of a request that opens a seat, a caller's account. Limits that are not given are those
     of the meter."""
 
@@ -60,12 +60,12 @@ class SeatRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_cost: float | None = None
 
 
-class Meter:
+class MeteringProxy:
     """HTTP server that meters one model; ``async with`` starts and stops it.
 
     Example:
         async with Meter("openai:gpt-5-mini") as meter:
-            async with meter.seat("item-1", SeatBudget(max_tokens=200_000)) as seat:
+            async with meter.seat("item-1", ModelAccessBudget(max_tokens=200_000)) as seat:
                 …    a system asks seat.base_url with seat.key
             print(seat.usage, seat.cost)
     """
@@ -74,7 +74,7 @@ class Meter:
         self,
         model: str | Model | Client,
         *,
-        budget: SeatBudget = NO_LIMIT,
+        budget: ModelAccessBudget = NO_LIMIT,
         name: str = "",
         address: ListenAddress | None = None,
         key: str | None = None,
@@ -93,15 +93,15 @@ class Meter:
         self.key = key or new_key()
         """The meter's own key: it opens seats, and asks the model as the seat ``default``."""
         self.name = name or bare_name(self._model.name)
-        self.seats: dict[str, MeterSeat] = {}
+        self.seats: dict[str, MeteredModelAccess] = {}
         """Name of each open seat -> the seat."""
         self._reply_tokens = reply_tokens
-        self._pool = ClientPool(max_in_flight=max_in_flight)
+        self._pool = RateLimitedClientPool(max_in_flight=max_in_flight)
         self._client: Client | None = None
         self._stored: dict[str, StoredResponses] = {}
         self.record_path = record
         """File in which each request is recorded; None if none is."""
-        self._record: MeterRecord | None = None
+        self._record: MeterLogWriter | None = None
         self._keys = _SeatKeys()
         remember("key of the meter", self.key)
         self._http = HttpServer(
@@ -123,7 +123,7 @@ class Meter:
         assert self._client is not None, "the meter has not started"
         return self._client
 
-    async def __aenter__(self) -> Meter:
+    async def __aenter__(self) -> MeteringProxy:
         if isinstance(self._model, Model):
             await load_clients([self._model.provider])
             self._client = self._pool.bound(self._model)
@@ -131,10 +131,10 @@ class Meter:
             self._client = self._pool.adopt(self._model)
         self._check_price(self._budget)
         if self.record_path is not None:
-            self._record = MeterRecord(self.record_path)
+            self._record = MeterLogWriter(self.record_path)
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
-        ModelRoutes(self._admitted).add_to(app)
+        ModelApiRoutes(self._admitted).add_to(app)
         app.router.add_post("/seats", self._open_seat)
         app.router.add_get("/seats", self._list_seats)
         app.router.add_delete("/seats/{name:.+}", self._end_seat)
@@ -153,7 +153,9 @@ class Meter:
                 self._record.close()
 
     @asynccontextmanager
-    async def seat(self, name: str, budget: SeatBudget | None = None) -> AsyncIterator[MeterSeat]:
+    async def seat(
+        self, name: str, budget: ModelAccessBudget | None = None
+    ) -> AsyncIterator[MeteredModelAccess]:
         """Open a seat until the block ends. A name that is in use gets a number. Raises ConfigError
         for a limit in dollars if the model has no price."""
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
@@ -164,11 +166,11 @@ class Meter:
         finally:
             await self._close(seat)
 
-    def _open(self, name: str, budget: SeatBudget, key: str = "") -> MeterSeat:
+    def _open(self, name: str, budget: ModelAccessBudget, key: str = "") -> MeteredModelAccess:
         if name in self.seats:
             raise ConfigError(f"the meter has a seat {name!r:.80} already: give another name")
         self._check_price(budget)
-        seat = MeterSeat(
+        seat = MeteredModelAccess(
             name,
             base_url=self.url,
             key=key or new_key(),
@@ -182,13 +184,13 @@ class Meter:
         self._keys.add(seat.key, name)
         return seat
 
-    async def _close(self, seat: MeterSeat) -> None:
+    async def _close(self, seat: MeteredModelAccess) -> None:
         self._keys.remove(seat.key)
         await seat.end()
         self.seats.pop(seat.name, None)
         self._stored.pop(seat.name, None)
 
-    def _check_price(self, budget: SeatBudget) -> None:
+    def _check_price(self, budget: ModelAccessBudget) -> None:
         if budget.max_cost is not None and self.client.price is None:
             raise ConfigError(
                 f"max_cost={budget.max_cost:g} cannot be kept: {self.client.name} has no known "
@@ -198,12 +200,14 @@ class Meter:
     # --- requests
 
     @asynccontextmanager
-    async def _admitted(self, http: web.Request) -> AsyncIterator[AdmittedCaller]:
+    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
         seat = self.seats[http[CALLER]]
         with seat.answering():
-            yield AdmittedCaller(MeteredModel(self, seat), self._stored[seat.name])
+            yield CallerModelAccess(MeteredModel(self, seat), self._stored[seat.name])
 
-    async def ask(self, seat: MeterSeat, asked: Request, on_piece: OnPiece | None = None) -> Reply:
+    async def ask(
+        self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
+    ) -> Reply:
         """Forward one request within the budget of ``seat``. Raises RequestRejected: 402 if nothing
         is left."""
         seat.num_requests += 1
@@ -244,12 +248,12 @@ class Meter:
         self._check_owner(http)
         async with received(http) as body:
             try:
-                wanted = msgspec.json.decode(body, type=SeatRequest)
+                wanted = msgspec.json.decode(body, type=OpenModelAccessRequest)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RequestRejected(f"not a request for a seat: {error}") from None
         limits = {
             name: value
-            for name in SeatBudget.__struct_fields__
+            for name in ModelAccessBudget.__struct_fields__
             if (value := getattr(wanted, name)) is not None
         }
         seat = self._open(wanted.name, msgspec.structs.replace(self._budget, **limits))
@@ -297,7 +301,7 @@ class _SeatKeys(BearerKeys):
 class MeteredModel:
     """The metered model as the three APIs use it for one seat, a caller's account."""
 
-    def __init__(self, meter: Meter, seat: MeterSeat) -> None:
+    def __init__(self, meter: MeteringProxy, seat: MeteredModelAccess) -> None:
         self.name = meter.name
         self.window = seat.window
         self._meter = meter
@@ -375,7 +379,7 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
     return [msgspec.structs.replace(replies[0], usage=first), *replies[1:]]
 
 
-def _state(seat: MeterSeat) -> dict[str, Any]:
+def _state(seat: MeteredModelAccess) -> dict[str, Any]:
     """Return the state of a seat as the meter shows it to callers."""
     return {
         "name": seat.name,

@@ -19,20 +19,20 @@ import msgspec
 
 from ramify.clients.base import Request
 from ramify.errors import StoreError
-from ramify.store.private_files import FILE_MODE, make_folder, write_all
+from ramify.store.durable_files import FILE_MODE, make_folder, write_all
 from ramify.types.message import Message, Reply, Usage
 
 _encode = msgspec.json.Encoder().encode
 
 
-class MeterMessage(msgspec.Struct, frozen=True, tag="message"):
+class MeterLogMessage(msgspec.Struct, frozen=True, tag="message"):
     """A message that was not in the record before."""
 
     id: str
     message: Message
 
 
-class MeterEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True, kw_only=True):
+class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True, kw_only=True):
     """One request to the model, or one that was refused."""
 
     seat: str
@@ -56,7 +56,7 @@ class MeterEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True,
     error: str = ""
 
 
-class MeterRecord:
+class MeterLogWriter:
     """Writes the log file of a metering endpoint: one line for each request and each new
     message."""
 
@@ -89,7 +89,7 @@ class MeterRecord:
         ``sent`` is the request that the model got, or None if nothing was sent."""
         lines = bytearray()
         ids = tuple(self._id_of(message, lines) for message in asked.messages)
-        entry = MeterEntry(
+        entry = MeterLogEntry(
             seat=seat,
             number=number,
             at=time.time(),
@@ -115,5 +115,5 @@ class MeterRecord:
         digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
         if digest not in self._known:
             self._known.add(digest)
-            lines += _encode(MeterMessage(digest.hex(), message)) + b"\n"
+            lines += _encode(MeterLogMessage(digest.hex(), message)) + b"\n"
         return digest.hex()

@@ -24,11 +24,11 @@ import math
 import msgspec
 
 from ramify.clients.base import Client, OnPiece, PromptRendering, Request
-from ramify.clients.pool import ClientPool
-from ramify.engine.limits import Reservation, ResourceAmount
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.engine.limits import BudgetAmount, Reservation
 from ramify.errors import LimitReached, ModelError, RamifyError
-from ramify.evaluate.systems.base import MeterSeat
-from ramify.http_server.model_routes import rejection_of
+from ramify.evaluate.systems.base import MeteredModelAccess
+from ramify.http_server.model_api_routes import rejection_of
 from ramify.http_server.rejections import RequestRejected
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
@@ -48,7 +48,9 @@ class _ReplyLostAfterPayment(Exception):
 class MeteredRequest:
     """One request of a seat, on its way to the model; implements ``RequestBudget``."""
 
-    def __init__(self, seat: MeterSeat, asked: Request, client: Client, reply_tokens: int) -> None:
+    def __init__(
+        self, seat: MeteredModelAccess, asked: Request, client: Client, reply_tokens: int
+    ) -> None:
         self.sent: Request | None = None
         """The request as it is sent; None if nothing of the budget is left for it."""
         self.usage = Usage()
@@ -75,7 +77,7 @@ class MeteredRequest:
             ids = rendering.ids(self._asked)
         self._num_prompt, self._is_exact = len(ids), True
 
-    async def answered(self, pool: ClientPool, on_piece: OnPiece | None) -> Reply:
+    async def answered(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
         """Send the request, shortened to the budget. Raises RequestRejected."""
         try:
             while True:
@@ -121,7 +123,7 @@ class MeteredRequest:
         room = window - self._num_prompt
         return min(limit, room) if self._is_exact and room > 0 else limit
 
-    def _tokens_over(self, amount: ResourceAmount) -> float:
+    def _tokens_over(self, amount: BudgetAmount) -> float:
         """By how many tokens the reply must be shortened so that ``amount`` is within the budget;
         infinite if no reply is short enough."""
         ledger, price = self._seat.ledger, self._client.price
@@ -138,7 +140,7 @@ class MeteredRequest:
             over = max(over, math.ceil((total.cost - limit.cost) * 1e6 / price.output))
         return max(over, 1)
 
-    def _refused(self, amount: ResourceAmount) -> RequestRejected:
+    def _refused(self, amount: BudgetAmount) -> RequestRejected:
         """The error of a request that the budget does not allow, which the seat remembers."""
         seat, ledger = self._seat, self._seat.ledger
         stop = ledger.would_pass(amount) or Stop.MAX_TOKENS
@@ -178,12 +180,12 @@ class MeteredRequest:
         self._reservation.settle(usage, cost, "a request")
         self.usage, self.cost = usage, cost
 
-    def forfeit(self, error: str) -> None:
+    def charge_full_reservation(self, error: str) -> None:
         self._lost = error
         self.settle(self._reservation.usage, self._reservation.cost)
 
     def release(self, error: str) -> None:
-        self._reservation.free()
+        self._reservation.release_unspent()
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:

@@ -5,7 +5,7 @@
     GET  /v1/models              the only model, with its window
     POST /v1/chat/completions    } streaming, log-probabilities, token ids (return_token_ids), and
     POST /v1/responses           } tools if the chat template supports them
-    POST /v1/messages            } (see ramify/http_server/model_routes.py)
+    POST /v1/messages            } (see ramify/http_server/model_api_routes.py)
     POST /v1/completions         token ids in, token ids out (see token_completions.py)
     POST /generate               the same in SGLang's format
     POST /v1/feedback            a score of a recorded reply (see feedback.py)
@@ -35,18 +35,18 @@ from ramify.clients.base import KnownPrefix, Request, Tool
 from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
 from ramify.errors import ConfigError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.base_server import HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api import failed_generation_error
-from ramify.http_server.model_routes import (
-    AdmittedCaller,
-    ModelRoutes,
+from ramify.http_server.model_api import unmet_reply_requirement_error
+from ramify.http_server.model_api_routes import (
+    CallerModelAccess,
+    ModelApiRoutes,
     errors_as_rejections,
     listed_models,
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
-from ramify.http_server.shell import HttpServer, received
-from ramify.inference.http.engine_server import pressure_text
+from ramify.inference.http.engine_client import format_kv_cache_pressure
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback
@@ -106,7 +106,7 @@ class PolicyServer:
         self._progress = _RepliesInProgress(max_replies)
         self._policy = ServedPolicy(client, name, self._progress)
         self._recorder = recorder
-        self._caller = AdmittedCaller(
+        self._caller = CallerModelAccess(
             self._policy, StoredResponses(), None if recorder is None else self._record
         )
         self._weights: WeightRoutes | None = None
@@ -135,7 +135,7 @@ class PolicyServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
-        ModelRoutes(self._admitted).add_to(app)
+        ModelApiRoutes(self._admitted).add_to(app)
         app.router.add_post("/v1/completions", self._sample)
         app.router.add_post("/generate", self._sample)
         add_feedback(app, self._recorder)
@@ -157,7 +157,7 @@ class PolicyServer:
         return web.json_response({**state, "asleep": asleep, "held_bytes": self._client.held()})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = pressure_text(await self._client.pressure())
+        text = format_kv_cache_pressure(await self._client.pressure())
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -181,7 +181,7 @@ class PolicyServer:
             return web.json_response(reply, dumps=_dumps)
 
     @asynccontextmanager
-    async def _admitted(self, _: web.Request) -> AsyncIterator[AdmittedCaller]:
+    async def _admitted(self, _: web.Request) -> AsyncIterator[CallerModelAccess]:
         """Admit one request, which is counted until the block ends. Raises RequestRejected."""
         with self._progress.more(1):
             if self._weights is not None:
@@ -198,7 +198,7 @@ class PolicyServer:
 
     async def _record(self, id: str, index: int, request: Request, reply: Reply) -> None:
         assert self._recorder is not None
-        await self._recorder.record(id, index, self._policy.continued(request), reply)
+        await self._recorder.record(id, index, self._policy.with_known_prefix_ids(request), reply)
 
 
 class _RepliesInProgress:
@@ -238,13 +238,13 @@ class ServedPolicy:
         self._client = client
         self._paths = _KnownPaths()
 
-    def continued(self, request: Request) -> Request:
+    def with_known_prefix_ids(self, request: Request) -> Request:
         """Return ``request`` with the token ids of its longest known prefix."""
-        return self._paths.continued(request)
+        return self._paths.with_known_prefix_ids(request)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Return independent replies: with a seed, reply number i is that of ``seed + i``."""
-        request, schema = self.continued(request), await _schema_of(request)
+        request, schema = self.with_known_prefix_ids(request), await _schema_of(request)
         if num_replies == 1:
             return (await self._reply(request, schema),)
         with self._progress.more(num_replies - 1):
@@ -261,7 +261,7 @@ class ServedPolicy:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        request, schema = self.continued(request), await _schema_of(request)
+        request, schema = self.with_known_prefix_ids(request), await _schema_of(request)
         with self._progress.more(num_replies - 1):
             streams = [self._client.stream(each) for each in _apart(request, num_replies)]
             async with contextlib.aclosing(_merged(streams)) as parts:
@@ -271,7 +271,7 @@ class ServedPolicy:
                     yield index, part
 
     def num_tokens(self, request: Request) -> int:
-        return len(self._client.rendering.ids(self.continued(request)))
+        return len(self._client.rendering.ids(self.with_known_prefix_ids(request)))
 
     def text_of(self, id: int) -> str:
         return self._client.rendering.text_of(id)
@@ -295,7 +295,7 @@ class ServedPolicy:
             problem = await asyncio.to_thread(_failure, schema, value)
         if problem is not None:
             text = f"the reply does not match the schema ({problem}): ask again"
-            raise failed_generation_error(text, "json_validate_failed", reply)
+            raise unmet_reply_requirement_error(text, "json_validate_failed", reply)
 
 
 def _failure(schema: JsonSchema, value: Any) -> str | None:
@@ -362,7 +362,7 @@ class _KnownPaths:
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
-    def continued(self, request: Request) -> Request:
+    def with_known_prefix_ids(self, request: Request) -> Request:
         """Return ``request`` with the token ids of its longest known prefix."""
         known: KnownPrefix | None = None
         for end, key in _keys(request.tools, request.messages):

@@ -33,10 +33,10 @@ from ramify.errors import (
     RunInUse,
 )
 from ramify.http_server.rejections import RequestRejected
-from ramify.serve.answer_request import AnswerRequest, RequestWatcher
+from ramify.serve.answer_request import AnswerRequest, RunProgressWatcher
 from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
+from ramify.serve.conversation_to_question import RunPrompt
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
-from ramify.serve.prompt import RunPrompt
 from ramify.serve.server_metrics import ServerMetrics
 from ramify.serve.unfinished_runs import UnfinishedRuns
 from ramify.types.message import Usage, encodable
@@ -65,7 +65,7 @@ def length_note(max_tokens: int | None) -> str:
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
 
 
-def answer_of(result: Result, request: AnswerRequest) -> ServedAnswer:
+def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
     """Convert the result of a run to the answer that the server sends. Raises RequestRejected if
     the run was suspended, or ended without an answer."""
     if result.stop is Stop.SUSPENDED:
@@ -153,7 +153,7 @@ class ServedQuestion:
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
         self.hold = hold
-        self.watch = RequestWatcher()
+        self.watch = RunProgressWatcher()
         self.paid_tokens = 0
         """Tokens of a continued run that are booked already."""
         self.paid_cost = 0.0
@@ -188,7 +188,7 @@ class ServedQuestion:
                 kind="insufficient_quota",
                 run=running.id,
             )
-        return answer_of(result, self.request)
+        return build_served_answer(result, self.request)
 
 
 class ServedQuestions:

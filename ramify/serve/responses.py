@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.http_server.completions import encode
+from ramify.http_server.chat_completions_api import encode
 from ramify.http_server.model_api import refuse_unsupported
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import (
@@ -29,7 +29,7 @@ from ramify.serve.answer_request import (
     decode,
     schema_of,
 )
-from ramify.serve.caller_tools import OfferedFunction, offer_of
+from ramify.serve.caller_tools import ClientFunctionTool, offer_of
 from ramify.serve.questions import ServedAnswer
 from ramify.types.message import Usage
 
@@ -58,7 +58,7 @@ class _Item(msgspec.Struct):
     output: Any = None
 
 
-class _Tool(OfferedFunction, frozen=True):
+class _Tool(ClientFunctionTool, frozen=True):
     type: Literal["function"] = "function"
 
 
@@ -372,4 +372,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 open_stream = ResponseStream
-"""The name that ``ApiFormat`` in run_server.py requires."""
+"""The name that ``ApiFormatModule`` in run_server.py requires."""

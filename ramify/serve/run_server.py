@@ -29,17 +29,17 @@ from ramify.clients.base import Client, Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
 from ramify.http_server.access import ListenAddress
+from ramify.http_server.base_server import CALLER, HttpServer, received
 from ramify.http_server.capacity import max_runs as runs_of_this_machine
-from ramify.http_server.completions import encode
+from ramify.http_server.chat_completions_api import encode
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.shell import CALLER, HttpServer, received
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStream
+from ramify.serve.conversation_to_question import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.feedback import add_feedback
 from ramify.serve.keys import ApiKeys
-from ramify.serve.prompt import LONG_CHARS, RunPrompt, prompt_of
 from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
 from ramify.serve.responses import ResponseStream
 from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
@@ -53,7 +53,7 @@ _UNPACKED = 8
 """Maximum size of unpacked attachments, as a multiple of the maximum body size."""
 
 
-class ApiFormat(Protocol):
+class ApiFormatModule(Protocol):
     """Interface of the modules ``chat_completions`` and ``responses``."""
 
     @property
@@ -75,7 +75,7 @@ class ApiFormat(Protocol):
     ) -> ChatStream | ResponseStream: ...
 
 
-APIS: tuple[ApiFormat, ...] = (chat_completions, responses)
+APIS: tuple[ApiFormatModule, ...] = (chat_completions, responses)
 
 
 class RunServer:
@@ -238,7 +238,7 @@ class RunServer:
 
     # --- one question
 
-    def _handler(self, api: ApiFormat) -> Any:
+    def _handler(self, api: ApiFormatModule) -> Any:
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = self.keys.caller(http[CALLER])
             with self._questions.admitted(caller), continued(http.headers):
@@ -269,7 +269,9 @@ class RunServer:
         is_recorded = self._recorder is not None and not request.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
-    async def _read(self, http: web.Request, api: ApiFormat) -> tuple[AnswerRequest, RunPrompt]:
+    async def _read(
+        self, http: web.Request, api: ApiFormatModule
+    ) -> tuple[AnswerRequest, RunPrompt]:
         def read(body: bytes) -> tuple[AnswerRequest, RunPrompt]:
             request = api.read(body)
             return request, prompt_of(
@@ -281,7 +283,7 @@ class RunServer:
             return await asyncio.to_thread(read, body) if is_large else read(body)
 
     async def _streamed(
-        self, http: web.Request, api: ApiFormat, question: ServedQuestion
+        self, http: web.Request, api: ApiFormatModule, question: ServedQuestion
     ) -> web.StreamResponse:
         """Stream an answer.
 

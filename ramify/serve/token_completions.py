@@ -26,7 +26,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import Refused
 from ramify.http_server.model_api import decode_request, refuse_unsupported
 from ramify.inference.http.reported_experts import int32_text, npy_text
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.local_client import LocalClient
 
 _NOT_HERE: dict[str, tuple[Any, ...]] = {

@@ -37,12 +37,12 @@ import msgspec
 
 from ramify.clients.base import Request
 from ramify.errors import ConfigError, RamifyError, StoreError, UnknownRun
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.serve.redaction import Redaction
+from ramify.store.durable_files import FILE_MODE
 from ramify.store.journal import Journal
-from ramify.store.private_files import FILE_MODE
 from ramify.store.store import Store
-from ramify.store.traffic_identity import read_identity, write_identity
+from ramify.store.traffic_policy_identity import read_identity, write_identity
 from ramify.types.event import (
     AnyEvent,
     CallEnded,
@@ -62,7 +62,7 @@ from ramify.types.traffic import (
     REDACTED,
     TASK,
     TEMPERATURE,
-    PolicyIdentity,
+    PolicyArchitectureIdentity,
 )
 from ramify.types.trajectory import Call, CallCause, Fork, Stop, Trajectory, cut
 
@@ -85,13 +85,13 @@ _CHECK_S = 60.0
 """Time between two measurements of the store."""
 _FILL = 0.9
 """Share of the maximum size to which a store that is too large is reduced."""
-_log = RoomLogger("serve")
+_log = ComponentLogger("serve")
 
 
-class RecordedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedPolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a policy that the recorder of its conversations needs."""
 
-    identity: PolicyIdentity
+    identity: PolicyArchitectureIdentity
     decode: Callable[[Sequence[int]], str]
     """Token ids -> their text, special tokens included."""
     placeholder: int
@@ -102,7 +102,7 @@ class RecordedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the weights at the start."""
 
     @classmethod
-    def of(cls, policy: Policy) -> RecordedPolicy:
+    def of(cls, policy: Policy) -> RecordedPolicyInfo:
         """Describe a policy of this process."""
         from ramify.models.identity import identity_of
         from ramify.models.weights import fingerprint
@@ -128,7 +128,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after its last event when a conversation is deleted; None: when space is needed."""
 
 
-class UnknownReply(RamifyError):
+class ReplyNotFoundError(RamifyError):
     """Raised if no recorded reply has this id."""
 
 
@@ -157,7 +157,7 @@ class TrafficRecorder:
     def __init__(
         self,
         folder: str | Path,
-        policy: RecordedPolicy,
+        policy: RecordedPolicyInfo,
         redaction: Redaction | None = None,
         retention: Retention | None = None,
     ) -> None:
@@ -208,7 +208,7 @@ class TrafficRecorder:
         await self._kept(partial(self._record_run, id, run, temperature))
 
     async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
-        """Store a score of the reply that was sent under ``id``. Raises UnknownReply, and
+        """Store a score of the reply that was sent under ``id``. Raises ReplyNotFoundError, and
         StoreError if it cannot be written."""
         await self._run(partial(self._feedback, id, choice, score, note))
 
@@ -450,7 +450,7 @@ class TrafficRecorder:
         ).fetchone()
         journal = self._journal(row[0]) if row is not None else None
         if journal is None:
-            raise UnknownReply(f"no recorded reply has the id {id!r}, or it was deleted")
+            raise ReplyNotFoundError(f"no recorded reply has the id {id!r}, or it was deleted")
         event = ScoreAdded(
             by=FEEDBACK,
             call=row[1],
@@ -550,7 +550,7 @@ def _opened(folder: str | Path) -> Store:
         raise StoreError(str(error).partition(";")[0]) from None
 
 
-def _claim(store: Store, policy: RecordedPolicy) -> None:
+def _claim(store: Store, policy: RecordedPolicyInfo) -> None:
     """Mark ``store`` as the store of this policy's conversations. Raises ConfigError if the store
     already holds conversations of another policy. Also raises it if the store holds any other runs,
     since old conversations are deleted, and these runs would be, too."""

@@ -16,8 +16,8 @@ import re
 from ramify.errors import RamifyError
 from ramify.http_server.rejections import RequestRejected
 from ramify.store.base import RunStore
-from ramify.store.private_files import FILE_MODE, make_folder
-from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.durable_files import FILE_MODE, make_folder
+from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.store.store import Store
 from ramify.types.trajectory import Trajectory
 
@@ -49,7 +49,7 @@ class UnfinishedRuns:
         for name in sorted(each.name for each in self._folder.iterdir()):
             try:
                 self._store.check_free(name)
-                if RecordedReplies(self._store.events(name)).ended is None:
+                if RecordedRunIndex(self._store.events(name)).ended is None:
                     runs.append(name)
                 else:
                     self.end(name)

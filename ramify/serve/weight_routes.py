@@ -39,14 +39,14 @@ from aiohttp import web
 
 from ramify import __version__
 from ramify.errors import ConfigError, RamifyError, ServerFailed
+from ramify.http_server.base_server import received
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.shell import received
 from ramify.inference.base import PROTOCOL, TAGS
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
+    FullWeightsRequiredError,
     Info,
-    StaleWeights,
     WeightPiece,
     WeightReceiver,
 )
@@ -92,13 +92,13 @@ class PolicySleep:
         return sorted(self._asleep)
 
     @property
-    def is_ready(self) -> bool:
+    def can_serve_requests(self) -> bool:
         """Whether requests can be answered: nothing is asleep and no weights are missing."""
         return not self._asleep and not self._client.missing
 
     def notify_waiters(self) -> None:
         """Wake the waiting requests, if the engine is ready."""
-        if self.is_ready:
+        if self.can_serve_requests:
             self._ready.set()
 
     async def wait(self) -> None:
@@ -291,7 +291,7 @@ class WeightRoutes:
         return {"success": True}
 
     def _resume_sampling(self) -> None:
-        if not (self._is_paused or self._is_updating) and self.sleep.is_ready:
+        if not (self._is_paused or self._is_updating) and self.sleep.can_serve_requests:
             self._client.resume()
         self.sleep.notify_waiters()
 
@@ -319,7 +319,7 @@ class WeightRoutes:
 
     async def _start(self, _: web.Request, __: Body) -> Body:
         if self._receiver is None:
-            raise StaleWeights(
+            raise FullWeightsRequiredError(
                 "init_weight_transfer_engine must come before an update: was this engine restarted?"
             )
         self._check_awake()
@@ -351,7 +351,7 @@ class WeightRoutes:
     ) -> None:
         try:
             await self._client.take(pieces, version)
-        except StaleWeights:  # no weight of this chunk was changed
+        except FullWeightsRequiredError:  # no weight of this chunk was changed
             self.broken = self.broken or (
                 f"an update broke off: {_NOT_WHOLE}" if self._num_chunks else ""
             )
@@ -372,7 +372,7 @@ class WeightRoutes:
 
     def _finished(self, receiver: WeightReceiver, version: object) -> None:
         if self._client.missing:
-            raise StaleWeights(self.sleep.reason())
+            raise FullWeightsRequiredError(self.sleep.reason())
         receiver.finished(str(version))
         self._end()
 
@@ -456,7 +456,7 @@ def _answered(
             if not isinstance(body, dict):
                 raise ValueError("the body is not a JSON object")
             return web.json_response(await act(http, body))
-        except StaleWeights as error:
+        except FullWeightsRequiredError as error:
             raise RequestRejected(str(error), status=409, code="stale_base") from None
         except KeyError as error:
             raise RequestRejected(f"{http.path}: the body has no {error}") from None

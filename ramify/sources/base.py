@@ -22,7 +22,7 @@ from ramify.install_command import install_command
 from ramify.printable import one_line
 from ramify.progress import ProgressTask
 from ramify.sandbox.base import MappedText
-from ramify.sources.table_types import TableEntry
+from ramify.sources.table_descriptions import LoadedTable
 from ramify.types.picture import Picture, digest_in
 
 MAX_FILE_S = 60.0
@@ -288,9 +288,9 @@ class SourceLoader:
         """True if a part of the context is only there through a tool."""
         self.pdfs: dict[str, Any] = {}
         """Name of a PDF -> what renders its pages; see ``pdf_pages.PdfSource``."""
-        self.tables: list[TableEntry] = []
+        self.tables: list[LoadedTable] = []
         self.kept_tables: Any = None
-        """Folder of tables that were not separate files; see ``tables.KeptTables``."""
+        """Folder of tables that were not separate files; see ``tables.TemporaryTableFolder``."""
         self.describing_s = 0.0
         """Time spent on describing tables."""
         self.seen: set[str] = set()

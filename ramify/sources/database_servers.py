@@ -39,7 +39,7 @@ _NUM_SAMPLES = 3
 _MAX_SHOWN = 80
 
 
-class ServerAddress(msgspec.Struct, frozen=True):
+class DatabaseAddress(msgspec.Struct, frozen=True):
     """A database on a server."""
 
     kind: str
@@ -58,10 +58,10 @@ class ServerAddress(msgspec.Struct, frozen=True):
         return f"{self.kind}://{self.host}:{self.port}/{self.database}"
 
 
-class ServerQuestion(msgspec.Struct, frozen=True):
+class DatabaseQueryRequest(msgspec.Struct, frozen=True):
     """A query for a database server. It is sent to the process that runs it."""
 
-    address: ServerAddress
+    address: DatabaseAddress
     query: str
     params: list[Any] | dict[str, Any] = []
     limit_s: float = QUERY_S
@@ -70,14 +70,14 @@ class ServerQuestion(msgspec.Struct, frozen=True):
 _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
 
 
-def is_server(name: str) -> bool:
+def is_database_url(name: str) -> bool:
     return name.startswith(SCHEMES)
 
 
 def without_password(name: str) -> str:
     """Return the name of a source in the form in which it may be recorded. The URL of a database
     server loses its password and all unsupported options."""
-    if not is_server(name):
+    if not is_database_url(name):
         return name
     scheme, _, rest = name.partition("://")
     login, at, place = rest.rpartition("@")
@@ -115,7 +115,7 @@ def read_server(url: str, loading: SourceLoader) -> None:
     loading.add(name, head + text, "server", len(text), f"{product}: {num_tables} tables")
 
 
-def parse_address(url: str) -> ServerAddress:
+def parse_address(url: str) -> DatabaseAddress:
     """Parse the URL of a database. A password that it lacks is read from the environment. Raises
     SourceError, with the password removed, if ``url`` does not name a database."""
     shown = without_password(url)
@@ -135,7 +135,7 @@ def parse_address(url: str) -> ServerAddress:
         password = os.environ.get(_PASSWORD_VARIABLES[kind], "")
         if password:
             remember(_PASSWORD_VARIABLES[kind], password)
-    return ServerAddress(
+    return DatabaseAddress(
         kind,
         parts.hostname or "localhost",
         port or (5432 if kind == "postgresql" else 3306),
@@ -184,16 +184,16 @@ def _options(kind: str, query: str, shown: str) -> dict[str, str]:
 
 
 def query_server(
-    address: ServerAddress, query: str, params: Any = (), limit_s: float = QUERY_S
+    address: DatabaseAddress, query: str, params: Any = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
     """Return the rows of one query in a read-only transaction. Raises ValueError, PermissionError
     or TimeoutError, none of which has the password."""
     given = dict(params) if isinstance(params, Mapping) else list(params)
-    rows = _processes.ask(ServerQuestion(address, query, given, limit_s), limit_s, CONNECT_S)
+    rows = _processes.ask(DatabaseQueryRequest(address, query, given, limit_s), limit_s, CONNECT_S)
     return [tuple(row) for row in rows]
 
 
-def _described(address: ServerAddress) -> tuple[str, int]:
+def _described(address: DatabaseAddress) -> tuple[str, int]:
     is_postgres = address.kind == "postgresql"
     mine = (
         "table_schema NOT IN ('pg_catalog', 'information_schema')"
@@ -240,12 +240,12 @@ def serve() -> None:
 
 
 def _answer(request: list[bytes]) -> list[bytes]:
-    asked: ServerQuestion = decode(request[0], ServerQuestion)
+    asked: DatabaseQueryRequest = decode(request[0], DatabaseQueryRequest)
     ask = _postgresql if asked.address.kind == "postgresql" else _mysql
     return answered(lambda: ask(asked))
 
 
-def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
+def _postgresql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
     address = asked.address
     try:
         import psycopg
@@ -280,7 +280,7 @@ def _postgresql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
         raise ValueError(f"sql: {_without(address, error)}") from None
 
 
-def _mysql(asked: ServerQuestion) -> list[tuple[Any, ...]]:
+def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
     address = asked.address
     try:
         import pymysql
@@ -357,7 +357,7 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
         cursor.execute(f"SET SESSION max_execution_time = {int(limit_s * 1000)}")
 
 
-def _reading(asked: ServerQuestion) -> str:
+def _reading(asked: DatabaseQueryRequest) -> str:
     """Return the query. Raises PermissionError if it may do more than read: even a read-only
     transaction permits COPY and INTO OUTFILE, which write files on the server."""
     words = asked.query.casefold()
@@ -373,7 +373,7 @@ def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
     return bounded.rows
 
 
-def _without(address: ServerAddress, error: Exception) -> str:
+def _without(address: DatabaseAddress, error: Exception) -> str:
     """Return the message of an error on one line, without the password."""
     text = " ".join(str(error).split())[:400]
     return text.replace(address.password, "«redacted»") if address.password else text

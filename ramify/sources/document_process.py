@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import IdleProcesses
 from ramify.actors.run_messages import decode, encode
 from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource
@@ -81,7 +81,9 @@ class ConversionAnswer(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-_processes = IdleProcesses(functools.partial(start, f"{__name__}:serve", is_bare=True))
+_processes = IdleProcesses(
+    functools.partial(start_python_process, f"{__name__}:serve", is_bare=True)
+)
 
 
 def convert_document(

@@ -35,7 +35,7 @@ import msgspec
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.run_messages import decode
 from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
-from ramify.sources.table_types import TableInfo, TableSource
+from ramify.sources.table_descriptions import TableInfo, TableSource
 
 MEMORY_BYTES = 2 << 30
 """Memory that DuckDB may use."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import kill
 from ramify.actors.run_messages import decode, encode
 from ramify.sources.base import UnreadableSource
@@ -106,7 +106,7 @@ class FetchProcess:
         start_s = 0.0
         if self._process is None or self._process.poll() is not None:
             self._end()
-            self._process, start_s = start(f"{__name__}:serve"), _START_S
+            self._process, start_s = start_python_process(f"{__name__}:serve"), _START_S
         request = encode(FetchRequest(what, url, version, self._allow_private))
         try:
             (data,) = ask(self._process, [request], limit_s + start_s)

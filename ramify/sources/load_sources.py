@@ -35,7 +35,7 @@ from ramify.sources.base import (
     UnreadableSource,
     listing,
 )
-from ramify.sources.database_servers import is_server, read_server, without_password
+from ramify.sources.database_servers import is_database_url, read_server, without_password
 from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 from ramify.sources.mapped_files import read_mapped
 from ramify.sources.remote_urls import is_remote, recorded_url, shown_url
@@ -77,9 +77,9 @@ def load(
     after = expanded.index(_STDIN) + 1 if _STDIN in expanded else 0
     expanded = expanded[:after] + [path for path in expanded[after:] if path != _STDIN]
     is_alone = len(expanded) == 1
-    servers = [path for path in expanded if is_server(path)]
+    servers = [path for path in expanded if is_database_url(path)]
     remote = [path for path in expanded if is_remote(path)]
-    expanded = [path for path in expanded if not (is_server(path) or is_remote(path))]
+    expanded = [path for path in expanded if not (is_database_url(path) or is_remote(path))]
     labels = _labels(expanded) if expanded else []
     with report_progress("reading", unit="bytes") as work:
         loading = SourceLoader(
@@ -161,7 +161,7 @@ def _expand(name: str) -> list[str]:
         return [name]
     if not name.strip():
         raise SourceError("a path is empty: name a file, a folder, or '-' for standard input")
-    if is_server(name) or is_remote(name):
+    if is_database_url(name) or is_remote(name):
         return [name]
     if "://" in name:
         schemes = ", ".join(f"{each}://" for each in ("https", "s3", "gs", "az", "hf"))

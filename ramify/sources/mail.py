@@ -18,8 +18,8 @@ from email.message import EmailMessage
 from typing import Any
 
 from ramify.sources.base import UnreadableSource
+from ramify.sources.document_places import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
-from ramify.sources.places import DocumentPart, assemble
 
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _FROM_LINE = re.compile(rb"^From [^\n]*\n", re.MULTILINE)

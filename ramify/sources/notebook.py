@@ -13,30 +13,30 @@ from typing import Any
 import msgspec
 
 from ramify.sources.base import SourceLoader
+from ramify.sources.document_places import DocumentPart, assemble
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.file_kinds import read as read_text
-from ramify.sources.places import DocumentPart, assemble
 
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Terminal colours, as in tracebacks."""
 
 
-class JupyterCell(msgspec.Struct):
+class IpynbCell(msgspec.Struct):
     cell_type: str
     source: str | list[str] = ""
     outputs: list[dict[str, Any]] = []
 
 
-class JupyterNotebook(msgspec.Struct):
+class IpynbNotebook(msgspec.Struct):
     """The fields of a notebook that are read. Other fields are ignored."""
 
-    cells: list[JupyterCell]
+    cells: list[IpynbCell]
     metadata: dict[str, Any] = {}
 
 
 def read(file: SourceFile, loading: SourceLoader) -> None:
     try:
-        notebook = msgspec.json.decode(decode(file.data)[0], type=JupyterNotebook)
+        notebook = msgspec.json.decode(decode(file.data)[0], type=IpynbNotebook)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         read_text(file, loading)  # an old format, or damaged
         return
@@ -56,7 +56,7 @@ def read(file: SourceFile, loading: SourceLoader) -> None:
     loading.add(file.name, text, "notebook", len(file.data), detail, places)
 
 
-def _cell(cell: JupyterCell, language: str, left_out: list[int]) -> str:
+def _cell(cell: IpynbCell, language: str, left_out: list[int]) -> str:
     source = _joined(cell.source)
     if cell.cell_type != "code":
         return source

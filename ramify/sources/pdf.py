@@ -14,8 +14,8 @@ import textwrap
 from typing import Any
 
 from ramify.sources.base import UnreadableSource
+from ramify.sources.document_places import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
-from ramify.sources.places import DocumentPart, assemble
 
 
 def convert(data: bytes) -> ConvertedDocument:

@@ -14,7 +14,7 @@ import resource
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import IdleProcesses
 from ramify.actors.run_messages import decode, encode
 
@@ -33,14 +33,14 @@ class PictureFailed(Exception):
     a sentence."""
 
 
-class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
+class ImageDownscaleRequest(msgspec.Struct, frozen=True, tag=True):
     """A picture to scale down."""
 
     max_side: int
     max_bytes: int
 
 
-class RenderRequest(msgspec.Struct, frozen=True, tag=True):
+class PdfPageRenderRequest(msgspec.Struct, frozen=True, tag=True):
     """A page of a PDF to render as a picture."""
 
     page: int
@@ -54,21 +54,25 @@ class _Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_processes = IdleProcesses(functools.partial(start, f"{__name__}:serve", is_bare=True))
+_processes = IdleProcesses(
+    functools.partial(start_python_process, f"{__name__}:serve", is_bare=True)
+)
 
 
 def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
     """Scale a picture down to at most ``max_side`` pixels on each side and ``max_bytes``. The
     result is a PNG file, or a JPEG file if that is smaller. Raises PictureFailed."""
-    return _asked(ScaleRequest(max_side, max_bytes), data, limit_s)
+    return _asked(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
 
 
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
     """Render one page of a PDF as a picture of ``width`` pixels. Raises PictureFailed."""
-    return _asked(RenderRequest(page, width, max_bytes), pdf, limit_s)
+    return _asked(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
 
 
-def _asked(request: ScaleRequest | RenderRequest, data: bytes, limit_s: float) -> bytes:
+def _asked(
+    request: ImageDownscaleRequest | PdfPageRenderRequest, data: bytes, limit_s: float
+) -> bytes:
     try:
         with _processes.one() as process:
             head, made = ask(process, [encode(request), data], limit_s + _START_S)
@@ -94,11 +98,13 @@ def _answer(parts: list[bytes]) -> list[bytes]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     until_s = int(used.ru_utime + used.ru_stime) + _CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (until_s, resource.RLIM_INFINITY))
-    request: ScaleRequest | RenderRequest = decode(parts[0], ScaleRequest | RenderRequest)
+    request: ImageDownscaleRequest | PdfPageRenderRequest = decode(
+        parts[0], ImageDownscaleRequest | PdfPageRenderRequest
+    )
     try:
         made = (
             _scale(parts[1], request)
-            if isinstance(request, ScaleRequest)
+            if isinstance(request, ImageDownscaleRequest)
             else _render(parts[1], request)
         )
         return [encode(_Answer()), made]
@@ -109,7 +115,7 @@ def _answer(parts: list[bytes]) -> list[bytes]:
         return [encode(_Answer(text)), b""]
 
 
-def _scale(data: bytes, request: ScaleRequest) -> bytes:
+def _scale(data: bytes, request: ImageDownscaleRequest) -> bytes:
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
@@ -138,7 +144,7 @@ def _saved(image: object, max_bytes: int) -> bytes:
     return file.getvalue()
 
 
-def _render(pdf: bytes, request: RenderRequest) -> bytes:
+def _render(pdf: bytes, request: PdfPageRenderRequest) -> bytes:
     import pypdfium2
 
     document = pypdfium2.PdfDocument(pdf)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import ask, start
+from ramify.actors.answering_process import ask, start_python_process
 from ramify.actors.child_process import IdleProcesses
 from ramify.actors.run_messages import decode, encode
 
@@ -45,7 +45,9 @@ class QueryProcesses:
     ``is_bare``, they inherit only the search paths from the environment, and so no key."""
 
     def __init__(self, serve: str, *, is_bare: bool = False) -> None:
-        self._processes = IdleProcesses(functools.partial(start, serve, is_bare=is_bare))
+        self._processes = IdleProcesses(
+            functools.partial(start_python_process, serve, is_bare=is_bare)
+        )
 
     def ask(self, request: msgspec.Struct, limit_s: float, grace_s: float = GRACE_S) -> Any:
         """Return the value of the answer. The first bytes of the reply arrive within ``limit_s +

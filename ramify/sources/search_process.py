@@ -1,9 +1,9 @@
 """The process that holds the search index of one context: BM25 over its units, by ``tantivy``.
 
-    IndexRequest("open")                ──> the process knows its folder
-    IndexRequest("add", blocks=blocks)  ──> the units of the blocks are indexed   (host ──> process)
-    IndexRequest("commit")              ──> the index can be asked
-    IndexRequest("ask", query=query)    ──> [(score, position), …]                best first
+    SearchProcessRequest("open")                ──> the process knows its folder
+    SearchProcessRequest("add", blocks=blocks)  ──> the units of the blocks are indexed
+    SearchProcessRequest("commit")              ──> the index can be asked
+    SearchProcessRequest("ask", query=query)    ──> [(score, position), …]                best first
 
 A position is the number of characters before a unit, counted over all texts of the context. The
 index keeps only the position and the words of a unit. Equal scores come in order of position,
@@ -51,7 +51,7 @@ _PART, _REGION = 256, 1 << 18
 """Neighbouring units that can be searched by themselves."""
 
 
-class TextBlock(msgspec.Struct, frozen=True):
+class IndexedTextBlock(msgspec.Struct, frozen=True):
     """A part of a text that is indexed."""
 
     text: str
@@ -62,12 +62,12 @@ class TextBlock(msgspec.Struct, frozen=True):
     """True for the last block of its text."""
 
 
-class IndexRequest(msgspec.Struct, frozen=True):
+class SearchProcessRequest(msgspec.Struct, frozen=True):
     """A request to the process that holds an index."""
 
     kind: str
     """``open``, ``add``, ``commit`` or ``ask``."""
-    blocks: tuple[TextBlock, ...] = ()
+    blocks: tuple[IndexedTextBlock, ...] = ()
     query: str = ""
     k: int = 10
     folder: str = ""
@@ -85,7 +85,7 @@ def serve() -> None:
     index: list[_Index] = []
 
     def answer(request: list[bytes]) -> list[bytes]:
-        asked: IndexRequest = decode(request[0], IndexRequest)
+        asked: SearchProcessRequest = decode(request[0], SearchProcessRequest)
 
         def call() -> Any:
             if not index:
@@ -129,7 +129,7 @@ class _Index:
         """End of the last block, whose units may depend on what follows."""
         self._num_requests = self._num_units = 0
 
-    def answer(self, asked: IndexRequest) -> Any:
+    def answer(self, asked: SearchProcessRequest) -> Any:
         if asked.kind == "open":
             return None
         if asked.kind == "add":
@@ -149,7 +149,7 @@ class _Index:
             return self._searcher.num_docs
         return self._ask(asked.query, asked.k)
 
-    def _add(self, added: TextBlock) -> None:
+    def _add(self, added: IndexedTextBlock) -> None:
         block = self._rest + added.text
         at = added.at - len(self._rest)
         document, add = self._tantivy.Document, self._writer.add_document

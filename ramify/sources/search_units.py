@@ -1,6 +1,6 @@
 """Divides a text into the units of a search. A unit is one hit: a line or a passage.
 
-    layout_of(text)                    TextLayout: "lines" or "passages", and whether it has pages
+    layout_of(text)                    "lines" or "passages", and whether it has pages
     units(block, shape, is_last=…)     (start, end) of each unit, in order
     place_of(name, text, start, …)     "report.pdf:812 (page 14)"
     searchable(text)                   the text with the words of scripts without spaces apart
@@ -51,19 +51,19 @@ _UNSPACED = (
 _RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
-class TextLayout(msgspec.Struct, frozen=True):
+class TextSegmentation(msgspec.Struct, frozen=True):
     """Decides how a text is divided into units. It is guessed from the beginning of the text."""
 
     shape: Shape
     has_pages: bool
 
 
-def layout_of(text: Text) -> TextLayout:
+def layout_of(text: Text) -> TextSegmentation:
     head = text[:_HEAD_CHARS]
     lines = head.split("\n")
     num_blank = sum(1 for line in lines[:-1] if not line.strip())
     is_prose = num_blank > _BLANK_SHARE * len(lines)
-    return TextLayout("passages" if is_prose else "lines", _PAGE.search(head) is not None)
+    return TextSegmentation("passages" if is_prose else "lines", _PAGE.search(head) is not None)
 
 
 def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
@@ -116,7 +116,7 @@ def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
     return start + begin, start + end
 
 
-def place_of(name: str, text: Text, start: int, line: int, layout: TextLayout) -> str:
+def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentation) -> str:
     """Describe the place of a unit for a citation: its text's name, its line, and its page or
     heading if it has one."""
     inside = ""

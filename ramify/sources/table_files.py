@@ -10,7 +10,7 @@ from __future__ import annotations
 from ramify.sources.archives import MACROS, check_parts, has_macros
 from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource, needs_inputs
 from ramify.sources.file_kinds import SourceFile
-from ramify.sources.table_types import TableInfo
+from ramify.sources.table_descriptions import TableInfo
 from ramify.sources.tables import describe_file, described, has_duckdb
 
 _WHAT = {

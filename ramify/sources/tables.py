@@ -26,7 +26,7 @@ import msgspec
 
 from ramify.sources.base import SourceLoader, UnreadableSource
 from ramify.sources.duckdb_process import describe_tables, query_tables
-from ramify.sources.table_types import TableEntry, TableInfo, TableSource
+from ramify.sources.table_descriptions import LoadedTable, TableInfo, TableSource
 
 MAX_TABLES = 500
 """Tables of a load. A folder's later files are only texts."""
@@ -83,7 +83,7 @@ def describe_file(
         info = msgspec.structs.replace(
             info, source=msgspec.structs.replace(info.source, name=unique), text=""
         )
-        loading.tables.append(TableEntry(name, info, before))
+        loading.tables.append(LoadedTable(name, info, before))
         infos.append(info)
     texts = [each.text for each in found]
     return [
@@ -145,7 +145,7 @@ def version_of(path: Path | str) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
-class KeptTables:
+class TemporaryTableFolder:
     """Folder for tables that were not separate files. It is deleted with this object."""
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ class SessionTables:
 
     def __init__(
         self,
-        entries: Sequence[TableEntry],
+        entries: Sequence[LoadedTable],
         databases: Mapping[str, Callable[..., list[tuple[Any, ...]]]],
         default: str | None,
-        kept: KeptTables | None = None,
+        kept: TemporaryTableFolder | None = None,
     ) -> None:
         """``databases`` maps each name that a query can give as ``db`` to the function that runs
         the query. ``default`` is the database of a query without ``db``; if None, such a query runs
@@ -224,7 +224,7 @@ class SessionTables:
 def _kept(name: str, kind: str, data: bytes, loading: SourceLoader) -> Path:
     """Write a member of an archive, or a decoded text, to a file."""
     if loading.kept_tables is None:
-        loading.kept_tables = KeptTables()
+        loading.kept_tables = TemporaryTableFolder()
     path: Path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"
     path.write_bytes(data)
     return path

@@ -1,8 +1,8 @@
 """``search`` and ``chunks`` of a session: which contexts have them, and when an index is built.
 
-    search_tools(context) ──> {"search": TextSearch, "chunks": TextChunks}
-    TextSearch.prepare()      a session is being opened: soon the index is built in the background
-    TextSearch(query, k)      waits for the index, then answers from it
+    search_tools(context) ──> {"search": TextSearchTool, "chunks": TextChunkingTool}
+    TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
+    TextSearchTool(query, k)  waits for the index, then answers from it
 
 Small contexts have neither, as a model can read them or look through them at once. An index is
 built in a separate process (``search_process.py``) in a private temporary folder, once for equal
@@ -33,14 +33,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ramify.actors.answering_process import ask, start
+from ramify.actors.answering_process import ask, start_python_process
 from ramify.actors.child_process import kill
 from ramify.actors.run_messages import decode, encode
 from ramify.sandbox.base import MappedText
 from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.query_process import QueryAnswer
-from ramify.sources.search_process import MAX_HITS, IndexRequest, TextBlock
-from ramify.sources.search_units import Text, TextLayout, layout_of, place_of, unit_at
+from ramify.sources.search_process import MAX_HITS, IndexedTextBlock, SearchProcessRequest
+from ramify.sources.search_units import Text, TextSegmentation, layout_of, place_of, unit_at
 from ramify.sources.text_chunks import chunks
 
 MAX_CHARS = 8_000_000_000
@@ -84,16 +84,16 @@ def search_tools(context: Any) -> dict[str, Any]:
     chars = sum(map(len, _texts(context).values()))
     if chars < MIN_SEARCHED_CHARS:
         return {}
-    tools: dict[str, Any] = {"chunks": TextChunks()}
+    tools: dict[str, Any] = {"chunks": TextChunkingTool()}
     if has_tantivy() and chars <= MAX_CHARS:
-        tools = {"search": TextSearch(context), **tools}
+        tools = {"search": TextSearchTool(context), **tools}
     return tools
 
 
-def tools_named(names: Collection[str], context: Any) -> dict[str, Any]:
+def search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
     """Return the search tools with these names, for the repetition of a recorded run. If their
     library is missing, an error is raised only when a search runs whose result was not recorded."""
-    every: dict[str, Any] = {"search": TextSearch(context), "chunks": TextChunks()}
+    every: dict[str, Any] = {"search": TextSearchTool(context), "chunks": TextChunkingTool()}
     return {name: tool for name, tool in every.items() if name in names}
 
 
@@ -113,7 +113,7 @@ def _texts(context: Any) -> dict[Any, Text]:
     return {name: text for name, text in named if isinstance(text, str | MappedText)}
 
 
-class TextSearch:
+class TextSearchTool:
     """The function ``search`` over the texts of one context."""
 
     __name__ = "search"
@@ -130,11 +130,11 @@ class TextSearch:
         self._starts = [0]
         for text in self._texts.values():
             self._starts.append(self._starts[-1] + len(text))
-        self._layouts: dict[Any, TextLayout] = {}
+        self._layouts: dict[Any, TextSegmentation] = {}
         self._lines: dict[Any, list[int]] = {}
         """Name of a text -> number of lines before each ``_COUNTED_CHARS``, as far as counted."""
         self._lock = threading.Lock()
-        self._built: Future[SearchIndex] | None = None
+        self._built: Future[SearchIndexProcess] | None = None
         self.is_asked = threading.Event()
         """Set at the first query, which does not wait for ``DELAY_S``."""
 
@@ -186,7 +186,7 @@ class TextSearch:
         hit = {"place": place, "text": text[start:end].strip("\r\n"), "score": score}
         return {**hit, "start": start, "end": end, **({} if self._is_single else {"name": name})}
 
-    def _layout(self, name: Any) -> TextLayout:
+    def _layout(self, name: Any) -> TextSegmentation:
         layout = self._layouts.get(name)
         if layout is None:
             layout = self._layouts[name] = layout_of(self._texts[name])
@@ -204,7 +204,7 @@ class TextSearch:
 
     # --- the index
 
-    def _future(self) -> Future[SearchIndex]:
+    def _future(self) -> Future[SearchIndexProcess]:
         with self._lock:
             # If the index's process has ended, it is built again.
             built = self._built
@@ -229,57 +229,61 @@ class TextSearch:
             return head + (b"" if at else text.file.digest.encode())
         return head + text[at : at + _BLOCK_CHARS].encode("utf-8", "replace")
 
-    def block(self, number: int, at: int) -> TextBlock:
+    def block(self, number: int, at: int) -> IndexedTextBlock:
         """Return the block of a text that begins at ``at``."""
         name = self._names[number]
         text, shape = self._texts[name], self._layout(name).shape
         block = _sendable(text[at : at + _BLOCK_CHARS])
-        return TextBlock(block, self._starts[number] + at, shape, at + len(block) == len(text))
+        return IndexedTextBlock(
+            block, self._starts[number] + at, shape, at + len(block) == len(text)
+        )
 
 
 class _UsedSearch:
-    """Reads the texts of a ``TextSearch`` without keeping it alive. Building an index takes a
+    """Reads the texts of a ``TextSearchTool`` without keeping it alive. Building an index takes a
     minute for a gigabyte, and must not hold the context of a run that has ended."""
 
-    def __init__(self, search: TextSearch) -> None:
+    def __init__(self, search: TextSearchTool) -> None:
         self._search = weakref.ref(search)
         self._is_asked = search.is_asked
         self._places = search.places()
         self._num_chars = search.num_chars
 
-    def index(self) -> SearchIndex:
+    def index(self) -> SearchIndexProcess:
         """Return the index of the context, and build it if it does not exist. Raises ValueError if
         it cannot be built or the context is no longer used."""
         self._is_asked.wait(DELAY_S)
         digest = hashlib.sha256()
         for number, at in self._places:
             digest.update(self._used().fingerprint(number, at))
-        return index_of(digest.hexdigest(), self._num_chars, self._requests)
+        return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
 
-    def _requests(self) -> Iterator[IndexRequest]:
+    def _requests(self) -> Iterator[SearchProcessRequest]:
         """Yield requests that add all texts to the index. Each request but the last carries at
         least ``_BLOCK_CHARS`` characters."""
-        blocks: list[TextBlock] = []
+        blocks: list[IndexedTextBlock] = []
         num_chars = 0
         for number, at in self._places:
             blocks.append(self._used().block(number, at))
             num_chars += len(blocks[-1].text)
             if num_chars >= _BLOCK_CHARS:
-                yield IndexRequest("add", tuple(blocks))
+                yield SearchProcessRequest("add", tuple(blocks))
                 blocks, num_chars = [], 0
-        yield IndexRequest("add", tuple(blocks))
+        yield SearchProcessRequest("add", tuple(blocks))
 
-    def _used(self) -> TextSearch:
+    def _used(self) -> TextSearchTool:
         search = self._search()
         if search is None:
             raise ValueError("nothing uses its context any more")
         return search
 
 
-class SearchIndex:
+class SearchIndexProcess:
     """The process that holds an index. It ends, and its folder is deleted, with this object."""
 
-    def __init__(self, num_chars: int, requests: Callable[[], Iterator[IndexRequest]]) -> None:
+    def __init__(
+        self, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
+    ) -> None:
         """Build the index, which takes a minute for a gigabyte. Raises ValueError."""
         _remove_stale()
         most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
@@ -290,16 +294,16 @@ class SearchIndex:
                 "the index"
             )
         folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._process = start("ramify.sources.search_process:serve", is_bare=True)
+        self._process = start_python_process("ramify.sources.search_process:serve", is_bare=True)
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _remove, self._process, folder)
         self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
         # Small enough for the pipe: the process knows its folder even if this one is killed now.
         try:
-            self._answer(IndexRequest("open"), BLOCK_S)
+            self._answer(SearchProcessRequest("open"), BLOCK_S)
             for request in requests():
                 self._answer(request, BLOCK_S)
-            self._answer(IndexRequest("commit"), BLOCK_S * 5)
+            self._answer(SearchProcessRequest("commit"), BLOCK_S * 5)
         except BaseException:
             self._close()
             raise
@@ -311,11 +315,11 @@ class SearchIndex:
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
         """Return (score, position) of the best units."""
         found: list[tuple[float, int]] = self._answer(
-            IndexRequest("ask", query=_sendable(query), k=k), QUERY_S
+            SearchProcessRequest("ask", query=_sendable(query), k=k), QUERY_S
         )
         return found
 
-    def _answer(self, request: IndexRequest, limit_s: float) -> Any:
+    def _answer(self, request: SearchProcessRequest, limit_s: float) -> Any:
         whole = msgspec.structs.replace(request, **self._place)
         with self._lock:
             try:
@@ -333,25 +337,25 @@ class SearchIndex:
 
 
 _sharing = threading.Lock()
-_indexes: weakref.WeakValueDictionary[str, SearchIndex] = weakref.WeakValueDictionary()
+_indexes: weakref.WeakValueDictionary[str, SearchIndexProcess] = weakref.WeakValueDictionary()
 """Digest of a context -> its index, as long as something uses it."""
-_kept: deque[SearchIndex] = deque(maxlen=_KEPT)
+_kept: deque[SearchIndexProcess] = deque(maxlen=_KEPT)
 
 
-def index_of(
-    digest: str, num_chars: int, requests: Callable[[], Iterator[IndexRequest]]
-) -> SearchIndex:
+def get_or_build_index(
+    digest: str, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
+) -> SearchIndexProcess:
     """Return the index of the context with this digest, and build it if it does not exist. Only one
     index is built at a time, because that uses two cores. Raises ValueError."""
     with _sharing:
         found = _indexes.get(digest)
         if found is None or found.has_ended:
-            found = _indexes[digest] = SearchIndex(num_chars, requests)
+            found = _indexes[digest] = SearchIndexProcess(num_chars, requests)
             _kept.append(found)
         return found
 
 
-def _has_ended(built: Future[SearchIndex]) -> bool:
+def _has_ended(built: Future[SearchIndexProcess]) -> bool:
     return built.exception() is None and built.result().has_ended
 
 
@@ -397,7 +401,7 @@ def _remove_stale() -> None:
 # --- chunks
 
 
-class TextChunks:
+class TextChunkingTool:
     """The function ``chunks``, which runs in the session."""
 
     __name__ = "chunks"

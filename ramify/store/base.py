@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 from msgspec.structs import replace
 
 from ramify.errors import RunInUse, StoreError, UnknownRun
+from ramify.store.durable_files import Bytes
 from ramify.store.journal import NOTHING_KEPT, read_events
-from ramify.store.live_text import LiveTextWriter
-from ramify.store.private_files import Bytes
-from ramify.store.reviews import RunReview
+from ramify.store.live_text import LiveReplyFileWriter
+from ramify.store.reviews import HumanRunReview
 from ramify.store.stored_run import StoredRun, is_run_id
 from ramify.store.summary import RunSummary, summarise
 from ramify.types.event import AnyEvent, TrajectoryFold
@@ -56,7 +56,7 @@ class RunJournal(Protocol):
     def close(self) -> None:
         """Release the journal for other writers. Idempotent."""
 
-    def live_text(self) -> LiveTextWriter | None:
+    def live_text(self) -> LiveReplyFileWriter | None:
         """The file that shows replies as they arrive; None if no page can follow the run."""
 
 
@@ -132,7 +132,7 @@ class RunStore(Protocol):
 
     def stored(self, run: str) -> StoredRun:
         """Return a reader for ``run``, which reads one line at a time."""
-        return StoredLines(self, self.find(run))
+        return FilelessStoredRun(self, self.find(run))
 
     def events(self, run: str) -> Iterator[AnyEvent]:
         """Yield the events of ``run``, oldest first. The run may still be being written."""
@@ -167,12 +167,12 @@ class RunStore(Protocol):
         if the summaries would have to be made to know that."""
         return None
 
-    def review(self, run: str) -> RunReview:
+    def review(self, run: str) -> HumanRunReview:
         """Return what people noted about ``run`` after its end: labels, verdicts, a note and
         corrected scores. The review is empty if there is none."""
-        return RunReview()
+        return HumanRunReview()
 
-    def write_review(self, run: str, review: RunReview) -> RunReview:
+    def write_review(self, run: str, review: HumanRunReview) -> HumanRunReview:
         """Replace the review of ``run``, and return it with the time of the change. Raises
         StoreError if it cannot be written; a store that does not override this method keeps no
         reviews, so it always raises."""
@@ -186,7 +186,7 @@ class RunStore(Protocol):
             self.remove(journal.id)
 
 
-class StoredLines(NamedTuple):
+class FilelessStoredRun(NamedTuple):
     """A run of a store that has no files, read through the store's lines. Implements
     ``StoredRun``."""
 
@@ -227,11 +227,11 @@ class StoredLines(NamedTuple):
     def has_neighbor(self, id: str) -> bool:
         return id in self.store.ids()
 
-    def reviews(self) -> Mapping[str, RunReview]:
+    def reviews(self) -> Mapping[str, HumanRunReview]:
         review = self.store.review(self.id)
         return {} if review.is_empty() else {self.id: review}
 
-    def write_review(self, id: str, review: RunReview) -> RunReview:
+    def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         return self.store.write_review(id, review)
 
     def remedy(self, number: int) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.private_files import FILE_MODE, make_folder
+from ramify.store.durable_files import FILE_MODE, make_folder
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:

@@ -33,16 +33,16 @@ import msgspec
 
 from ramify.errors import RunInUse, StoreError
 from ramify.secrets import SecretRedactor
-from ramify.store.line_checksums import ChecksumChain, has_checksum
-from ramify.store.live_text import LiveTextWriter
-from ramify.store.private_files import (
+from ramify.store.durable_files import (
     FILE_MODE,
     BlobStore,
     FsyncFlusher,
     release_reserve,
     write_all,
 )
-from ramify.store.reviews import RunReview, read_reviews, write_review
+from ramify.store.line_checksums import ChecksumChain, has_checksum
+from ramify.store.live_text import LiveReplyFileWriter
+from ramify.store.reviews import HumanRunReview, read_reviews, write_review
 from ramify.store.stored_run import StoredRun, is_run_id
 from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, RunStarted, TrajectoryFold
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
@@ -51,7 +51,7 @@ _PATIENCE_S = 0.3
 """How long to try for the lock: a reader that checks for a live writer holds it for an instant."""
 
 
-class JournalWriter(msgspec.Struct, frozen=True):
+class WriterProcessId(msgspec.Struct, frozen=True):
     """The process that writes a journal."""
 
     pid: int
@@ -61,9 +61,9 @@ class JournalWriter(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}"
 
 
-def this_process() -> JournalWriter:
+def this_process() -> WriterProcessId:
     """Return the entry that names this process as the writer of a journal."""
-    return JournalWriter(os.getpid(), socket.gethostname())
+    return WriterProcessId(os.getpid(), socket.gethostname())
 
 
 class LineWriter:
@@ -207,9 +207,9 @@ class Journal:
         self._flusher.settle(self._blobs)
         self.file.close()
 
-    def live_text(self) -> LiveTextWriter:
+    def live_text(self) -> LiveReplyFileWriter:
         """Return the file beside the journal in which replies are shown while they arrive."""
-        return LiveTextWriter(self.path, self._secrets)
+        return LiveReplyFileWriter(self.path, self._secrets)
 
     def __enter__(self) -> Journal:
         return self
@@ -271,7 +271,7 @@ def in_use(path: Path, holder: str) -> RunInUse:
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
-def writer(path: Path) -> JournalWriter | None:
+def writer(path: Path) -> WriterProcessId | None:
     """Return the process that is writing the journal at ``path`` now. Returns None if there is
     none, or if that process was killed."""
     named = _named(path)
@@ -290,9 +290,9 @@ def writer(path: Path) -> JournalWriter | None:
     return None
 
 
-def _named(path: Path) -> JournalWriter | None:
+def _named(path: Path) -> WriterProcessId | None:
     try:
-        return msgspec.json.decode(writer_file(path).read_bytes(), type=JournalWriter)
+        return msgspec.json.decode(writer_file(path).read_bytes(), type=WriterProcessId)
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -322,7 +322,7 @@ def chain_at_end(fd: int, path: Path) -> ChecksumChain:
     for number, line in enumerate(lines(path), start=1):
         problem = chain.problem(line)
         if problem and not has_checksum(line):
-            raise damaged(JournalFile(path), number, problem)
+            raise damaged(FileStoredRun(path), number, problem)
         chain.advance(line)
     return chain
 
@@ -474,7 +474,7 @@ def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
     return itertools.repeat(None, num_lines)
 
 
-class JournalFile(NamedTuple):
+class FileStoredRun(NamedTuple):
     """A journal to read. Implements ``StoredRun``; reviews may also be those of a file of
     trajectories."""
 
@@ -523,10 +523,10 @@ class JournalFile(NamedTuple):
     def has_neighbor(self, id: str) -> bool:
         return is_run_id(id) and (self.path.parent / f"{id}.jsonl").is_file()
 
-    def reviews(self) -> dict[str, RunReview]:
+    def reviews(self) -> dict[str, HumanRunReview]:
         return read_reviews(self.path)
 
-    def write_review(self, id: str, review: RunReview) -> RunReview:
+    def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         return write_review(self.path, id, review)
 
     def remedy(self, number: int) -> str:
@@ -596,7 +596,7 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
         try:
             inode = _same_file(path, inode, offset)
             for line in lines(path, offset):
-                event = decode_line(line, JournalFile(path), number + 1, chain)
+                event = decode_line(line, FileStoredRun(path), number + 1, chain)
                 offset, number, failures = offset + len(line) + 1, number + 1, 0
                 yield event
         except StoreError:

@@ -11,7 +11,7 @@ killed, ``prune`` deletes it, and the next page empties it.
 
 The file holds one line: the end of each reply, without secrets, and a checksum, since it may be
 read while it is overwritten. It is not part of the run's record: no reader of journals reads it.
-Not here: when the run writes (see ``engine/arriving_replies.py``).
+Not here: when the run writes (see ``engine/live_reply_writer.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 
 from ramify.secrets import SecretRedactor
+from ramify.store.durable_files import FILE_MODE
 from ramify.store.line_checksums import ChecksumChain, has_checksum
-from ramify.store.private_files import FILE_MODE
 from ramify.types.message import encodable
 
 MAX_CHARS = 4_000
@@ -53,7 +53,7 @@ class _Snapshot(msgspec.Struct):
     replies: Sequence[ArrivingReply] = ()
 
 
-class LiveTextFile:
+class LiveReplyFile:
     """The file beside a journal that holds the replies that are arriving. It may be open or not."""
 
     def __init__(self, journal: Path) -> None:
@@ -86,7 +86,7 @@ class LiveTextFile:
             os.unlink(self.path)
 
 
-class LiveTextWriter(LiveTextFile):
+class LiveReplyFileWriter(LiveReplyFile):
     """Writes the replies of a run while a page follows it. Raises OSError as the system does."""
 
     def __init__(self, journal: Path, secrets: SecretRedactor) -> None:
@@ -136,7 +136,7 @@ class LiveTextWriter(LiveTextFile):
         return self._secrets.without_beginning(self._secrets.redact(encodable(text)))
 
 
-class LiveTextReader(LiveTextFile):
+class LiveReplyFileReader(LiveReplyFile):
     """Reads the replies that are still arriving, for a page that follows a run. The run writes them
     only while such a reader is open."""
 
@@ -190,7 +190,7 @@ def live_file(journal: Path) -> Path:
 
 def delete_unused(path: Path) -> None:
     """Delete the ``.live`` file at ``path``, unless a page follows its run."""
-    file = LiveTextFile(path.with_suffix(".jsonl"))
+    file = LiveReplyFile(path.with_suffix(".jsonl"))
     with contextlib.suppress(OSError):
         file.open_existing()
         file.close()

@@ -20,9 +20,9 @@ import msgspec
 from ramify.errors import RunInUse, StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
 from ramify.store.base import RunStore, check_run_id, id_of
+from ramify.store.durable_files import Bytes
 from ramify.store.journal import encode_line
-from ramify.store.private_files import Bytes
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.types.event import AnyEvent
 
 
@@ -37,7 +37,7 @@ class MemoryStore(RunStore):
         self._lines: dict[str, list[bytes]] = {}
         """Id of a run -> its events, in the order in which the runs were created."""
         self._starts: dict[str, list[int]] = {}
-        self._reviews: dict[str, RunReview] = {}
+        self._reviews: dict[str, HumanRunReview] = {}
         self._written: set[str] = set()
         """Ids of the runs whose journals are open."""
         self._lock = threading.Lock()
@@ -76,10 +76,10 @@ class MemoryStore(RunStore):
         with self._lock:
             return self._offsets(id)[-1]
 
-    def review(self, run: str) -> RunReview:
-        return self._reviews.get(self.find(run), RunReview())
+    def review(self, run: str) -> HumanRunReview:
+        return self._reviews.get(self.find(run), HumanRunReview())
 
-    def write_review(self, run: str, review: RunReview) -> RunReview:
+    def write_review(self, run: str, review: HumanRunReview) -> HumanRunReview:
         id, review = self.find(run), msgspec.structs.replace(review, changed_at=time.time())
         self._reviews[id] = review
         return review

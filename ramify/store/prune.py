@@ -19,9 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal import open_locked, writer, writer_file
-from ramify.store.live_text import delete_unused, live_file
-from ramify.store.private_files import (
+from ramify.store.durable_files import (
     EVALUATIONS,
     MATRIX,
     TOKENIZED,
@@ -29,6 +27,8 @@ from ramify.store.private_files import (
     StoreSize,
     remove_file,
 )
+from ramify.store.journal import open_locked, writer, writer_file
+from ramify.store.live_text import delete_unused, live_file
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 

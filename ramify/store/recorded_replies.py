@@ -44,7 +44,7 @@ _LOOKED_UP = (CallStarted, RequestStarted, ReplyReceived, CallEnded)
 their identities are not stored."""
 
 
-class ForgottenTurns(NamedTuple):
+class DiscardedTurns(NamedTuple):
     """Turns of a root call that no longer count, since the run was resumed past its limit."""
 
     events: list[AnyEvent]
@@ -53,7 +53,7 @@ class ForgottenTurns(NamedTuple):
     """Whether the journal says so already."""
 
 
-class RecordedReplies:
+class RecordedRunIndex:
     """Lookup of what ``events`` recorded. Holds references to the events, no copies."""
 
     started: RunStarted
@@ -96,7 +96,7 @@ class RecordedReplies:
         """Whether the last event is an end after which the run can be resumed."""
         self._finished = 0
         """Earlier questions that ended, and whose end a resume repeats."""
-        self._forgotten: dict[tuple[str, int], list[ForgottenTurns]] = {}
+        self._forgotten: dict[tuple[str, int], list[DiscardedTurns]] = {}
         self._models: dict[str, str] = {}
         self._kinds: dict[str, CallKind] = {}
         self._parents: dict[str, Parent] = {}
@@ -139,7 +139,7 @@ class RecordedReplies:
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
         """Return the reply that was recorded for this request, with the prompt ids that it added,
         or None. Raises the error that ended the call, if that was the outcome."""
-        self.check(call, turn, prompt_hash)
+        self.check_prompt_matches(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
             self._fail_again(call)  # the budget ran out before it was sent
             self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
@@ -172,7 +172,7 @@ class RecordedReplies:
         name."""
         return self._models.get(call)
 
-    def check(self, call: str, turn: int, prompt_hash: str) -> None:
+    def check_prompt_matches(self, call: str, turn: int, prompt_hash: str) -> None:
         """Raises ReplayDiverged if another request was recorded at this place, or if the run
         diverged before; Refused if the model refused this prompt and another one replaced it."""
         if self.diverged is not None:
@@ -329,7 +329,7 @@ class RecordedReplies:
         last = [turn for turn in turns if self._requests[id, turn].last_word is not None]
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
-    def forgotten(self, call: str, turn: int) -> list[ForgottenTurns]:
+    def forgotten(self, call: str, turn: int) -> list[DiscardedTurns]:
         """Return the turns, from this one on, that were paid for but no longer count, oldest first.
         They are returned only once."""
         return self._forgotten.pop((call, turn), [])
@@ -350,7 +350,7 @@ class RecordedReplies:
             del self._held[key]
         for id, first in firsts.items():
             self._ends.pop(id, None)
-            forgotten = ForgottenTurns(gone[id], is_recorded)
+            forgotten = DiscardedTurns(gone[id], is_recorded)
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:

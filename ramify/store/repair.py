@@ -1,7 +1,7 @@
 """Checks a journal for damage, and repairs it by cutting it before the damage, so that the run can
 be resumed from there.
 
-    RUN.jsonl ── check ──> JournalCheck: the damaged lines, an incomplete last line, lost contexts
+    RUN.jsonl ── check ──> JournalCheckResult: damaged lines, an incomplete last line, lost contexts
               ── repair ─> RUN.jsonl, up to the damage;  RUN.damaged, a copy of the original
 
 A line is damaged if its checksum does not match or it cannot be decoded. In a journal without
@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import StoreError
+from ramify.store.durable_files import FILE_MODE, BlobStore, Fsync, sync_folder, write_all
 from ramify.store.journal import (
     MISFIT,
-    JournalFile,
+    FileStoredRun,
     damaged,
     decode_line,
     lines,
@@ -29,7 +30,6 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import CHANGED, ChecksumChain, has_checksum
-from ramify.store.private_files import FILE_MODE, BlobStore, Fsync, sync_folder, write_all
 from ramify.types.event import (
     AnyEvent,
     CallStarted,
@@ -59,7 +59,7 @@ class LineDamage(msgspec.Struct, frozen=True):
     reason: str
 
 
-class JournalCheck(msgspec.Struct):
+class JournalCheckResult(msgspec.Struct):
     """Result of checking one journal."""
 
     id: str
@@ -85,7 +85,7 @@ class JournalCheck(msgspec.Struct):
         return not self.num_damaged and not self.lost_contexts
 
 
-class JournalRepair(msgspec.Struct, frozen=True):
+class JournalRepairResult(msgspec.Struct, frozen=True):
     """Result of repairing one journal."""
 
     id: str
@@ -99,16 +99,16 @@ class JournalRepair(msgspec.Struct, frozen=True):
     """Copy of the damaged journal."""
 
 
-def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheck:
+def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckResult:
     """Check a journal. If ``blobs`` is given, also check the stored contexts that it refers to."""
-    check = JournalCheck(path.stem, is_written=writer(path) is not None)
+    check = JournalCheckResult(path.stem, is_written=writer(path) is not None)
     chain, fold = ChecksumChain(), TrajectoryFold()
     offset, crcs, digests = 0, [0], dict[str, None]()
     for number, line in enumerate(lines(path), start=1):
         reason = chain.problem(line)
         if not reason:
             try:
-                event = decode_line(line, JournalFile(path), number)
+                event = decode_line(line, FileStoredRun(path), number)
                 if not chain.is_checked and not has_checksum(line):
                     fold.apply(event)
                 _note(check, event, digests)
@@ -131,7 +131,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheck:
     return check
 
 
-def _note(check: JournalCheck, event: AnyEvent, digests: dict[str, None]) -> None:
+def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) -> None:
     match event:
         case RunStarted() | RunResumed():
             check.stop = None
@@ -167,7 +167,7 @@ def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
     return lost
 
 
-def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
+def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
     """Cut a journal before its first damage. A copy of the whole file is kept next to it."""
     try:
         fd = open_locked(path, 0)
@@ -179,7 +179,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
             raise StoreError(f"{path} is whole: there is nothing to repair")
         damage = check.damage[0]
         if damage.number == 1:
-            raise damaged(JournalFile(path), 1, damage.reason)
+            raise damaged(FileStoredRun(path), 1, damage.reason)
         num_lost = _count_replies(path, damage)
         backup = _free_name(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.repaired")
@@ -194,7 +194,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepair:
     finally:
         writer_file(path).unlink(missing_ok=True)
         os.close(fd)
-    return JournalRepair(path.stem, damage, damage.number - 1, num_lost, backup)
+    return JournalRepairResult(path.stem, damage, damage.number - 1, num_lost, backup)
 
 
 def backups(path: Path) -> list[Path]:
@@ -221,7 +221,7 @@ def _count_replies(path: Path, damage: LineDamage) -> int:
         if not line.startswith(_REPLY) and not (is_changed and _MESSAGE in line):
             continue
         try:
-            event = decode_line(line, JournalFile(path), number)
+            event = decode_line(line, FileStoredRun(path), number)
         except StoreError:
             is_changed = True
         if is_changed:

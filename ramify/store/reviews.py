@@ -29,7 +29,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
-from ramify.store.private_files import FILE_MODE, write_all
+from ramify.store.durable_files import FILE_MODE, write_all
 
 MAX_LABELS, MAX_LABEL, MAX_NOTE = 20, 60, 10_000
 """Maximum number of labels, and characters of a label and of a note."""
@@ -43,7 +43,7 @@ UNSCORED = "correct"
 """Name of the score that a verdict gives to a run without scores."""
 
 
-class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Labels, note and corrected scores of one run."""
 
     labels: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         these and filter by them."""
         return (*self.labels, self.verdict) if self.verdict else self.labels
 
-    def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> RunReview:
+    def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> HumanRunReview:
         """Return this review with ``verdict`` as the verdict of ``person``, or without a verdict of
         that person if it is None.
 
@@ -111,7 +111,7 @@ class RunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 _WORTH = {"right": 1.0, "wrong": 0.0}
 
 
-class Agreement(msgspec.Struct, frozen=True):
+class InterRaterAgreement(msgspec.Struct, frozen=True):
     """How often two people say the same about the same runs."""
 
     people: tuple[str, str]
@@ -124,7 +124,7 @@ class Agreement(msgspec.Struct, frozen=True):
     about all runs, since chance then explains everything."""
 
 
-def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[Agreement]:
+def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
     """Return how well each pair of people agrees, for all pairs who are both sure about at least
     one run. ``verdicts`` has, for each run, the verdict of each person."""
     pairs: dict[tuple[str, str], Counter[tuple[Verdict, Verdict]]] = defaultdict(Counter)
@@ -135,7 +135,9 @@ def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[Agreement]:
     return [_agreement(people, counts) for people, counts in sorted(pairs.items())]
 
 
-def _agreement(people: tuple[str, str], counts: Counter[tuple[Verdict, Verdict]]) -> Agreement:
+def _agreement(
+    people: tuple[str, str], counts: Counter[tuple[Verdict, Verdict]]
+) -> InterRaterAgreement:
     both = counts.total()
     same = sum(num for (first, second), num in counts.items() if first == second)
     rights = [
@@ -143,7 +145,7 @@ def _agreement(people: tuple[str, str], counts: Counter[tuple[Verdict, Verdict]]
     ]
     chance = rights[0] * rights[1] + (1 - rights[0]) * (1 - rights[1])
     kappa = None if chance == 1 else (same / both - chance) / (1 - chance)
-    return Agreement(people, both, same, kappa)
+    return InterRaterAgreement(people, both, same, kappa)
 
 
 def review_file(path: Path) -> Path:
@@ -152,12 +154,12 @@ def review_file(path: Path) -> Path:
     return path.with_suffix(".review.json")
 
 
-def read_reviews(path: Path) -> dict[str, RunReview]:
+def read_reviews(path: Path) -> dict[str, HumanRunReview]:
     """Return the review of each run in the journal, or in the file of trajectories, at ``path``, by
     the run's id. Raises StoreError if the reviews cannot be read."""
     file = review_file(path)
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, RunReview])
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, HumanRunReview])
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -166,17 +168,17 @@ def read_reviews(path: Path) -> dict[str, RunReview]:
         raise StoreError(f"{file} is not a file of reviews: {error}; repair or delete it") from None
 
 
-def listed_reviews(path: Path) -> Mapping[str, RunReview]:
+def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
     """Return the review of any run by its id, for listings. If the file of reviews is damaged,
     every review has the label ``unreadable review``, and the error as its note."""
     try:
-        return defaultdict(RunReview, read_reviews(path))
+        return defaultdict(HumanRunReview, read_reviews(path))
     except StoreError as error:
-        damaged = RunReview(("unreadable review",), str(error)[:MAX_NOTE])
+        damaged = HumanRunReview(("unreadable review",), str(error)[:MAX_NOTE])
         return defaultdict(lambda: damaged)
 
 
-def write_review(path: Path, run_id: str, review: RunReview) -> RunReview:
+def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunReview:
     """Replace the review of run ``run_id``, and return it with the time of the change. An empty
     review is deleted. Raises StoreError if it cannot be written."""
     file = review_file(path)

@@ -1,13 +1,13 @@
 """Journals and trajectories read without their texts, for listings and for the page of a run.
 
-    journal lines ──> AnyShortEvent ──┬─> summarise: one row of a listing   (store.py)
-                                      └─> RunTree: the page of a run        (viewer/run_tree.py)
-    trajectory lines ──> ShortTrajectory ──> one row of a listing           (viewer/run_library.py)
+    journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (store.py)
+                                      └─> RunTree: the page of a run         (viewer/run_tree.py)
+    trajectory lines ──> TrajectoryOutline ──> one row of a listing          (viewer/run_catalog.py)
 
 Most of a journal is prompts, replies, token ids and outputs, which neither of them shows. The
 decoder skips fields that a type does not name, so the types here are decoded several times faster
 than the full ones. Each is checked against the full one when this module is imported
-(``types/short_form.py``).
+(``types/partial_struct.py``).
 
 Not here: full events (see ``journal.py``), and what is computed from the short ones.
 """
@@ -41,7 +41,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Reply, Usage
-from ramify.types.short_form import short_form_of
+from ramify.types.partial_struct import short_form_of
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
     Call,
@@ -56,7 +56,7 @@ from ramify.types.trajectory import (
 
 
 @short_form_of(CallStarted)
-class ShortCallStart(Event, frozen=True, gc=False, tag="CallStarted"):
+class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
     """The event that a call has started, with only those fields that listings and a run's page
     need."""
 
@@ -71,7 +71,7 @@ class ShortCallStart(Event, frozen=True, gc=False, tag="CallStarted"):
 
 
 @short_form_of(RequestStarted)
-class ShortRequest(Event, frozen=True, gc=False, tag="Requested"):
+class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
     """A request without its prompt."""
 
     call: str
@@ -87,7 +87,7 @@ class ReplyBill(msgspec.Struct, frozen=True, gc=False):
 
 
 @short_form_of(ReplyReceived)
-class ShortReply(Event, frozen=True, gc=False, tag="Replied"):
+class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
     """A reply without its text and token ids."""
 
     call: str
@@ -96,7 +96,7 @@ class ShortReply(Event, frozen=True, gc=False, tag="Replied"):
 
 
 @short_form_of(CellRan)
-class ShortCell(Event, frozen=True, gc=False, tag="CellRan"):
+class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
     """A cell without its code and output."""
 
     call: str
@@ -105,21 +105,21 @@ class ShortCell(Event, frozen=True, gc=False, tag="CellRan"):
 
 
 @short_form_of(ToolAnswered)
-class ShortToolAnswer(Event, frozen=True, gc=False, tag="ToolAnswered"):
+class ToolAnswerOutline(Event, frozen=True, gc=False, tag="ToolAnswered"):
     """A tool's answer without its arguments and result."""
 
     call: str
     error: str | None = None
 
 
-AnyShortEvent = (
+AnyEventOutline = (
     RunStarted
-    | ShortCallStart
-    | ShortRequest
+    | CallStartedOutline
+    | RequestOutline
     | AttemptFailed
-    | ShortReply
-    | ShortCell
-    | ShortToolAnswer
+    | ReplyOutline
+    | CellOutline
+    | ToolAnswerOutline
     | NoteAdded
     | ModeChosen
     | CallEnded
@@ -130,16 +130,16 @@ AnyShortEvent = (
 
 
 @functools.cache
-def _decoder() -> msgspec.json.Decoder[AnyShortEvent]:
+def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
     """Return the decoder of shortened events, which is made at the first call. That takes a
     millisecond."""
-    return msgspec.json.Decoder(AnyShortEvent)
+    return msgspec.json.Decoder(AnyEventOutline)
 
 
 _FIRST = b'{"type":"RunStarted"'
 
 
-def short_event(line: bytes, run: StoredRun) -> AnyShortEvent:
+def short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
     """Decode one line of ``run``. Raises StoreError for a newer version, and what
     ``CANNOT_DECODE`` lists for a damaged line."""
     if line.startswith(_FIRST):
@@ -155,7 +155,7 @@ class DamagedLine(msgspec.Struct, frozen=True):
 
 def short_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
-) -> Iterator[tuple[AnyShortEvent | DamagedLine, int]]:
+) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
     """Decode a block of complete lines of ``run``. They follow the lines that
     ``chain`` covers.
 
@@ -172,7 +172,7 @@ def short_events(
 
 def _decoded(
     block: bytes, lines: list[bytes], run: StoredRun
-) -> Iterable[AnyShortEvent | DamagedLine]:
+) -> Iterable[AnyEventOutline | DamagedLine]:
     if _FIRST not in block:
         with suppress(*CANNOT_DECODE):  # decoding all lines at once is several times faster
             events = _decoder().decode_lines(block)
@@ -182,7 +182,7 @@ def _decoded(
     return _one_by_one(lines, run)
 
 
-def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyShortEvent | DamagedLine]:
+def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline | DamagedLine]:
     for line in lines:
         try:
             yield short_event(line, run)
@@ -194,26 +194,26 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyShortEvent | 
 
 
 @short_form_of(Turn)
-class ShortTurn(msgspec.Struct):
+class TurnOutline(msgspec.Struct):
     """A turn of a call, without any fields: listings only count the turns."""
 
 
 @short_form_of(Call)
-class ShortCall(msgspec.Struct):
+class CallOutline(msgspec.Struct):
     """A call without its texts."""
 
     model: str
     depth: int = 0
-    turns: list[ShortTurn] = []
+    turns: list[TurnOutline] = []
 
 
 @short_form_of(Trajectory)
-class ShortTrajectory(msgspec.Struct):
+class TrajectoryOutline(msgspec.Struct):
     """A trajectory without the texts and token ids of its calls."""
 
     id: str
     question: str
-    calls: list[ShortCall]
+    calls: list[CallOutline]
     schema_version: int = SCHEMA_VERSION
     task: str = ""
     rewards: dict[str, float] = {}

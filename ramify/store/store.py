@@ -6,7 +6,7 @@
     ROOT/runs/RUN_ID.live       replies that are arriving, while a page follows  (live_text.py)
     ROOT/runs/RUN_ID.damaged    the journal from before a repair           (repair.py)
     ROOT/maps/MAP_ID.jsonl      a map: a few lines for each row           (ramify/maps)
-    ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (private_files.py)
+    ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (durable_files.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
     ROOT/ramify.reserve         space for the last replies, if the disk gets full
@@ -29,9 +29,17 @@ import msgspec
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
 from ramify.store.base import RunStore, check_run_id, id_of
+from ramify.store.durable_files import (
+    BlobStore,
+    Fsync,
+    FsyncFlusher,
+    StoreSize,
+    keep_reserve,
+    make_folder,
+)
 from ramify.store.journal import (
+    FileStoredRun,
     Journal,
-    JournalFile,
     chain_at_end,
     cut_torn_line,
     follow,
@@ -41,17 +49,14 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.private_files import (
-    BlobStore,
-    Fsync,
-    FsyncFlusher,
-    StoreSize,
-    keep_reserve,
-    make_folder,
-)
 from ramify.store.prune import PruneResult, StorePruner
-from ramify.store.repair import JournalCheck, JournalRepair, check_journal, repair_journal
-from ramify.store.reviews import RunReview, listed_reviews
+from ramify.store.repair import (
+    JournalCheckResult,
+    JournalRepairResult,
+    check_journal,
+    repair_journal,
+)
+from ramify.store.reviews import HumanRunReview, listed_reviews
 from ramify.store.stored_run import is_run_id
 from ramify.store.summary import RunSummary, summarise
 from ramify.types.event import AnyEvent
@@ -93,7 +98,7 @@ class RunIndex:
             if (size, changed) == (stat.st_size, stat.st_mtime_ns):
                 summaries.append(_decoder.decode(data))
                 continue
-            summary = summarise(JournalFile(Path(name)))
+            summary = summarise(FileStoredRun(Path(name)))
             summaries.append(summary)
             if summary.problem is None:
                 fresh.append((id, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary)))
@@ -149,7 +154,7 @@ class RunIndex:
     def _open(self) -> sqlite3.Connection:
         import sqlite3
 
-        from ramify.store.private_files import FILE_MODE
+        from ramify.store.durable_files import FILE_MODE
 
         if not self.path.exists():
             self.path.touch(FILE_MODE)
@@ -233,12 +238,12 @@ class Store(RunStore):
             raise
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
 
-    def check(self, run: str | Path) -> JournalCheck:
+    def check(self, run: str | Path) -> JournalCheckResult:
         """Check the checksums of a run's journal and its stored contexts. This also works while the
         run is being written."""
         return check_journal(self.path(run), self.blobs)
 
-    def repair(self, run: str | Path) -> JournalRepair:
+    def repair(self, run: str | Path) -> JournalRepairResult:
         """Cut a damaged journal before its damage, so that the run can be resumed from there. The
         damaged file is kept beside it. Raises StoreError if nothing can be kept, and RunInUse while
         the run is being written."""
@@ -270,8 +275,8 @@ class Store(RunStore):
     def find(self, run: str | Path) -> str:
         return self.path(run).stem
 
-    def stored(self, run: str | Path) -> JournalFile:
-        return JournalFile(self.path(run))
+    def stored(self, run: str | Path) -> FileStoredRun:
+        return FileStoredRun(self.path(run))
 
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
         """Yield the events of ``run`` from the first one on, and new events while the run is being
@@ -314,10 +319,10 @@ class Store(RunStore):
             journals.append((id, status.st_size, status.st_mtime_ns, is_alive))
         return changed, tuple(journals), time.monotonic() // _EVERY_S
 
-    def review(self, run: str | Path) -> RunReview:
-        return self.stored(run).reviews().get(self.find(run), RunReview())
+    def review(self, run: str | Path) -> HumanRunReview:
+        return self.stored(run).reviews().get(self.find(run), HumanRunReview())
 
-    def write_review(self, run: str | Path, review: RunReview) -> RunReview:
+    def write_review(self, run: str | Path, review: HumanRunReview) -> HumanRunReview:
         return self.stored(run).write_review(self.find(run), review)
 
     def remove(self, run: str | Path) -> int:

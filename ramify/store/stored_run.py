@@ -1,7 +1,7 @@
 """The interface for reading one run, in whichever store it is.
 
-    StoredRun ─┬─ JournalFile   the file of a run         (journal.py)
-               └─ StoredLines   through a store's lines   (base.py)
+    StoredRun ─┬─ FileStoredRun   the file of a run            (journal.py)
+               └─ FilelessStoredRun   through a store's lines  (base.py)
 
 The viewer, listings, searches and replays read runs through it. If the store of a live run has no
 files, the viewer shows a reply only once it is complete. Not here: writing (see base.py).
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -59,11 +59,11 @@ class StoredRun(Protocol):
     def has_neighbor(self, id: str) -> bool:
         """Return True if the same store has a run ``id``."""
 
-    def reviews(self) -> Mapping[str, RunReview]:
+    def reviews(self) -> Mapping[str, HumanRunReview]:
         """Return the reviews of the runs in the same store by run id. A journal that is in no store
         has at most its own review. Raises StoreError."""
 
-    def write_review(self, id: str, review: RunReview) -> RunReview:
+    def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         """Replace the review of run ``id``, and return it with its time. Raises StoreError."""
 
     def remedy(self, number: int) -> str:

@@ -7,14 +7,14 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.journal import damaged
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.store.short_events import (
-    AnyShortEvent,
+    AnyEventOutline,
+    CallStartedOutline,
+    CellOutline,
     DamagedLine,
-    ShortCallStart,
-    ShortCell,
-    ShortReply,
-    ShortRequest,
+    ReplyOutline,
+    RequestOutline,
     short_events,
 )
 from ramify.store.stored_run import StoredRun
@@ -69,7 +69,7 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     num_files: int = 0
     """Number of files that the context of the first question refers to instead of containing
     them."""
-    review: RunReview | None = None
+    review: HumanRunReview | None = None
     """Labels, note and corrected scores; None if the run has none."""
 
 
@@ -94,19 +94,19 @@ def summarise(run: StoredRun) -> RunSummary:
     return summary
 
 
-def _add(summary: RunSummary, event: AnyShortEvent) -> None:
+def _add(summary: RunSummary, event: AnyEventOutline) -> None:
     if isinstance(event, ScoreAdded):
         if not event.call:
             summary.rewards |= event.rewards
         return
     summary.seconds = max(summary.seconds, event.at_s)
     match event:  # the most frequent ones first
-        case ShortRequest() | CallEnded() | ShortCell():
+        case RequestOutline() | CallEnded() | CellOutline():
             pass
-        case ShortReply():
+        case ReplyOutline():
             _charge(summary, event.reply.usage, event.reply.cost)
             summary.root_turns += event.call.isdecimal()
-        case ShortCallStart():
+        case CallStartedOutline():
             summary.num_calls += 1
             summary.depth = max(summary.depth, event.depth)
             summary.model = summary.model or event.model

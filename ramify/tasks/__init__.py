@@ -8,10 +8,10 @@
     >>> tasks.validate(task)
     ''
 
-    a task        Item Task SimpleTask TaskStart Score WholeTrajectoryReward generated dataset
-                  StepScoredTask (scores the rollouts of a step together)
+    a task        Item Task SimpleTask TaskStart Score TrajectoryRewardFunction generated dataset
+                  BatchScoredTask (scores the rollouts of a step together)
     by name       task_of items_of; PROGRAM_WORDS PROGRAM_HINT (the task programs)
-    rewards       numeric exact normalised f1 choice … (SCORERS), RubricScore, BatchedReward
+    rewards       numeric exact normalised f1 choice … (SCORERS), RubricScorer, BatchedReward
     elsewhere     from_verifiers env_task
     a result      Trajectory Call Turn Cell Stop
 

@@ -19,7 +19,7 @@ number, several numbers by name, or a ``Score``::
     SimpleTask(
         "teal",
         splits,
-        WholeTrajectoryReward(lambda item, trajectory: {"correct": …, "short": …}),
+        TrajectoryRewardFunction(lambda item, trajectory: {"correct": …, "short": …}),
         weights={"short": 0.1},
     )
 
@@ -43,7 +43,7 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError, nearest, raised_at
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
-from ramify.tasks.messages import messages_of
+from ramify.tasks.dataset_messages import messages_of
 from ramify.tasks.reward_loop import run_coroutine
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
@@ -142,8 +142,8 @@ class TaskStart(msgspec.Struct, kw_only=True):
     modules, for example."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
     """Holds the rollout's conversations in place of the engine's loop, and returns the answer: an
-    environment with its own loop, or an agent. Its argument is the run's ``ModelConversations``
-    (``ramify/engine/model_conversations.py``). None: a session, or one plain call."""
+    environment with its own loop, or an agent. Its argument is the run's ``RunModelClient``
+    (``ramify/engine/run_model_client.py``). None: a session, or one plain call."""
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
     """Called once when the rollout has ended for any reason, with the answer (None if there is
     none). Its result is stored in the trajectory's ``metadata`` for the score."""
@@ -226,7 +226,7 @@ class LazySequence(Sequence[T]):
         return self.at(index % len(self))
 
 
-class DemonstrationTexts(msgspec.Struct, frozen=True):
+class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
     """The texts that the engine writes around the replies of a demonstrator."""
 
     first_message: Callable[[str, object], str]
@@ -485,11 +485,11 @@ AnswerReward = Callable[[Any, Item], Worth | Coroutine[Any, Any, Worth]]
 none."""
 
 
-class WholeTrajectoryReward(msgspec.Struct, frozen=True):
+class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
     """Wraps a reward function of the whole trajectory: ``fn(item, trajectory)``.
 
     Example:
-        tasks.WholeTrajectoryReward(lambda item, run: {"brief": float(len(run.calls) < 10)})
+        tasks.TrajectoryRewardFunction(lambda item, run: {"brief": float(len(run.calls) < 10)})
     """
 
     reward: Callable[[Item, Trajectory], Worth | Coroutine[Any, Any, Worth]]
@@ -504,8 +504,8 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
     name: str
     splits: Mapping[str, Sequence[Item]]
-    reward: AnswerReward | WholeTrajectoryReward
-    """Called with (answer, item), unless it is a ``WholeTrajectoryReward``. A reward that can be
+    reward: AnswerReward | TrajectoryRewardFunction
+    """Called with (answer, item), unless it is a ``TrajectoryRewardFunction``. A reward that can be
     called for a whole step also has ``waits_for_step`` and ``of_step``, as ``BatchedReward``."""
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
@@ -521,11 +521,11 @@ class SimpleTask(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.name or not self.splits:
             raise ConfigError(f"task {self.name!r} needs a name and at least one split")
-        if not callable(self.reward) and not isinstance(self.reward, WholeTrajectoryReward):
+        if not callable(self.reward) and not isinstance(self.reward, TrajectoryRewardFunction):
             raise ConfigError(
                 f"task '{self.name}': its reward is a {type(self.reward).__name__}; give a function"
             )
-        if not isinstance(self.reward, WholeTrajectoryReward):
+        if not isinstance(self.reward, TrajectoryRewardFunction):
             self._check_signature(self.reward)
 
     def _check_signature(self, reward: AnswerReward) -> None:
@@ -544,7 +544,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
             raise ConfigError(
                 f"{where}(answer, item): give it these two parameters, `completions` and columns "
                 "for many answers at once, or wrap a function of (item, trajectory) in "
-                "WholeTrajectoryReward"
+                "TrajectoryRewardFunction"
             ) from None
 
     async def prepare(self, item: Item) -> TaskStart:
@@ -560,7 +560,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
         reward, answer = self.reward, trajectory.answer
         return as_score(
             reward.reward(item, trajectory)
-            if isinstance(reward, WholeTrajectoryReward)
+            if isinstance(reward, TrajectoryRewardFunction)
             else reward(answer, item)
         )
 

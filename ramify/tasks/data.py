@@ -36,7 +36,7 @@ from ramify.tasks.base import (
     Item,
     LazySequence,
     SimpleTask,
-    WholeTrajectoryReward,
+    TrajectoryRewardFunction,
 )
 from ramify.tasks.scoring import SCORERS
 from ramify.tasks.scoring.batched import BatchedReward
@@ -135,7 +135,7 @@ def dataset(
     kind: str | None = None,
     metadata: Sequence[str] = (),
     item: Callable[[Row], Item] | None = None,
-    reward: str | AnswerReward | WholeTrajectoryReward = "exact",
+    reward: str | AnswerReward | TrajectoryRewardFunction = "exact",
     name: str = "",
 ) -> SimpleTask:
     """Return a task over the rows of ``source``.
@@ -189,14 +189,14 @@ def dataset(
 
 
 def scorer_of(
-    reward: str | AnswerReward | WholeTrajectoryReward,
-) -> AnswerReward | WholeTrajectoryReward:
+    reward: str | AnswerReward | TrajectoryRewardFunction,
+) -> AnswerReward | TrajectoryRewardFunction:
     """Return the score called ``reward``, or the function itself. A function with a parameter
     ``completions`` becomes a ``BatchedReward``. Raises ConfigError for an unknown name."""
     scorer: Any = SCORERS.of(reward) if isinstance(reward, str) else reward
     if inspect.isfunction(scorer) and "completions" in inspect.signature(scorer).parameters:
         return BatchedReward(scorer)
-    found: AnswerReward | WholeTrajectoryReward = scorer
+    found: AnswerReward | TrajectoryRewardFunction = scorer
     return found
 
 

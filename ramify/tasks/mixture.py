@@ -39,7 +39,7 @@ from ramify.tasks.base import (
     items_of,
     task_of,
 )
-from ramify.tasks.step_scoring import is_scored_by_step, step_scores
+from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
 from ramify.types.trajectory import GroupOutcome, Trajectory
 
 _PERIOD = 1000

@@ -4,7 +4,7 @@
 
 All rewards share the loop, so a user's async client can keep its connections from one answer to the
 next. If an abandoned coroutine still blocks the loop, later ones get a new loop. Not here: time
-limits (see ``run_score.py``).
+limits (see ``score_with_timeout.py``).
 """
 
 from __future__ import annotations

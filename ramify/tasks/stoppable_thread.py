@@ -6,7 +6,7 @@
 
 A thread that waits outside Python (a system call) cannot be stopped and is abandoned. ``os._exit``
 would end the whole process without a message, so in such a thread it raises an error instead. Not
-here: how long a function may run (see ``run_score.py``, and ``ramify/agents``).
+here: how long a function may run (see ``score_with_timeout.py``, and ``ramify/agents``).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
+from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, TrajectoryRewardFunction
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
@@ -121,7 +121,7 @@ def env_task(
             },
         )
 
-    return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
+    return SimpleTask(name, splits, TrajectoryRewardFunction(score), dict(weights or {}), begin)
 
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:
@@ -144,7 +144,7 @@ def _check_call(name: str, option: str, function: Any, call: str) -> None:
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
     """Take each reply of the model as an action until the episode ends. Returns the last reply.
-    ``model`` is the run's ``ModelConversations``."""
+    ``model`` is the run's ``RunModelClient``."""
     parts = [item.question, episode.opening, _REPLIES, episode.actions]
     messages = [*item.messages, Message("user", "\n".join(filter(None, parts)))]
     action = ""

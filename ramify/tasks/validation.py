@@ -18,8 +18,8 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import SPLITS, Item, Task, items_of, total
-from ramify.tasks.run_score import scored_in_time
-from ramify.tasks.step_scoring import EndedRollout, is_scored_by_step, score_step_in_time
+from ramify.tasks.batch_scoring import EndedRollout, is_scored_by_step, score_step_in_time
+from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 WRONG = "(no answer of this task looks like this: qzxvkj)"

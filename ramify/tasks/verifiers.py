@@ -30,7 +30,7 @@ from ramify.tasks.base import (
     LazySequence,
     Score,
     SimpleTask,
-    WholeTrajectoryReward,
+    TrajectoryRewardFunction,
 )
 from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
@@ -93,12 +93,12 @@ def from_verifiers(
             f"taskset '{name}' runs its own code around a reply ({' and '.join(hooks)} of "
             f"{kind.__name__}), which needs a runtime: play it with ramify.evaluate.verifiers_task"
         )
-    rows = VerifiersItems(f"{name}/{split}", taskset, context, right)
+    rows = VerifiersTasksetItems(f"{name}/{split}", taskset, context, right)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
         return run_coroutine(_scored(vf, rows.task(item), trajectory))
 
-    return SimpleTask(name, {split: rows}, WholeTrajectoryReward(score))
+    return SimpleTask(name, {split: rows}, TrajectoryRewardFunction(score))
 
 
 def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
@@ -171,7 +171,7 @@ class VerifiersRows:
             return self._tasks
 
 
-class VerifiersItems(LazySequence[Item]):
+class VerifiersTasksetItems(LazySequence[Item]):
     """Tasks of a taskset as questions."""
 
     def __init__(

@@ -6,13 +6,13 @@ from ramify.testing.conformance import check_one as check_one
 from ramify.testing.conformance import check_sandbox as check_sandbox
 from ramify.testing.conformance.base import ConformanceCheck as ConformanceCheck
 from ramify.testing.conformance.base import ConformanceError as ConformanceError
-from ramify.testing.conformance.base import SandboxProbe as SandboxProbe
+from ramify.testing.conformance.base import SandboxUnderTest as SandboxUnderTest
 from ramify.testing.forgetful_disk import ForgetfulDisk as ForgetfulDisk
 from ramify.testing.hub import HubServer as HubServer
 from ramify.testing.offline import AccuracyCurve as AccuracyCurve
 from ramify.testing.offline import ModelLatency as ModelLatency
 from ramify.testing.offline import OfflineModel as OfflineModel
-from ramify.testing.offline import OfflineSuite as OfflineSuite
+from ramify.testing.offline import OfflineModelSuiteStrategy as OfflineModelSuiteStrategy
 from ramify.testing.script import Script as Script
 from ramify.testing.script import ScriptedFailure as ScriptedFailure
 from ramify.testing.script import ScriptRule as ScriptRule
@@ -27,7 +27,7 @@ from ramify.testing.script import refused as refused
 from ramify.testing.script import server_error as server_error
 from ramify.testing.script import stalled as stalled
 from ramify.testing.script import unreachable as unreachable
-from ramify.testing.scripted import ByteTokenIds as ByteTokenIds
+from ramify.testing.scripted import ScriptedByteTokenizer as ScriptedByteTokenizer
 from ramify.testing.scripted import ScriptedClient as ScriptedClient
 from ramify.testing.scripted_server import ReceivedRequest as ReceivedRequest
 from ramify.testing.scripted_server import ScriptedServer as ScriptedServer

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ramify.clients.loopback import LoopbackExchange, LoopbackServer
+from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
 from ramify.errors import Refused
 from ramify.testing.script import Lines, Script, ScriptedFailure, served
 from ramify.testing.scripted_server import completion
@@ -50,7 +50,7 @@ class BatchRequest(msgspec.Struct):
     """``succeeded``, ``errored``, ``expired``, ``canceled``"""
 
 
-class ReceivedBatch(msgspec.Struct):
+class BatchApiJob(msgspec.Struct):
     """One batch."""
 
     id: str
@@ -89,7 +89,7 @@ class BatchServer:
         provider. ``page`` is the maximum number of batches in one response that lists them."""
         self.holds = holds
         """Whether new batches wait for ``finish``."""
-        self.batches: dict[str, ReceivedBatch] = {}
+        self.batches: dict[str, BatchApiJob] = {}
         """Id -> batch, in the order of their creation."""
         self.files: dict[str, bytes] = {}
         """Id -> content."""
@@ -108,7 +108,7 @@ class BatchServer:
         self._page = page
         self._names: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = LoopbackServer(self._handle)
+        self._http = MockHttpServer(self._handle)
 
     @property
     def root(self) -> str:
@@ -153,7 +153,7 @@ class BatchServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, batch: ReceivedBatch, end: End, num: int | None = None) -> None:
+    async def _finish(self, batch: BatchApiJob, end: End, num: int | None = None) -> None:
         for place, request in enumerate(batch.requests):
             if end == "completed" or (num is not None and place < num):
                 await self._serve(batch, request)
@@ -162,7 +162,7 @@ class BatchServer:
                 request.result = _unserved(batch, request)
         batch.status = end
 
-    async def _serve(self, batch: ReceivedBatch, request: BatchRequest) -> None:
+    async def _serve(self, batch: BatchApiJob, request: BatchRequest) -> None:
         status, body = await self._answer(request.body, is_openai=batch.kind == "openai")
         request.kind = "succeeded" if status == 200 else "errored"
         if batch.kind == "openai":
@@ -199,10 +199,10 @@ class BatchServer:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _handle(self, exchange: LoopbackExchange) -> None:
+    def _handle(self, exchange: MockServerRequest) -> None:
         self.soon(self._serve_http(exchange))
 
-    async def _serve_http(self, exchange: LoopbackExchange) -> None:
+    async def _serve_http(self, exchange: MockServerRequest) -> None:
         path, _, query = exchange.path.partition("?")
         line = f"{exchange.method} {path}"
         self.log.append(line)
@@ -216,7 +216,7 @@ class BatchServer:
         return exchange.send(status, body if isinstance(body, bytes) else _encode(body))
 
     async def _respond(
-        self, exchange: LoopbackExchange, path: str, query: dict[str, str]
+        self, exchange: MockServerRequest, path: str, query: dict[str, str]
     ) -> tuple[int, Any]:
         parts = path.strip("/").split("/")
         is_openai = "messages" not in parts
@@ -247,7 +247,7 @@ class BatchServer:
         text = f"no {exchange.method} {path} here"
         return 404, _problem(text, 404, is_openai=is_openai)
 
-    def _upload(self, exchange: LoopbackExchange) -> tuple[int, Any]:
+    def _upload(self, exchange: MockServerRequest) -> tuple[int, Any]:
         fields, name = _form(exchange)
         if fields.get("purpose") != b"batch" or "file" not in fields:
             return 400, _problem("a file of purpose 'batch' is needed", 400, is_openai=True)
@@ -277,7 +277,7 @@ class BatchServer:
         lines = [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
         requests = [BatchRequest(line["custom_id"], line["body"]) for line in lines]
         number = len(self.batches)
-        batch = ReceivedBatch(
+        batch = BatchApiJob(
             f"batch_{number}",
             "openai",
             requests,
@@ -303,7 +303,7 @@ class BatchServer:
         if problem:
             return 400, _problem(problem, 400, is_openai=False)
         number = len(self.batches)
-        batch = ReceivedBatch(f"msgbatch_{number}", "anthropic", requests, number)
+        batch = BatchApiJob(f"msgbatch_{number}", "anthropic", requests, number)
         return 200, await self._begin(batch, "")
 
     def _problem_of(self, requests: list[BatchRequest], limit: int) -> str:
@@ -314,7 +314,7 @@ class BatchServer:
             return "duplicate_custom_id: a custom_id occurs twice"
         return ""
 
-    async def _begin(self, batch: ReceivedBatch, problem: str) -> dict[str, Any]:
+    async def _begin(self, batch: BatchApiJob, problem: str) -> dict[str, Any]:
         self.batches[batch.id] = batch
         if problem:
             batch.status, batch.problem = "failed", problem
@@ -322,7 +322,7 @@ class BatchServer:
             await self._finish(batch, "completed")
         return self._shown(batch)
 
-    def _cancelled(self, batch: ReceivedBatch) -> dict[str, Any]:
+    def _cancelled(self, batch: BatchApiJob) -> dict[str, Any]:
         if batch.status == "in_progress":
             batch.status = "cancelling"
         return self._shown(batch)
@@ -342,10 +342,10 @@ class BatchServer:
             "has_more": begin + size < len(found),
         }
 
-    def _shown(self, batch: ReceivedBatch) -> dict[str, Any]:
+    def _shown(self, batch: BatchApiJob) -> dict[str, Any]:
         return self._openai(batch) if batch.kind == "openai" else self._anthropic(batch)
 
-    def _openai(self, batch: ReceivedBatch) -> dict[str, Any]:
+    def _openai(self, batch: BatchApiJob) -> dict[str, Any]:
         is_ended = batch.status in ("completed", "expired", "cancelled")
         num_failed = batch.count("errored")
         code, _, message = batch.problem.partition(": ")
@@ -373,7 +373,7 @@ class BatchServer:
             "metadata": batch.metadata,
         }
 
-    def _anthropic(self, batch: ReceivedBatch) -> dict[str, Any]:
+    def _anthropic(self, batch: BatchApiJob) -> dict[str, Any]:
         words = {"in_progress": "in_progress", "cancelling": "canceling"}
         is_ended = batch.status not in words
         kinds = ("succeeded", "errored", "expired", "canceled")
@@ -415,7 +415,7 @@ def _problem(text: str, status: int, *, is_openai: bool) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": "req_0"}
 
 
-def _unserved(batch: ReceivedBatch, request: BatchRequest) -> dict[str, Any]:
+def _unserved(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
     if batch.kind == "anthropic":
         return {"custom_id": request.custom_id, "result": {"type": request.kind}}
     code = "batch_expired" if request.kind == "expired" else "batch_cancelled"
@@ -466,7 +466,7 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
     }
 
 
-def _form(exchange: LoopbackExchange) -> tuple[dict[str, bytes], str]:
+def _form(exchange: MockServerRequest) -> tuple[dict[str, bytes], str]:
     """Parse a form with a file. Returns the content of each field by name, and the name of the file
     (empty if there is none)."""
     found = _BOUNDARY.search(exchange.headers.get("content-type", ""))

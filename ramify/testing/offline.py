@@ -1,8 +1,8 @@
 """A model for offline use: a scripted model that reads with a stated accuracy, so that suites and
 systems can be compared without a network and with a known best score.
 
-    request ──┬── the prompt of a known system (root_forms.py) ──> the suite's strategy, as its code
-              ├── a leaf of a ready plan (plan_forms.py) ──> its right value, or a wrong one
+    request ──┬── the prompt of a known system (root_prompt_formats.py) ──> the suite's strategy
+              ├── a leaf of a ready plan (plan_leaf_prompt_formats.py) ──> its value, or a wrong one
               └── a text and a question ──> the right reply, with probability accuracy(tokens read)
                                             a plausible wrong one otherwise
 
@@ -40,14 +40,19 @@ from ramify.clients.base import Price
 from ramify.clients.function_client import count, count_message
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
-from ramify.testing.plan_forms import PlanLeafTurn, spoilt, turn_of, written
-from ramify.testing.root_forms import RESULT, ROOT_FORMS, RootForm, RootTurn
+from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest, spoilt, turn_of, written
+from ramify.testing.root_prompt_formats import (
+    RESULT,
+    ROOT_FORMS,
+    ParsedRootRequest,
+    RootPromptFormat,
+)
 from ramify.testing.script import Step
 from ramify.testing.scripted import ScriptedClient
 from ramify.types.message import Message, Reply
 
 OFFLINE_SUITES = Registry("offline suite", "ramify.offline", {})
-"""Suite -> an ``OfflineSuite``."""
+"""Suite -> an ``OfflineModelSuiteStrategy``."""
 Ask = Callable[[list[str]], list[str]]
 """Sends prompts to a sub-model and returns its replies in order."""
 _IMPORTS = """\
@@ -120,12 +125,12 @@ class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.first_s + (num_input * self.input_s + num_output * self.output_s) / 1_000
 
 
-class OfflineSuite(msgspec.Struct, frozen=True):
+class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
     """What the offline model knows of one suite: how its questions look, the strategy of a
     competent root, and how a leaf reads. None of its functions gets an item or its gold answer.
 
     Example:
-        suite = testing.OfflineSuite("teal", r"How often does", solve, read, spoil)
+        suite = testing.OfflineModelSuiteStrategy("teal", r"How often does", solve, read, spoil)
     """
 
     name: str
@@ -141,7 +146,7 @@ class OfflineSuite(msgspec.Struct, frozen=True):
     """(question, text, right reply, generator) -> a plausible wrong reply."""
     helpers: tuple[Callable[..., object], ...] = ()
     """Functions that ``solve`` calls, whose source it needs in the session."""
-    leaf: Callable[[PlanLeafTurn], Any] | None = None
+    leaf: Callable[[ParsedPlanLeafRequest], Any] | None = None
     """(request of a leaf of a ready plan) -> the right value: a list with one value for each
     record, or a text. None if the question or the leaf is not one that the suite knows."""
 
@@ -205,7 +210,7 @@ class OfflineModel(
                 return self._step(form, turn)
         return self._reading(messages)
 
-    def _step(self, form: RootForm, turn: RootTurn) -> str:
+    def _step(self, form: RootPromptFormat, turn: ParsedRootRequest) -> str:
         """Return the reply of a root: a look, the strategy, the answer."""
         if turn.is_last or turn.step >= 2:
             return form.answer(turn)
@@ -242,7 +247,7 @@ class OfflineModel(
             return suite.spoil(question, text, right, draw)
         return _UNKNOWN
 
-    def _plan_leaf(self, turn: PlanLeafTurn, messages: Sequence[Message]) -> str:
+    def _plan_leaf(self, turn: ParsedPlanLeafRequest, messages: Sequence[Message]) -> str:
         """Return the reply to one model call of a ready plan. It is wrong with the same probability
         as any other reply to a prompt of this length."""
         suite = self._suite(turn.question)
@@ -269,15 +274,15 @@ class OfflineModel(
             digest.update(message.content.encode("utf-8", "surrogatepass"))
         return random.Random(digest.hexdigest())
 
-    def _known(self) -> Sequence[OfflineSuite]:
+    def _known(self) -> Sequence[OfflineModelSuiteStrategy]:
         return _suites(self.suites)
 
-    def _suite(self, question: str) -> OfflineSuite | None:
+    def _suite(self, question: str) -> OfflineModelSuiteStrategy | None:
         return next((suite for suite in self._known() if re.search(suite.asks, question)), None)
 
 
 @functools.cache
-def _suites(names: tuple[str, ...]) -> tuple[OfflineSuite, ...]:
+def _suites(names: tuple[str, ...]) -> tuple[OfflineModelSuiteStrategy, ...]:
     """Return the suites with these names, or all. Kept, because a search of the installed packages
     takes longer than a reply."""
     return tuple(OFFLINE_SUITES.of(name) for name in names or OFFLINE_SUITES)
@@ -300,7 +305,7 @@ def _parts(prompt: str) -> tuple[str, str]:
     return prompt, prompt
 
 
-def _right(suite: OfflineSuite, question: str, text: str) -> str | None:
+def _right(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
     """Return the right reply; None if the question is not one of ``suite``."""
     right = suite.read(question, text)
     if right is not None or not re.search(suite.asks, question):
@@ -311,7 +316,7 @@ def _right(suite: OfflineSuite, question: str, text: str) -> str | None:
         return _UNKNOWN
 
 
-def _perfect(suite: OfflineSuite) -> Ask:
+def _perfect(suite: OfflineModelSuiteStrategy) -> Ask:
     return lambda prompts: [suite.read(*reversed(_parts(prompt))) or "" for prompt in prompts]
 
 

@@ -5,8 +5,8 @@
 
 Pass it wherever a client is expected; nothing is patched. ``served`` is the usage that a real model
 would have charged, dropped replies included, so a test can compare it with what a run reports. With
-``ids=ByteTokenIds()`` it returns the exact token ids of prompt and reply, as an inference engine
-does for training: one id per UTF-8 byte, with a marker before and after each message.
+``ids=ScriptedByteTokenizer()`` it returns the exact token ids of prompt and reply, as an inference
+engine does for training: one id per UTF-8 byte, with a marker before and after each message.
 
     [user "hi"]                  ->  257 104 105 260   258     prompt; 258 starts the reply
     reply "ok"                   ->  111 107 260               sampled ids, with the end marker
@@ -24,8 +24,8 @@ import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Price, PromptRendering, Request
 from ramify.errors import (
-    BadReply,
     ConfigError,
+    MalformedResponse,
     ModelError,
     RamifyError,
     RateLimited,
@@ -60,12 +60,12 @@ END = 260
 NUM_IDS = 261
 
 
-class ByteTokenIds:
+class ScriptedByteTokenizer:
     """Adds byte-level token ids to replies. A trainer increments ``version`` to set the policy
     version.
 
     Example:
-        client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ByteTokenIds())
+        client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ScriptedByteTokenizer())
     """
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
@@ -111,8 +111,8 @@ def _text(message: Message) -> list[int]:
 
 
 __all__ = [
-    "ByteTokenIds",
     "ScriptRule",
+    "ScriptedByteTokenizer",
     "ScriptedClient",
     "ScriptedFailure",
     "Step",
@@ -146,7 +146,7 @@ class ScriptedClient:
         window: int = 128_000,
         price: Price | None = None,
         latency_s: float = 0.0,
-        ids: ByteTokenIds | None = None,
+        ids: ScriptedByteTokenizer | None = None,
         vision: bool | None = None,
     ) -> None:
         """``ids`` adds token ids to each reply for which the script gives none. ``vision=False``
@@ -248,13 +248,13 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
         case "dropped" | "cut":
             return ReplyLost(f"{name}: the connection closed before the reply was whole")
         case "html":
-            error = BadReply(f"{name}: answered HTML instead of JSON")
+            error = MalformedResponse(f"{name}: answered HTML instead of JSON")
             error.may_be_paid = False
             return error
         case "no_choices":
-            return BadReply(f"{name}: a reply without choices")
+            return MalformedResponse(f"{name}: a reply without choices")
         case _:
-            return BadReply(f"{name}: a reply that is not JSON: {step.text[:60]!r}")
+            return MalformedResponse(f"{name}: a reply that is not JSON: {step.text[:60]!r}")
 
 
 def connect(

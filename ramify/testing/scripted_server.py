@@ -1,7 +1,7 @@
 """Scripted model behind a real OpenAI-compatible HTTP server on loopback, for tests and benchmarks.
 
     async with ScriptedServer(["hello", rate_limited(0.2), "again"], latency_s=0.05) as server:
-        ClientPool(base_urls={"openai": server.url}) …
+        RateLimitedClientPool(base_urls={"openai": server.url}) …
         server.served           exact usage that it would have charged, lost replies included
 
     python -m ramify.testing serve SCRIPT.json --port 8123 --latency 0.05
@@ -27,7 +27,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.function_client import count_message
-from ramify.clients.loopback import LoopbackExchange, LoopbackServer
+from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
 from ramify.errors import ConfigError, Refused
 from ramify.testing.offline import model_of
 from ramify.testing.script import Lines, Script, ScriptedFailure, Step, served
@@ -123,7 +123,7 @@ class ScriptedServer:
         self.num_cut_off = 0
         """Streams whose client left before their end."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = LoopbackServer(self._handle, host, port)
+        self._http = MockHttpServer(self._handle, host, port)
 
     @property
     def url(self) -> str:
@@ -145,7 +145,7 @@ class ScriptedServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close()
 
-    def _handle(self, exchange: LoopbackExchange) -> None:
+    def _handle(self, exchange: MockServerRequest) -> None:
         path = exchange.path.partition("?")[0]
         if exchange.method == "POST" and path.endswith("/chat/completions"):
             self.answered += 1
@@ -171,7 +171,7 @@ class ScriptedServer:
             text = f"no {exchange.method} {path} here: POST {self.url}/chat/completions"
             exchange.send(404, _error(text))
 
-    def _complete(self, exchange: LoopbackExchange) -> None:
+    def _complete(self, exchange: MockServerRequest) -> None:
         if self._keep:
             self.requests.append(ReceivedRequest(exchange.path, exchange.headers, exchange.body))
         due = asyncio.get_running_loop().time() + self._latency_s
@@ -203,7 +203,7 @@ class ScriptedServer:
 
     async def _later(
         self,
-        exchange: LoopbackExchange,
+        exchange: MockServerRequest,
         parsed: _RequestBody,
         messages: tuple[Message, ...],
         step: Awaitable[Step],
@@ -213,7 +213,7 @@ class ScriptedServer:
 
     def _answer(
         self,
-        exchange: LoopbackExchange,
+        exchange: MockServerRequest,
         parsed: _RequestBody,
         messages: tuple[Message, ...],
         step: Step,
@@ -229,7 +229,7 @@ class ScriptedServer:
             self._finish(exchange, parsed, outcome)
 
     def _finish(
-        self, exchange: LoopbackExchange, parsed: _RequestBody, outcome: Reply | ScriptedFailure
+        self, exchange: MockServerRequest, parsed: _RequestBody, outcome: Reply | ScriptedFailure
     ) -> None:
         if isinstance(outcome, ScriptedFailure) and outcome.fail == "stalled":
             return
@@ -239,11 +239,13 @@ class ScriptedServer:
         else:
             self._send(exchange, parsed, completion(outcome, parsed.model))
 
-    def _refuse(self, exchange: LoopbackExchange, text: str, code: str = "") -> None:
+    def _refuse(self, exchange: MockServerRequest, text: str, code: str = "") -> None:
         self._in_flight -= 1
         exchange.send(400, _error(text, code))
 
-    def _send(self, exchange: LoopbackExchange, parsed: _RequestBody, sent: dict[str, Any]) -> None:
+    def _send(
+        self, exchange: MockServerRequest, parsed: _RequestBody, sent: dict[str, Any]
+    ) -> None:
         if not parsed.stream:
             return exchange.send(200, _encode(sent))
         with_usage = (parsed.stream_options or {}).get("include_usage") is True
@@ -255,7 +257,7 @@ class ScriptedServer:
         self._tasks.add(task)
         return task.add_done_callback(self._tasks.discard)
 
-    async def _send_slowly(self, exchange: LoopbackExchange, events: list[bytes]) -> None:
+    async def _send_slowly(self, exchange: MockServerRequest, events: list[bytes]) -> None:
         exchange.begin("text/event-stream")
         for event in events:
             exchange.piece(event)
@@ -265,7 +267,7 @@ class ScriptedServer:
                 return
         exchange.end()
 
-    def _send_half(self, exchange: LoopbackExchange, parsed: _RequestBody, text: str) -> None:
+    def _send_half(self, exchange: MockServerRequest, parsed: _RequestBody, text: str) -> None:
         """Send the first half of a stream with the given text, and close the connection."""
         chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
         exchange.begin("text/event-stream")
@@ -273,7 +275,7 @@ class ScriptedServer:
         exchange.drop()
 
     def _fail(
-        self, exchange: LoopbackExchange, parsed: _RequestBody, step: ScriptedFailure
+        self, exchange: MockServerRequest, parsed: _RequestBody, step: ScriptedFailure
     ) -> None:
         match step.fail:
             case "rate_limited":

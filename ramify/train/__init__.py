@@ -10,16 +10,16 @@
             limits=Limits(max_turns=8),
         )
 
-    a run           Run PolicySpec TaskSpec SftSpec RlSpec WarmUpSpec EvaluateSpec Schedule …
+    a run           Run PolicySpec TaskSpec SftSpec RlSpec EvaluateSpec Schedule …
     start it        load_recipe train, or on the command line ``ramify train RECIPE``
     objectives      RlSpec(objective="gspo"), with_objective: an estimator with its loss
     algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupOptions
-    losses          PpoClip Gspo Cispo … (POLICY_LOSSES); your own: LossFormula LossTokens ratio
+    losses          PpoClip Gspo Cispo … (POLICY_LOSSES); your own: BaseLossFormula importance_ratio
     corrections     TokenTis IcePop … (CORRECTIONS)
     tree credit     CREDITS CreditNode
     signals         Hybrid HybridTerm TeacherSignal ProcessRewardSignal OutcomeSignal …
-    your own        Signal SignalContext SignalScore Judge JudgeView JudgeVerdict Tracker RunInfo
-    processes       ComputeSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
+    your own        Signal SignalContext SignalScore Judge JudgeView JudgeVerdict Tracker …
+    processes       TrainingBackendSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
     a loop          Rollouter token_sequences pack SingleBackend FsdpRanks TokenSequence Batch Group
     afterwards      read_metrics StepMetrics read_group_records GroupRecords
 

@@ -5,8 +5,8 @@
 All that is opened is on one stack and closed in reverse: a part is opened after the parts that it
 calls. Trained models are opened late and closed after the engines, since an engine that comes back
 asks for their weights. Decides what each part is given. Not here: what is loaded and checked
-(``assemble.py``), how engines and workers start (``open_rollouts.py``), and the order of a run's
-steps (``trainer.py``).
+(``load_run_parts.py``), how engines and workers start (``rollout_resources.py``), and the order of
+a run's steps (``trainer.py``).
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ramify.actors.launcher import Launcher, close_with
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
-from ramify.train.assemble import RunParts
 from ramify.train.config import plain
 from ramify.train.demonstrations import num_demonstrated
-from ramify.train.depth_models import OwnCalls, temperatures
+from ramify.train.depth_models import OwnCallsAlgorithm, temperatures
 from ramify.train.evaluation_metrics import evaluate
-from ramify.train.initial_policy import adapters_of, device_of, read_in_parts
-from ramify.train.learner import Learner, PolicyWeights, Publisher
+from ramify.train.initial_policy import adapters_of, device_of, sharded_checkpoint_folder
+from ramify.train.learner import EnginePolicyWeights, Learner, Publisher
+from ramify.train.load_run_parts import RunParts
 from ramify.train.metrics import CpuMeter, StepMetrics
-from ramify.train.open_rollouts import RolloutParts, open_machines, open_rollouts
 from ramify.train.preflight import first_prompt
+from ramify.train.rollout_resources import RolloutResources, open_machines, open_rollouts
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import Rollouter
-from ramify.train.run_record import RunRecord
-from ramify.train.selfcheck import AuditedClient, SelfCheck
+from ramify.train.run_record import TrainingRunRecorder
+from ramify.train.selfcheck import AuditedClient, EngineConsistencyChecks
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
-from ramify.train.signals.signal_reader import RunSignals
+from ramify.train.signals.signal_runner import TrainingSignalSet
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import RlStage, TrainingStage, scheduled, streams_of
 from ramify.train.trainer import SplitEvaluator, Trainer
-from ramify.train.watchdog import RunWatchdog, WatchedThread
+from ramify.train.watchdog import RunWatchdog, WatchedTrainingThread
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ramify.models.load import Policy
     from ramify.train.backends.base import Backend, TrainedModel
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another. The event loop's thread, which talks
 to sessions, waits for the engine's thread after each system call; with Python's 5 ms, a step of
@@ -102,7 +102,7 @@ async def opened_trainer(
             rollouts = await open_rollouts(parts, out, hosts, stack)
         trained = trained_model(parts, out, hosts)
         close_with(models, "trained", trained.close)
-        weights = PolicyWeights(parts.policy, parts.serving, rollouts.client, trained)
+        weights = EnginePolicyWeights(parts.policy, parts.serving, rollouts.client, trained)
         teachers = teachers_of(parts, rollouts, out, trained, weights)
         if teachers is not None:
             close_with(stack, "teachers", teachers.close)
@@ -110,9 +110,9 @@ async def opened_trainer(
         watch = RunWatchdog(
             out, parts.run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
         )
-        wiring = Wiring(
+        wiring = LearnerContext(
             record,
-            WatchedThread(watch),
+            WatchedTrainingThread(watch),
             first_prompt(
                 parts.scaffold, parts.run, parts.task, items_of(parts.task, "validation")[0]
             ),
@@ -150,11 +150,11 @@ def _interpreter_for_training() -> Iterator[None]:
 
 def _record(
     parts: RunParts,
-    rollouts: RolloutParts,
+    rollouts: RolloutResources,
     out: Path,
     trained: TrainedModel,
     listener: Callable[[StepMetrics], None] | None,
-) -> RunRecord:
+) -> TrainingRunRecorder:
     """Make the record of a training run, which writes its files, and choose the extra metrics that
     are measured with each step."""
     from ramify.inference.local.local_client import LocalClient
@@ -169,7 +169,7 @@ def _record(
     # With other backends, child processes of this one do more than run sessions.
     elif trained.is_here and rollouts.workers is None:
         meter = CpuMeter(client.engine.paces.taken)
-    return RunRecord(
+    return TrainingRunRecorder(
         out,
         run.schedule,
         config=plain(run),
@@ -182,7 +182,7 @@ def _record(
     )
 
 
-def _evaluator(parts: RunParts, rollouts: RolloutParts) -> SplitEvaluator:
+def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluator:
     run = parts.run
     if not run.is_evaluated:
         return SplitEvaluator(None, keep=run.evaluate.keep)
@@ -190,11 +190,11 @@ def _evaluator(parts: RunParts, rollouts: RolloutParts) -> SplitEvaluator:
     return SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep)
 
 
-class Wiring(NamedTuple):
+class LearnerContext(NamedTuple):
     """What all learners of a run share, and the names of one learner's policy."""
 
-    record: RunRecord
-    thread: WatchedThread
+    record: TrainingRunRecorder
+    thread: WatchedTrainingThread
     prompt: Sequence[Message]
     """Prompt of the canary."""
     model: str
@@ -206,9 +206,9 @@ class Wiring(NamedTuple):
 def _learner(
     parts: RunParts,
     audited: AuditedClient,
-    weights: PolicyWeights,
+    weights: EnginePolicyWeights,
     trained: TrainedModel,
-    wiring: Wiring,
+    wiring: LearnerContext,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
     """Build the learner of one policy, with the checks of its engines. ``source`` returns the
@@ -216,7 +216,7 @@ def _learner(
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
-    check = SelfCheck(audited, weights.weights, wiring.prompt, limits)
+    check = EngineConsistencyChecks(audited, weights.weights, wiring.prompt, limits)
     publisher = Publisher(weights, wiring.record, wiring.thread, check, wiring.name)
     if not isinstance(audited.client, LocalClient):
         engines: HttpEngines = audited.client  # type: ignore[assignment]
@@ -234,10 +234,10 @@ def _learner(
 
 def _other_learners(
     parts: RunParts,
-    rollouts: RolloutParts,
+    rollouts: RolloutResources,
     out: Path,
-    main: PolicyWeights,
-    wiring: Wiring,
+    main: EnginePolicyWeights,
+    wiring: LearnerContext,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
     """Build the learners of ``Run.policies``. ``main`` has the weights of ``Run.policy``, which are
@@ -246,7 +246,7 @@ def _other_learners(
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
         close_with(models, f"trained.{name}", trained.close)
-        weights = PolicyWeights(own.policy, own.serving, engine, trained)
+        weights = EnginePolicyWeights(own.policy, own.serving, engine, trained)
         source = main.weights if parts.run.policies[name].policy is None else None
         own_wiring = wiring._replace(model=engine.name, name=name)
         yield _learner(own, audited, weights, trained, own_wiring, source)
@@ -264,7 +264,7 @@ def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> 
     if parts.kind.is_here:
         local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
         return local
-    folder = read_in_parts(run)
+    folder = sharded_checkpoint_folder(run)
     source = folder if folder is not None else parts.policy.model.state_dict()
     critic = (
         run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
@@ -301,7 +301,7 @@ def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Ba
 
 
 def _rl_stages(
-    parts: RunParts, rollouts: RolloutParts, out: Path, teachers: RunTeachers | None
+    parts: RunParts, rollouts: RolloutResources, out: Path, teachers: RunTeachers | None
 ) -> Iterator[RlStage]:
     """The stage with rollouts, if the run has one."""
     run, rl = parts.run, parts.run.rl
@@ -333,20 +333,20 @@ def _rl_stages(
         yield stage(rl, rl.algorithm, signals=signals, pool=pool)
         return
     others = {
-        name: stage(each.run.rl, OwnCalls(each.run.rl.algorithm, names[name]))
+        name: stage(each.run.rl, OwnCallsAlgorithm(each.run.rl.algorithm, names[name]))
         for name, each in parts.others.items()
         if each.run.rl is not None
     }
-    own = OwnCalls(rl.algorithm, names[POLICY])
+    own = OwnCallsAlgorithm(rl.algorithm, names[POLICY])
     yield stage(rl, own, signals=signals, others=others, pool=pool)
 
 
 def teachers_of(
     parts: RunParts,
-    rollouts: RolloutParts,
+    rollouts: RolloutResources,
     out: Path,
     trained: TrainedModel,
-    weights: PolicyWeights,
+    weights: EnginePolicyWeights,
 ) -> RunTeachers | None:
     """The models that score for signals; None if no signal needs one."""
     from ramify.inference.local import connect
@@ -380,12 +380,14 @@ def teachers_of(
     )
 
 
-def _signals(parts: RunParts, rollouts: RolloutParts, teachers: RunTeachers | None) -> RunSignals:
+def _signals(
+    parts: RunParts, rollouts: RolloutResources, teachers: RunTeachers | None
+) -> TrainingSignalSet:
     """The signals that are read from rollouts in addition to their reward."""
     rl = parts.run.rl
     assert rl is not None
     assert isinstance(rl.algorithm, Hybrid)
-    return RunSignals(
+    return TrainingSignalSet(
         rl.signals,
         rl.algorithm,
         pool=rollouts.rlm.pool,

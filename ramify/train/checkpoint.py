@@ -32,13 +32,13 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, RunInUse, StoreError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.models import checksums
-from ramify.store.journal import JournalWriter, this_process
+from ramify.store.journal import WriterProcessId, this_process
 from ramify.train.override import with_new_names
 from ramify.train.run_doctor import GuardState
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path. If it returns a function, writing continues in the background, and the
 function waits for it."""
@@ -358,7 +358,7 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 FILE = ".lock"
 _PATIENCE_S = 0.5
 """How long to retry: a reader that checks whether a run is live holds the lock for an instant."""
@@ -392,7 +392,7 @@ def locked(out: Path) -> Iterator[None]:
         _remove(missing)
 
 
-def holder(out: Path) -> JournalWriter | None:
+def holder(out: Path) -> WriterProcessId | None:
     """The process that writes to the folder ``out`` now; None if there is none."""
     path = out / FILE
     try:
@@ -444,11 +444,11 @@ def _wait(fd: int, path: Path) -> None:
         time.sleep(0.02)
 
 
-def _holder_in(path: Path) -> JournalWriter:
+def _holder_in(path: Path) -> WriterProcessId:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=JournalWriter)
+        return msgspec.json.decode(path.read_bytes(), type=WriterProcessId)
     except (OSError, msgspec.DecodeError):
-        return JournalWriter(0, "an unknown host")
+        return WriterProcessId(0, "an unknown host")
 
 
 def _remove(folders: list[Path]) -> None:

@@ -39,12 +39,12 @@ from ramify.tasks.base import DATA_SUFFIXES
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config_fields import check_optional, redacted
-from ramify.train.depth_models import DepthSpec, FrozenSpec, check_depths
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.config_redaction import check_optional, redacted
+from ramify.train.depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.losses import POLICY_LOSSES
-from ramify.train.losses.loss import LossSpec
-from ramify.train.objectives import (
+from ramify.train.losses.total_loss import LossSpec
+from ramify.train.named_objectives import (
     OBJECTIVES,
     algorithm_of,
     estimator_of,
@@ -54,12 +54,12 @@ from ramify.train.objectives import (
 )
 from ramify.train.override import Choices
 from ramify.train.placement.placement_spec import PlacementSpec
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_doctor import TrainingGuard
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
-from ramify.train.signals.signal_reader import signals_of
+from ramify.train.signals.signal_runner import signals_of
 
 STALL_S = 1800.0
 """Default of ``Run.stall_s``: the longest time in seconds without progress."""
@@ -190,10 +190,10 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return TaskSpec(name=self.name, options=self.options, validate=self.validate)
 
 
-class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Induction warm-up (``data/sft_data.py``), for a model created from scratch.
 
-    >>> train.WarmUpSpec(steps=100).batch_tokens
+    >>> train.InductionWarmUpSpec(steps=100).batch_tokens
     2048
     """
 
@@ -274,7 +274,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     steps: int = 45
-    sample: StepSampleSpec = StepSampleSpec()
+    sample: RolloutBatchSpec = RolloutBatchSpec()
     rollout: RolloutOptions = RolloutOptions()
     objective: str = ""
     """Name of an objective in docs/objectives.md. In a recipe it sets ``algorithm`` and ``loss`` if
@@ -329,11 +329,11 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
 
 
-class TrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CoTrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A policy that is trained beside ``Run.policy``, on the same rollouts. It learns from its own
     calls, with the algorithm and the loss of ``Run.rl``.
 
-    >>> train.TrainedPolicySpec(optim=train.OptimizerSpec(lr=2e-6)).optim.lr
+    >>> train.CoTrainedPolicySpec(optim=train.OptimizerSpec(lr=2e-6)).optim.lr
     2e-06
     """
 
@@ -399,16 +399,16 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     task: TaskSpec = TaskSpec()
     """The questions of rollouts and evaluations. A run that only imitates conversations and names
     no task is not evaluated."""
-    warmup: WarmUpSpec | None = None
+    warmup: InductionWarmUpSpec | None = None
     sft: SftSpec | None = None
     rl: RlSpec | None = None
-    policies: dict[str, TrainedPolicySpec] = {}
+    policies: dict[str, CoTrainedPolicySpec] = {}
     """Name -> a policy that is trained in addition to ``policy``; ``depths`` names the calls that
     it answers."""
     depths: tuple[DepthSpec, ...] = ()
     """The model of the calls at each depth, the root's first; the last one serves all deeper calls,
     and the second also ``llm_query``. Empty: the policy answers all of them."""
-    frozen: FrozenSpec = FrozenSpec()
+    frozen: FrozenModelBudget = FrozenModelBudget()
     """Budgets of the models in ``depths`` that are not trained."""
     scaffold: str = "default"
     limits: Limits = Limits()
@@ -417,7 +417,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     evaluate: EvaluateSpec = EvaluateSpec()
     schedule: Schedule = Schedule()
     guard: TrainingGuard = TrainingGuard()
-    compute: ComputeSpec = ComputeSpec()
+    compute: TrainingBackendSpec = TrainingBackendSpec()
     """How the trainer computes."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that receive the metrics in addition to ``metrics.jsonl``: names in
@@ -500,8 +500,8 @@ CHOICES: Choices = {
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data without secrets (``config_fields.py``): the form that checkpoints store
-    and trackers receive.
+    """``run`` as plain data without secrets (``config_redaction.py``): the form that checkpoints
+    store and trackers receive.
 
     Raises ConfigError if a part of it cannot be serialized.
     """

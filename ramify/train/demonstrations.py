@@ -32,15 +32,15 @@ from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
-from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationRecords, evaluate
-from ramify.logging import RoomLogger
+from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationStore, evaluate
+from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.sandbox.base import SandboxSpec
-from ramify.store.private_files import TOKENIZED
+from ramify.store.durable_files import TOKENIZED
 from ramify.store.store import Store, default_root
 from ramify.tasks.base import Item, Task, items_of, task_of
 from ramify.tasks.data import rows_of
-from ramify.tasks.messages import WireMessage
+from ramify.tasks.dataset_messages import OpenAIChatMessage
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import (
@@ -52,7 +52,7 @@ from ramify.train.data.sft_data import (
     trajectory_of,
 )
 from ramify.train.data.stored_rows import key_of
-from ramify.train.data.stored_tokens import StoredTokens
+from ramify.train.data.stored_tokens import TokenizedCallCache
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 class _Row(msgspec.Struct):
-    messages: list[WireMessage]
+    messages: list[OpenAIChatMessage]
     reward: float | None = None
     rewards: dict[str, float | None] | None = None
 
@@ -110,7 +110,7 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
             begin = index + 1
 
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _EXPERT = "expert:function"
 """Model of the demonstrations of a function."""
 
@@ -242,7 +242,7 @@ def demonstrate(
             items=len(items),
             settings={"limits": msgspec.to_builtins(rlm.limits)},
         )
-        record = EvaluationRecords(kept.root).continued(plan)
+        record = EvaluationStore(kept.root).continued(plan)
         try:
             made = await evaluate(rlm, task, plan, record=record, concurrency=concurrency)
         finally:
@@ -287,7 +287,7 @@ def tokenised(
             stored = (
                 None
                 if each.tokens is None
-                else StoredTokens(each.tokens, tokenizer, form_of(renderer, tools))
+                else TokenizedCallCache(each.tokens, tokenizer, form_of(renderer, tools))
             )
             tokeniser = TrajectoryTokenizer(renderer, tools, stored)
             for trajectory in each.trajectories:

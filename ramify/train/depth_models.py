@@ -22,14 +22,14 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, Price, PromptRendering, Request
-from ramify.clients.pool import ClientPool
 from ramify.clients.providers import is_in_process
-from ramify.engine.limits import Ledger, Limits
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.resources import DepthOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
-from ramify.train.advantages.base import AssignedStep
-from ramify.train.config_fields import check_optional
+from ramify.train.advantages.base import StepAdvantages
+from ramify.train.config_redaction import check_optional
 from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Call, Group, Trajectory, Turn
@@ -83,7 +83,7 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return ":" in self.model
 
 
-class FrozenSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Budgets of all frozen models together. Retries and failures that may be billed count."""
 
     step_cost: float | None = None
@@ -103,7 +103,7 @@ class FrozenSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def limits_cost(self) -> bool:
         return self.step_cost is not None or self.run_cost is not None
 
-    def ledger(self, of: str) -> Ledger:
+    def ledger(self, of: str) -> BudgetLedger:
         """A ledger with the limits of a ``step`` or of the ``run``."""
         cost, calls = getattr(self, f"{of}_cost"), getattr(self, f"{of}_calls")
         limits = Limits(
@@ -111,7 +111,7 @@ class FrozenSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             max_tokens=BUDGET.max_tokens,
             max_cost=cost or math.inf,
         )
-        return Ledger(limits, priced=True)
+        return BudgetLedger(limits, priced=True)
 
 
 def check_depths(
@@ -168,16 +168,16 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
             )
 
 
-def check_models(depths: Sequence[DepthSpec], frozen: FrozenSpec) -> None:
+def check_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
     """Raise ConfigError if a frozen model has no key, or if costs are limited and its price is not
     known."""
-    pool = ClientPool()
+    pool = RateLimitedClientPool()
     for spec in depths:
         if spec.is_frozen and not is_in_process(spec.model):
             _connected(pool, spec, frozen)
 
 
-def _connected(pool: ClientPool, spec: DepthSpec, frozen: FrozenSpec) -> Client:
+def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModelBudget) -> Client:
     client = pool.client(spec.model)
     is_free = is_in_process(spec.model)
     if frozen.limits_cost and client.price is None and not is_free:
@@ -194,10 +194,10 @@ class DepthModels:
     def __init__(
         self,
         depths: Sequence[DepthSpec],
-        spec: FrozenSpec,
+        spec: FrozenModelBudget,
         policy: Client,
         before: Mapping[str, float] | None = None,
-        pool: ClientPool | None = None,
+        pool: RateLimitedClientPool | None = None,
         others: Mapping[str, Client] | None = None,
     ) -> None:
         """``policy`` is the client of the trained policy; ``others`` holds the clients of further
@@ -205,7 +205,7 @@ class DepthModels:
         what it has spent. ``pool`` connects the frozen models; by default a new one is created.
         Raises ConfigError for a model without a known price if costs are limited."""
         # The engine's pool retries; each of its attempts is one attempt here.
-        self._pool = pool or ClientPool(max_attempts=1)
+        self._pool = pool or RateLimitedClientPool(max_attempts=1)
         self._spec = spec
         self._step, self._run = spec.ledger("step"), spec.ledger("run")
         cost, calls, tokens = ((before or {}).get(name, 0.0) for name in _TOTALS)
@@ -217,7 +217,7 @@ class DepthModels:
 
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
-            return DepthClient(policies[spec.model], spec)
+            return DepthPolicyClient(policies[spec.model], spec)
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask(self, client: Client, request: Request) -> Reply:
@@ -257,7 +257,7 @@ class DepthModels:
         await self._pool.close()
 
 
-class DepthClient:
+class DepthPolicyClient:
     """The policy, as it samples at one depth. Implements ``Client``."""
 
     def __init__(self, client: Client, spec: DepthSpec) -> None:
@@ -320,7 +320,7 @@ def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: f
     return of if any(each.temperature is not None for each in depths) else usual
 
 
-class OwnCalls(msgspec.Struct, frozen=True):
+class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
     """An algorithm for one of several policies: it learns from its own calls, as if the models of
     the others were frozen. Implements ``Algorithm``."""
 
@@ -335,9 +335,9 @@ class OwnCalls(msgspec.Struct, frozen=True):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         own = own_calls(groups, self.model)
-        assigned: AssignedStep = self.outcome.assign_advantages(
+        assigned: StepAdvantages = self.outcome.assign_advantages(
             own, weights, every_token=every_token
         )
         return assigned

@@ -15,7 +15,7 @@ import msgspec
 
 from ramify.engine.rlm import RLM
 from ramify.evaluate.statistics import MeanEstimate, mean_with_interval, share_with_interval
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item, Task, items_of, total
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.text_env import REJECTED
@@ -25,7 +25,7 @@ from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.trajectory import Group, Trajectory
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 
 
 async def evaluate(

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigError
-from ramify.log_outputs import RUN_LOG, LogFile
-from ramify.logging import RoomLogger, run_log
+from ramify.log_outputs import RUN_LOG, FileLogHandler
+from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
 from ramify.time_account import PARTS, ROLLOUTS, WAITING
-from ramify.train.assemble import assemble
 from ramify.train.backends import launch
 from ramify.train.build import opened_trainer
 from ramify.train.checkpoint import (
@@ -30,6 +29,7 @@ from ramify.train.checkpoint import (
     read_state,
 )
 from ramify.train.config import Run, plain
+from ramify.train.load_run_parts import assemble
 from ramify.train.metrics import StepMetrics
 from ramify.train.policy_defaults import report_policy_defaults
 from ramify.train.preflight import check_folder
@@ -37,7 +37,7 @@ from ramify.train.resolve import resolve
 from ramify.train.trainer import Trainer
 from ramify.train.watchdog import RunStopped
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _IN_LOG = (
     "loss",
     "reward",
@@ -112,7 +112,7 @@ def _train(
     resume: Path | None,
     listener: Callable[[StepMetrics], None] | None,
     on_stall: Callable[[str], None] | None,
-    log: LogFile,
+    log: FileLogHandler,
 ) -> CheckpointState:
     """``train`` in the process that holds the folder's lock."""
     resolved = resolve(run, resume)

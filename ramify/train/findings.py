@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.evaluate.evaluation_report import RIGHT
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 
 Values = Mapping[str, float]
 """Metrics of a step by name."""
@@ -85,7 +85,7 @@ class Finding(NamedTuple):
     """Whether an earlier policy and a smaller learning rate may cure it."""
 
 
-class StageHistory(NamedTuple):
+class StageStepHistory(NamedTuple):
     """Earlier steps of the stage, with which a step is compared."""
 
     first: Values
@@ -117,7 +117,7 @@ _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "reject
 class _FindingRule(NamedTuple):
     """The rule for one kind of finding."""
 
-    says: Callable[[Values, StageHistory, float], str]
+    says: Callable[[Values, StageStepHistory, float], str]
     """The sentence, or empty if a step does not show it."""
     needs: tuple[str, ...]
     """Metrics without which it cannot be judged."""
@@ -132,7 +132,7 @@ _FINDING_RULES: dict[str, _FindingRule] = {}
 
 
 def findings(
-    values: Values, history: StageHistory, alarms: CollapseAlarms
+    values: Values, history: StageStepHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
     """Yield the name of each finding that can be judged, with the finding if ``values`` show it."""
     for name, rule in _FINDING_RULES.items():
@@ -159,7 +159,7 @@ _OTHER_METRICS = {
 }
 """Metrics of the findings of evaluations, and of the limits that a user sets."""
 
-_Says = Callable[[Values, StageHistory, float], str]
+_Says = Callable[[Values, StageStepHistory, float], str]
 
 
 def _finding(
@@ -173,7 +173,7 @@ def _finding(
 
 
 @_finding("failed_rollouts", "failed_share", limit="failed")
-def _failed(values: Values, history: StageHistory, limit: float) -> str:
+def _failed(values: Values, history: StageStepHistory, limit: float) -> str:
     share = values["failed_share"]
     if share < limit:
         return ""
@@ -184,7 +184,7 @@ def _failed(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("wrong_sign", "advantage_reward_corr", num_steps=2)
-def _wrong_sign(values: Values, history: StageHistory, limit: float) -> str:
+def _wrong_sign(values: Values, history: StageStepHistory, limit: float) -> str:
     now = values["advantage_reward_corr"]
     if now > _WRONG_SIGN:
         return ""
@@ -195,7 +195,7 @@ def _wrong_sign(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("divergence", "post_kl", limit="kl", is_curable=True)
-def _divergence(values: Values, history: StageHistory, limit: float) -> str:
+def _divergence(values: Values, history: StageStepHistory, limit: float) -> str:
     if values["post_kl"] < limit:
         return ""
     return (
@@ -206,7 +206,7 @@ def _divergence(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("stale_engine", "staleness_max", num_steps=2)
-def _stale(values: Values, history: StageHistory, limit: float) -> str:
+def _stale(values: Values, history: StageStepHistory, limit: float) -> str:
     age, allowed = values["staleness_max"], values.get("staleness_allowed", math.inf)
     if age <= allowed:
         return ""
@@ -217,7 +217,7 @@ def _stale(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("sampler_mismatch", "mismatch_kl", limit="mismatch_kl", num_steps=2)
-def _mismatch(values: Values, history: StageHistory, limit: float) -> str:
+def _mismatch(values: Values, history: StageStepHistory, limit: float) -> str:
     if values["mismatch_kl"] < limit:
         return ""
     return (
@@ -228,7 +228,7 @@ def _mismatch(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("wrong_template", "control_tokens", num_steps=2)
-def _template(values: Values, history: StageHistory, limit: float) -> str:
+def _template(values: Values, history: StageStepHistory, limit: float) -> str:
     share = values["control_tokens"]
     if share < _CONTROL:
         return ""
@@ -240,7 +240,7 @@ def _template(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("endless_replies", "cut_replies", limit="truncated", num_steps=2)
-def _no_end(values: Values, history: StageHistory, limit: float) -> str:
+def _no_end(values: Values, history: StageStepHistory, limit: float) -> str:
     share = values["cut_replies"]
     # A policy that ended its replies at first has forgotten it: see truncation_spiral.
     if share < limit or history.first.get("cut_replies", 1.0) < limit:
@@ -253,7 +253,7 @@ def _no_end(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("dead_children", "dead_children", limit="truncated", num_steps=2)
-def _children(values: Values, history: StageHistory, limit: float) -> str:
+def _children(values: Values, history: StageStepHistory, limit: float) -> str:
     share, num = values["dead_children"], values["num_children"]
     if share < limit or num < _MIN_CHILDREN:
         return ""
@@ -264,7 +264,7 @@ def _children(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("judges_abstain", limit="abstained", num_steps=2)
-def _abstain(values: Values, history: StageHistory, limit: float) -> str:
+def _abstain(values: Values, history: StageStepHistory, limit: float) -> str:
     for name in [key.removesuffix("/read") for key in values if key.endswith("/read")]:
         start = f"{name}/abstained/"
         reasons = {
@@ -284,7 +284,7 @@ def _abstain(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("length_hacking", "reward_length_corr", limit="length_corr")
-def _by_length(values: Values, history: StageHistory, limit: float) -> str:
+def _by_length(values: Values, history: StageStepHistory, limit: float) -> str:
     last = [*history.recent.get("reward_length_corr", []), values["reward_length_corr"]]
     if len(last) <= RECENT or min(last) < limit:
         return ""
@@ -296,7 +296,7 @@ def _by_length(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("constant_reward", "reward_min", "reward_max", limit="zero_variance", num_steps=2)
-def _constant(values: Values, history: StageHistory, limit: float) -> str:
+def _constant(values: Values, history: StageStepHistory, limit: float) -> str:
     value = values["reward_max"]
     if value > values["reward_min"] or value == 0 or value >= RIGHT:
         return ""
@@ -310,7 +310,7 @@ _SAME = ("zero_variance", "solve_all", "solve_none", "reward_min", "reward_max")
 
 
 @_finding("too_easy", *_SAME, limit="zero_variance", num_steps=2)
-def _too_easy(values: Values, history: StageHistory, limit: float) -> str:
+def _too_easy(values: Values, history: StageStepHistory, limit: float) -> str:
     if values["zero_variance"] < limit or values["solve_all"] < limit:
         return ""
     return (
@@ -320,7 +320,7 @@ def _too_easy(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("too_hard", *_SAME, limit="zero_variance", num_steps=2)
-def _too_hard(values: Values, history: StageHistory, limit: float) -> str:
+def _too_hard(values: Values, history: StageStepHistory, limit: float) -> str:
     if values["zero_variance"] < limit or values["solve_none"] < limit or values["reward_max"] > 0:
         return ""
     return (
@@ -330,7 +330,7 @@ def _too_hard(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("no_variance", *_SAME, limit="zero_variance", num_steps=2)
-def _no_variance(values: Values, history: StageHistory, limit: float) -> str:
+def _no_variance(values: Values, history: StageStepHistory, limit: float) -> str:
     is_constant = values["reward_max"] == values["reward_min"]
     if values["zero_variance"] < limit or is_constant or values["solve_all"] >= limit:
         return ""
@@ -342,7 +342,7 @@ def _no_variance(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("failing_cells", "cell_errors", limit="truncated", num_steps=2)
-def _cells(values: Values, history: StageHistory, limit: float) -> str:
+def _cells(values: Values, history: StageStepHistory, limit: float) -> str:
     share = values["cell_errors"]
     if share < limit or history.first.get("cell_errors", 1.0) < limit:
         return ""
@@ -354,7 +354,7 @@ def _cells(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("entropy_collapse", "entropy", limit="entropy", is_curable=True)
-def _entropy(values: Values, history: StageHistory, limit: float) -> str:
+def _entropy(values: Values, history: StageStepHistory, limit: float) -> str:
     now, before = values["entropy"], history.first.get("entropy", 0.0)
     if before <= 0 or now > limit * before:
         return ""
@@ -367,7 +367,7 @@ def _entropy(values: Values, history: StageHistory, limit: float) -> str:
 @_finding(
     "truncation_spiral", "truncated_rollouts", limit="truncated", num_steps=2, is_curable=True
 )
-def _spiral(values: Values, history: StageHistory, limit: float) -> str:
+def _spiral(values: Values, history: StageStepHistory, limit: float) -> str:
     now, before = values["truncated_rollouts"], history.first.get("truncated_rollouts", 1.0)
     if now < limit or before > now / 2:
         return ""
@@ -378,7 +378,7 @@ def _spiral(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("length", "length_mean", limit="length", is_curable=True)
-def _length(values: Values, history: StageHistory, limit: float) -> str:
+def _length(values: Values, history: StageStepHistory, limit: float) -> str:
     now, before = values["length_mean"], history.first.get("length_mean", 0.0)
     if before <= 0 or 1 / limit < now / before < limit:
         return ""
@@ -389,7 +389,7 @@ def _length(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("falling_reward", "reward", limit="reward", num_steps=2, is_curable=True)
-def _falling(values: Values, history: StageHistory, limit: float) -> str:
+def _falling(values: Values, history: StageStepHistory, limit: float) -> str:
     now, peak = values["reward"], history.first.get("peak_reward")
     noise = _STANDARD_ERRORS * history.first.get("peak_error", 0.0)
     if peak is None or peak - now < max(noise, limit * abs(peak)) or peak == now:
@@ -401,7 +401,7 @@ def _falling(values: Values, history: StageHistory, limit: float) -> str:
 
 
 @_finding("clipped", "clip_fraction", limit="clipped", is_curable=True)
-def _clipped(values: Values, history: StageHistory, limit: float) -> str:
+def _clipped(values: Values, history: StageStepHistory, limit: float) -> str:
     if values["clip_fraction"] < limit:
         return ""
     return (

@@ -22,14 +22,14 @@ from ramify.clients.base import Tool
 from ramify.engine.limits import Limits
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
-from ramify.policy_card import PolicyCard
+from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import PolicySpec, Run
 from ramify.train.demonstrations import DemonstrationSet, tokenised
 from ramify.train.policy_defaults import shape_for, vocabulary_for
 from ramify.train.preflight import path_of
+from ramify.trained_policy_settings import TrainedPolicySettings
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ramify.models.load import Policy
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 NUM_TOKENIZER_TEXTS = 3000
 """Maximum number of demonstrations that a tokenizer is trained on; more change little."""
 
@@ -73,12 +73,12 @@ def policy_of(
     from transformers import AutoConfig
 
     from ramify.models.load import from_config, load_policy, load_tokenizer
-    from ramify.models.tokenizer import train_tokenizer, word_tokenizer
+    from ramify.models.tokenizer_training import train_tokenizer, word_tokenizer
 
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        device = "meta" if is_bare(run) else device
+        device = "meta" if needs_no_weights(run) else device
         return load_policy(path_of(run), getattr(torch, dtype), device, thinking=spec.thinking)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
@@ -113,7 +113,7 @@ def policy_of(
     return policy
 
 
-def card_of(run: Run, policy: Policy) -> PolicyCard:
+def card_of(run: Run, policy: Policy) -> TrainedPolicySettings:
     """Return the card that is stored with the trained policy, so that it can later be asked as it
     was trained: its scaffold and the limits that differ from the defaults. A user's own scaffold is
     left out, since its file may be elsewhere by then."""
@@ -124,7 +124,7 @@ def card_of(run: Run, policy: Policy) -> PolicyCard:
         if getattr(run.limits, name) != getattr(usual, name)
     }
     named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
-    return PolicyCard(named, **own, is_from_scratch=policy.card.is_from_scratch)
+    return TrainedPolicySettings(named, **own, is_from_scratch=policy.card.is_from_scratch)
 
 
 def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:
@@ -211,11 +211,11 @@ def adapters_of(run: Run) -> Any:
     return AdapterSpec(rank=lora.rank, alpha=lora.scale_alpha, targets=lora.targets, seed=run.seed)
 
 
-def read_in_parts(run: Run) -> Path | None:
+def sharded_checkpoint_folder(run: Run) -> Path | None:
     """The folder from which each rank can read its own part of the policy; None if this process
     has to read all of it."""
-    from ramify.models.checkpoint_files import model_folder
     from ramify.models.load import read_config
+    from ramify.models.model_config_files import model_folder
     from ramify.models.stored_weights import is_read_in_parts
     from ramify.train.backends.meta_model import on_meta
 
@@ -224,14 +224,14 @@ def read_in_parts(run: Run) -> Path | None:
     return model_folder(path_of(run))
 
 
-def is_bare(run: Run) -> bool:
+def needs_no_weights(run: Run) -> bool:
     """Whether this process needs no weights: ranks read theirs from the checkpoint, engines are
     other processes, and no signal scores with the policy here."""
     return (
         not BACKENDS.of(run.compute.backend).is_here
         and run.inference is not None
         and (run.rl is None or not run.rl.signals)
-        and read_in_parts(run) is not None
+        and sharded_checkpoint_folder(run) is not None
     )
 
 

@@ -36,14 +36,14 @@ import msgspec
 import numpy as np
 
 from ramify.errors import TrainError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.models import checksums
 from ramify.time_account import under_way, working
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
 from ramify.train.data.pack import attach, describe, pack
 from ramify.train.depth_models import own_calls
-from ramify.train.run_record import RunRecord
+from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.sampling_metrics import (
     UpdateProbe,
     note_gaps,
@@ -51,10 +51,10 @@ from ramify.train.sampling_metrics import (
     of_credit,
     of_tokens,
 )
-from ramify.train.selfcheck import SelfCheck
+from ramify.train.selfcheck import EngineConsistencyChecks
 from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Minibatch, StepData, TrainingStage
-from ramify.train.watchdog import WatchedThread
+from ramify.train.watchdog import WatchedTrainingThread
 from ramify.types.sequence import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Group
 
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 
     from ramify.inference.http.http_engines import HttpEngines
     from ramify.inference.local.local_client import LocalClient
-    from ramify.inference.weight_sync.base import WeightSource
+    from ramify.inference.weight_sync.base import LazyWeight
     from ramify.models.load import Policy
     from ramify.train.backends.base import TrainedModel
 
     Weights = Iterable[tuple[str, Tensor]]
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 T = TypeVar("T")
 
 
@@ -310,10 +310,10 @@ class Publisher:
 
     def __init__(
         self,
-        policy: PolicyWeights,
-        record: RunRecord,
-        thread: WatchedThread,
-        check: SelfCheck | None = None,
+        policy: EnginePolicyWeights,
+        record: TrainingRunRecorder,
+        thread: WatchedTrainingThread,
+        check: EngineConsistencyChecks | None = None,
         name: str = "",
     ) -> None:
         """``name`` is the name of the policy in ``Run.policies``. It is empty for ``Run.policy``;
@@ -416,7 +416,7 @@ def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
     return counted
 
 
-class PolicyWeights:
+class EnginePolicyWeights:
     """The trained weights in the form that the engine needs: sent, saved and loaded again."""
 
     def __init__(
@@ -495,7 +495,7 @@ class PolicyWeights:
             return False
         return await self._engines.rejoin(self._sources(), self._trained.version)
 
-    def _sources(self) -> list[WeightSource]:
+    def _sources(self) -> list[LazyWeight]:
         from ramify.inference.weight_sync.base import as_checkpoint, source
 
         given = [
@@ -526,7 +526,7 @@ class PolicyWeights:
 
     def _export(self, folder: Path) -> None:
         """Write configuration and weights, one tensor at a time."""
-        from ramify.train.backends.write_checkpoint import export_model
+        from ramify.train.backends.safetensors_export import export_model
 
         tensors = self._stored() if self._saved is not None else self._model.unmerged()
         shapes = {name: tuple(each.shape) for name, each, _ in tensors}

@@ -16,29 +16,29 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.train.checkpoint import Write, verify
 from ramify.train.learner import EnginePhase, Learner
 from ramify.train.metrics import staleness
-from ramify.train.run_record import RunRecord
+from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import StepData, TrainingStage
-from ramify.train.watchdog import WatchedThread
+from ramify.train.watchdog import WatchedTrainingThread
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 T = TypeVar("T")
 
 
 class Learners:
     """All policies that a run trains."""
 
-    def __init__(self, learners: Sequence[Learner], record: RunRecord) -> None:
+    def __init__(self, learners: Sequence[Learner], record: TrainingRunRecorder) -> None:
         """``learners`` holds one learner per trained policy, beginning with the learner of
         ``Run.policy``."""
         self._all = learners
         self._record = record
 
     @property
-    def thread(self) -> WatchedThread:
+    def thread(self) -> WatchedTrainingThread:
         """The thread in which all policies compute."""
         return self._all[0].publisher.thread
 

@@ -22,8 +22,8 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import CheckpointState
 from ramify.train.config import Run, TaskSpec, plain
-from ramify.train.config_fields import cut_out, is_cut
-from ramify.train.metrics import RunLines
+from ramify.train.config_redaction import is_redacted, redacted_keys
+from ramify.train.metrics import JsonlRecordFile
 
 FILE = "lineage.jsonl"
 STAGES = ("warmup", "sft", "rl")
@@ -78,7 +78,7 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return f"{how}: {', '.join(map(str, self.changes)) or 'nothing changed'}"
 
     @property
-    def rescores(self) -> bool:
+    def makes_scores_incomparable(self) -> bool:
         """True if a change means that validation scores before and after it cannot be compared."""
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
@@ -89,7 +89,7 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return any(change.field.startswith(names) for change in self.changes)
 
 
-LINEAGE = RunLines(FILE, LineageEntry)
+LINEAGE = JsonlRecordFile(FILE, LineageEntry)
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange]:
@@ -98,7 +98,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
     return [
         change
         for change in differences(was, now)
-        if not is_cut(change.was) and not is_cut(change.now)
+        if not is_redacted(change.was) and not is_redacted(change.now)
     ]
 
 
@@ -122,7 +122,7 @@ def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
     if run.sft is None or recorded is None or run.sft.task is not None:
         return run
     shown = recorded.get("task") or state.config.get("task")
-    if _is_same_task(shown, plain(run)["task"]) or any(cut_out(shown)):
+    if _is_same_task(shown, plain(run)["task"]) or any(redacted_keys(shown)):
         return run
     task = msgspec.convert(shown, TaskSpec)
     return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, task=task))

@@ -20,9 +20,9 @@ Metrics of a step's rollouts, in addition to those of their algorithm:
                                (mean -logprob), share of calls that a limit truncated
     staleness, staleness_max   steps by which the sampling weights of a token are out of date
 
-All files of a run's folder that hold one JSON line per record are ``RunLines``:
+All files of a run's folder that hold one JSON line per record are ``JsonlRecordFile``:
 
-    LINES = RunLines("groups.jsonl", GroupRecord)
+    LINES = JsonlRecordFile("groups.jsonl", GroupRecord)
     LINES.append(folder, records)     one write: a kill leaves whole lines, except perhaps the last
     LINES.read(folder)                the records in order; skips a line that a kill tore
     LINES.cut(folder, step)           drops the records of later steps; atomic
@@ -63,7 +63,7 @@ import msgspec
 
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
-from ramify.inference.local.step_timings import StepTiming
+from ramify.inference.local.step_timings import EngineStepTiming
 from ramify.tasks.base import total
 from ramify.tasks.mixture import part_of
 from ramify.time_account import PartTimes
@@ -71,7 +71,7 @@ from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
 
 
-class StepRecord(Protocol):
+class StepNumberedRecord(Protocol):
     """A record that belongs to an optimizer step: one line of a run's JSONL file."""
 
     @property
@@ -80,10 +80,10 @@ class StepRecord(Protocol):
         ...
 
 
-R = TypeVar("R", bound=StepRecord)
+R = TypeVar("R", bound=StepNumberedRecord)
 
 
-class RunLines(Generic[R]):
+class JsonlRecordFile(Generic[R]):
     """Appends and reads the records of one JSONL file in a run's folder, such as ``groups.jsonl``.
     All records of a file have the same type."""
 
@@ -155,7 +155,7 @@ class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
     """Faults that the doctor found in this step or evaluation; usually none."""
 
 
-METRICS = RunLines(FILE, StepMetrics)
+METRICS = JsonlRecordFile(FILE, StepMetrics)
 
 
 class MetricsFile:
@@ -225,7 +225,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the other rollouts, including those that were given up."""
 
 
-GROUPS = RunLines("groups.jsonl", GroupRecord)
+GROUPS = JsonlRecordFile("groups.jsonl", GroupRecord)
 
 
 def account(
@@ -420,7 +420,7 @@ class CpuMeter:
     """Measures CPU time between calls of ``restart`` and ``spent``. Call it in the event loop's
     thread."""
 
-    def __init__(self, paces: Callable[[], list[StepTiming]]) -> None:
+    def __init__(self, paces: Callable[[], list[EngineStepTiming]]) -> None:
         """``paces`` returns the cost of the engine's steps since its last call."""
         self._paces = paces
         self._loop_s = 0.0
@@ -445,7 +445,7 @@ class CpuMeter:
         }
 
 
-def batch_metrics(timing: StepTiming) -> Iterator[tuple[str, float]]:
+def batch_metrics(timing: EngineStepTiming) -> Iterator[tuple[str, float]]:
     """The metrics of one kind of engine step."""
     prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
     yield f"{prefix}/steps", float(timing.steps)

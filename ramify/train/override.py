@@ -125,7 +125,7 @@ def new_name(field: str) -> str | None:
 T = TypeVar("T")
 
 
-class NameChoice(Protocol):
+class NamedObjectBuilder(Protocol):
     """Builds the object that a name in a configuration stands for. A plain registry does this, and
     so does a registry with a preset's options."""
 
@@ -138,12 +138,12 @@ class NameChoice(Protocol):
 Bundle = Callable[[Any, str], Any]
 """Function of a configuration and a name. It returns the configuration with all fields set that the
 name stands for."""
-Choices = Mapping[str, NameChoice | Bundle]
+Choices = Mapping[str, NamedObjectBuilder | Bundle]
 """Map the dotted name of a field to the values or bundles that its names stand for. A ``Bundle``
 sets several fields and applies before all other assignments, which may then change some of them."""
 
 
-class Assignment(NamedTuple):
+class ConfigOverride(NamedTuple):
     """``rl.optim.lr=1e-4``, taken apart."""
 
     path: tuple[str, ...]
@@ -171,7 +171,7 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
             raise ConfigError(
                 f"'{assignment}' is not an override: write FIELD=VALUE, as in rl.optim.lr=1e-4"
             )
-        parsed.append(Assignment(tuple(name.split(".")), text))
+        parsed.append(ConfigOverride(tuple(name.split(".")), text))
     for each in parsed:
         bundle = (choices or {}).get(each.name)
         if callable(bundle):
@@ -183,10 +183,10 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
     return _set(config, parsed, 0, choices or {}) if parsed else config
 
 
-def _set(value: Any, assignments: Sequence[Assignment], depth: int, choices: Choices) -> Any:
+def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, choices: Choices) -> Any:
     """Return a copy of ``value`` with all assignments applied. The element at index ``depth`` of
     each assignment's path names a field of ``value``."""
-    groups: dict[str, list[Assignment]] = {}
+    groups: dict[str, list[ConfigOverride]] = {}
     for each in assignments:
         groups.setdefault(each.path[depth], []).append(each)
     fresh = {head: _set_field(value, head, group, depth, choices) for head, group in groups.items()}
@@ -200,7 +200,7 @@ def _set(value: Any, assignments: Sequence[Assignment], depth: int, choices: Cho
 
 
 def _set_field(
-    value: Any, head: str, assignments: Sequence[Assignment], depth: int, choices: Choices
+    value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, choices: Choices
 ) -> Any:
     """Return the new value of the field ``head``, after applying all its assignments in order. An
     assignment to the whole field replaces earlier ones; later assignments to parts of the field
@@ -223,7 +223,7 @@ def _set_field(
         raise ConfigError(f"override {first}: no field '{head}': {advice}")
     else:
         current = getattr(value, head)
-    parts: list[Assignment] = []
+    parts: list[ConfigOverride] = []
     for each in assignments:
         if len(each.path) > depth + 1:
             parts.append(each)
@@ -236,7 +236,7 @@ def _set_field(
     return _set(current, parts, depth + 1, choices) if parts else current
 
 
-def _section(value: Any, head: str, parts: Sequence[Assignment], depth: int) -> Any:
+def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
     """A section that was not set, such as ``rl.rollout.branch``, with its defaults and the fields
     that ``parts`` set. None if its type is not known, or if these fields are not enough."""
     kinds = typing.get_args(typing.get_type_hints(type(value)).get(head))
@@ -255,11 +255,11 @@ def _section(value: Any, head: str, parts: Sequence[Assignment], depth: int) -> 
 
 
 def _named(
-    value: Any, groups: Mapping[str, list[Assignment]], fresh: Mapping[str, Any], problem: str
-) -> list[Assignment]:
+    value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
+) -> list[ConfigOverride]:
     """Return the assignments that cause ``problem``. Without them, there is another problem or
     none."""
-    causes: list[Assignment] = []
+    causes: list[ConfigOverride] = []
     for head, group in groups.items():
         try:
             rest = {name: field for name, field in fresh.items() if name != head}
@@ -271,7 +271,7 @@ def _named(
     return causes or [each for group in groups.values() for each in group]
 
 
-def _value(owner: msgspec.Struct, field: str, assignment: Assignment, choices: Choices) -> Any:
+def _value(owner: msgspec.Struct, field: str, assignment: ConfigOverride, choices: Choices) -> Any:
     text = assignment.text
     choice = choices.get(assignment.name)
     if choice is not None and not callable(choice) and text not in ("null", "none", ""):
@@ -290,7 +290,7 @@ def _value(owner: msgspec.Struct, field: str, assignment: Assignment, choices: C
             raise ConfigError(f"override {assignment}: {why}") from first
 
 
-def _not_a_section(assignment: Assignment, kind: Any) -> str:
+def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
     """Return how to set a section of options, for an assignment whose text is not JSON; empty if
     ``kind`` is not a section."""
     structs = [

@@ -29,15 +29,15 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.engine.scaffold import card_of
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
-from ramify.policy_card import packaged_policy
+from ramify.logging import ComponentLogger
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, Run
+from ramify.trained_policy_settings import packaged_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _RATES = {"warmup": (1e-5, 1e-4), "sft": (1e-5, 1e-4), "rl": (1e-6, 1e-5)}
 """Stage -> usual learning rates of a checkpoint: of all weights, of adapters."""
 _HIGH = 10
@@ -170,8 +170,8 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a checkpoint; None from scratch, and without a usable one."""
     if not is_pretrained(policy):
         return None
-    from ramify.models.checkpoint_files import model_folder
     from ramify.models.load import load_tokenizer
+    from ramify.models.model_config_files import model_folder
 
     try:
         return load_tokenizer(Path(model_folder(policy.path)))

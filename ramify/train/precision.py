@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from ramify.errors import ConfigError
 from ramify.train.config import Run
-from ramify.train.selfcheck import CanaryLimits
+from ramify.train.selfcheck import CanaryTolerance
 
 _OPTIONS = "policy.dtype (engine) and compute.precision (trainer)"
 _LIMITS = {"float32": (1e-4, 0.0), "float16": (0.04, 2.0**-8), "bfloat16": (0.3, 2.0**-5)}
@@ -47,7 +47,7 @@ class RunPrecision(NamedTuple):
         """The precisions of the engine and of the trainer, both named as ``engine`` is."""
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
-    def canary_limits(self, run: Run) -> CanaryLimits:
+    def canary_limits(self, run: Run) -> CanaryTolerance:
         """How much log-probabilities of engine and trainer may differ: the larger limit of
         both precisions, or ``inference.tolerance``; 0 in a deterministic run."""
         spec = run.inference
@@ -58,14 +58,14 @@ class RunPrecision(NamedTuple):
                 "deterministic=false"
                 + ("" if self.trainer == "fp32" else ", or policy.dtype=float32")
             )
-            return CanaryLimits(0.0, 0.0, hint)
+            return CanaryTolerance(0.0, 0.0, hint)
         if self.both != ("float32", "float32"):
             hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
         if spec is not None and spec.tolerance is not None:
-            return CanaryLimits(spec.tolerance, 0.0, hint)
+            return CanaryTolerance(spec.tolerance, 0.0, hint)
         is_ours = spec is None or spec.engine == "ramify"
         tolerance, rounding = max(_LIMITS[each] for each in self.both)
-        return CanaryLimits(tolerance if is_ours else max(tolerance, _FOREIGN), rounding, hint)
+        return CanaryTolerance(tolerance if is_ours else max(tolerance, _FOREIGN), rounding, hint)
 
 
 def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -> RunPrecision:

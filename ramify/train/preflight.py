@@ -9,45 +9,45 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.engine import observe, threads
+from ramify.engine import event_loop_thread, observation_messages
 from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import GRACE_S, check_begins
 from ramify.inference.http.engine_process import check_program
-from ramify.logging import RoomLogger
-from ramify.models.checkpoint_files import (
+from ramify.logging import ComponentLogger
+from ramify.models.model_config_files import (
     check_model_type,
     check_tokenizer,
     config_of,
     model_folder,
     window_in,
 )
-from ramify.policy_card import packaged_policy
 from ramify.sandbox.base import check_provider, open_sandbox
 from ramify.tasks.base import ENDLESS, Item, Task, items_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.validation import validate
 from ramify.train.advantages.base import needs_of
-from ramify.train.advantages.by_task import ByTask
-from ramify.train.advantages.weight import ALSO
+from ramify.train.advantages.by_task import PerTaskAlgorithm
+from ramify.train.advantages.token_loss_weights import ALSO
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import Run
 from ramify.train.data.sft_data import DEMOS
 from ramify.train.losses import SEQUENCE_MEANS
-from ramify.train.objectives import estimator_of, why_impossible
-from ramify.train.presets import policy_losses_of
+from ramify.train.named_objectives import estimator_of, why_impossible
+from ramify.train.other_trainer_presets import policy_losses_of
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import scheduled
 from ramify.train.traffic import TrafficTask
+from ramify.trained_policy_settings import packaged_policy
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 """Kinds of devices that a policy can be on."""
 
@@ -153,7 +153,7 @@ def check_first_items(run: Run, task: Task) -> None:
         return
     item = items[index % len(items)]
     try:
-        threads.run(check_begins(task, item, _grace_s(run)))
+        event_loop_thread.run(check_begins(task, item, _grace_s(run)))
     except RamifyError as error:
         where = f"task '{task.name}', item {item.id}"
         text = str(error)
@@ -187,7 +187,7 @@ def check_task(run: Run, task: Task) -> None:
     if skipped:
         text = skipped if run.task.validate else f"{skipped} (task.validate=false)"
         _log.warning("task_not_checked", text, shown=True, task=run.task.name)
-    if run.rl is not None and isinstance(run.rl.algorithm, ByTask):
+    if run.rl is not None and isinstance(run.rl.algorithm, PerTaskAlgorithm):
         if not isinstance(task, MixtureTask):
             raise ConfigError(
                 f"rl.algorithm=by_task has an algorithm for each task of a mixture, but "
@@ -527,7 +527,7 @@ def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[M
     stands for them."""
     if getattr(task, "writes_prompts", False):
         return [Message("user", item.question[:100])]
-    chars = observe.chars_of(item.context)
+    chars = observation_messages.count_text_chars(item.context)
     context = context_facts(item.context, chars)
     facts = PromptFacts(context=context, children=run.limits.max_depth > 0)
     system = scaffold.system_prompt(facts)

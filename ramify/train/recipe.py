@@ -17,7 +17,7 @@ from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run, plain
-from ramify.train.config_fields import check_types, cut_out
+from ramify.train.config_redaction import check_types, redacted_keys
 from ramify.train.override import new_name, override
 
 
@@ -118,7 +118,7 @@ def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     value is missing because it may be a secret and no override gives it."""
     config = dict(read_state(find(Path(path))).config)
     overridden = [assignment.partition("=")[0] for assignment in overrides]
-    unknown = next((name for name in cut_out(config) if name not in overridden), None)
+    unknown = next((name for name in redacted_keys(config) if name not in overridden), None)
     if unknown is not None:
         raise ConfigError(
             f"{path} does not contain {unknown}, since it may be a secret: give the recipe that "

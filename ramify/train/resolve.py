@@ -1,10 +1,10 @@
 """Resolving a run: from what a recipe says to what will be done, without a tensor library.
 
-    recipe.py     a file, a preset, an objective, overrides    ──> Run
-    resolve       types ─ trackers ─ names and files ─ task    mistakes are found, cheapest first
-                  ─ defaults of the policy ─ checkpoint        ──> ResolvedRun, with a complete Run
-    assemble.py   device ─ placement ─ precision ─ policy      ──> RunParts
-    build.py      machines ─ engines ─ stages                  ──> Trainer
+    recipe.py     a file, a preset, an objective, overrides      ──> Run
+    resolve       types ─ trackers ─ names and files ─ task      mistakes are found, cheapest first
+                  ─ defaults of the policy ─ checkpoint          ──> ResolvedTrainingRun
+    load_run_parts.py   device ─ placement ─ precision ─ policy  ──> RunParts
+    build.py      machines ─ engines ─ stages                    ──> Trainer
 
 Decides the order of the checks. Not here: what each of them checks (``preflight.py``), and which
 fields may differ from those of a checkpoint (``lineage.py``).
@@ -21,7 +21,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.tasks.base import Task, task_of
 from ramify.train.checkpoint import find, read_state, verify
 from ramify.train.config import Run, plain
-from ramify.train.config_fields import check_types
+from ramify.train.config_redaction import check_types
 from ramify.train.depth_models import check_models, check_scaffolds
 from ramify.train.lineage import check_changes, with_same_demonstrations
 from ramify.train.policy_defaults import with_policy_defaults
@@ -43,7 +43,7 @@ from ramify.train.trackers.base import RunTrackers
 
 
 @dataclasses.dataclass(frozen=True)
-class ResolvedRun:
+class ResolvedTrainingRun:
     """A run whose configuration, task and files have been checked, so that training can start.
     Weights are not loaded yet."""
 
@@ -59,7 +59,7 @@ class ResolvedRun:
     """The checkpoint that the run continues from; None for a new run."""
 
 
-def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
+def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
     """Check everything that needs no weights, and load what the recipe names. ``resume``: a run's
     folder or one of its checkpoints.
 
@@ -89,7 +89,7 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedRun:
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
         run = _continued(run, checkpoint)
-    return ResolvedRun(given, run, task, scaffold, trackers, checkpoint)
+    return ResolvedTrainingRun(given, run, task, scaffold, trackers, checkpoint)
 
 
 def _continued(run: Run, checkpoint: Path) -> Run:

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 from ramify.train.findings import (
     BASELINE,
     CONSEQUENCES,
@@ -30,7 +30,7 @@ from ramify.train.findings import (
     WATCHED,
     CollapseAlarms,
     Finding,
-    StageHistory,
+    StageStepHistory,
     ValidationScore,
     findings,
     of_evaluation,
@@ -113,7 +113,7 @@ class GuardState(msgspec.Struct, kw_only=True):
     """State of the guard of each additional policy of the run, by the policy's name."""
 
 
-class GuardVerdict(msgspec.Struct):
+class TrainingGuardVerdict(msgspec.Struct):
     """What the guard found in one training step or evaluation, and whether the stage stops or goes
     back to a checkpoint."""
 
@@ -144,13 +144,13 @@ def before_steps(memory: GuardState, values: Mapping[str, float]) -> None:
 
 def after_evaluation(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
-) -> GuardVerdict:
+) -> TrainingGuardVerdict:
     """Check the metrics of an evaluation of the validation stream, update ``memory``, and return
     the verdict."""
     reward = values.get("validation/reward")
     if reward is None:
-        return GuardVerdict({})
-    verdict = GuardVerdict({}, _of_evaluation(guard.alarms, memory, values))
+        return TrainingGuardVerdict({})
+    verdict = TrainingGuardVerdict({}, _of_evaluation(guard.alarms, memory, values))
     _act(guard, memory, verdict)
     if memory.best is None or reward > memory.best + guard.min_delta:
         memory.best, memory.since_best = reward, 0
@@ -180,7 +180,7 @@ def _of_evaluation(
 
 def after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
-) -> GuardVerdict:
+) -> TrainingGuardVerdict:
     """Check each policy after a step, update ``memory``, and return the verdict. Metrics of
     additional policies begin with ``policy.NAME/``."""
     verdict = _after_step(guard, memory, values)
@@ -202,11 +202,11 @@ def after_step(
 
 def _after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
-) -> GuardVerdict:
+) -> TrainingGuardVerdict:
     """Check the metrics of one policy after a step, update its alarms in ``memory``, and return the
     verdict."""
-    verdict = GuardVerdict({}, [])
-    history = StageHistory(_first(memory), memory.recent)
+    verdict = TrainingGuardVerdict({}, [])
+    history = StageStepHistory(_first(memory), memory.recent)
     is_seen = False
     for name, finding in findings(values, history, guard.alarms):
         is_seen |= finding is not None
@@ -240,7 +240,7 @@ def _after_step(
     return verdict
 
 
-def _note_divergence(memory: GuardState, verdict: GuardVerdict) -> None:
+def _note_divergence(memory: GuardState, verdict: TrainingGuardVerdict) -> None:
     """Remove findings from the verdict that a recent divergence explains."""
     if memory.streaks.get("divergence"):
         memory.since_divergence = 0
@@ -251,7 +251,7 @@ def _note_divergence(memory: GuardState, verdict: GuardVerdict) -> None:
         verdict.found = [each for each in verdict.found if each.name not in CONSEQUENCES]
 
 
-def _act(guard: TrainingGuard, memory: GuardState, verdict: GuardVerdict) -> None:
+def _act(guard: TrainingGuard, memory: GuardState, verdict: TrainingGuardVerdict) -> None:
     """Decide whether the findings in ``verdict`` stop the stage or roll it back, and set its fields
     ``stop`` and ``rollback`` accordingly."""
     if not verdict.found or guard.then in (None, "warn") or verdict.stop:

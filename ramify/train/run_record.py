@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.time_account import TimeAccount
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
@@ -47,11 +47,11 @@ from ramify.train.recipe import with_defaults
 from ramify.train.run_doctor import GuardState
 from ramify.types.trajectory import Group
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _ROLLOUTS = "rollouts"
 
 
-class PolicyScore(NamedTuple):
+class RewardConfidenceInterval(NamedTuple):
     """A score and the ends of its 95 % interval."""
 
     reward: float
@@ -68,7 +68,7 @@ class KeptPolicy(msgspec.Struct, frozen=True):
     """Number of steps of the whole run."""
     is_best: bool
     """True if this checkpoint is the best on the validation stream."""
-    scores: dict[str, PolicyScore]
+    scores: dict[str, RewardConfidenceInterval]
     """Score of each split, by the split's name. The choice of the best checkpoint was made by the
     validation stream's score."""
 
@@ -88,7 +88,7 @@ class KeptPolicy(msgspec.Struct, frozen=True):
         return self.step == self.last_step
 
 
-class RunRecord:
+class TrainingRunRecorder:
     """The record of one run in progress."""
 
     def __init__(
@@ -170,7 +170,7 @@ class RunRecord:
         _log.info("run_changed", f"the run continues {entry}", shown=True, step=entry.step)
         state = self.state
         stages = [name for name in STAGES if state.config.get(name) is not None]
-        if entry.rescores:
+        if entry.makes_scores_incomparable:
             state.score, state.scored_since = None, entry.step
         if state.stopped and entry.extends(stages[state.stage]):
             state.stopped, state.guard.since_best = "", 0
@@ -310,7 +310,7 @@ class RunRecord:
             if is_same and "validation/reward" in row.values:
                 validation = row.values
         scores = {
-            split.removesuffix("/reward"): PolicyScore(
+            split.removesuffix("/reward"): RewardConfidenceInterval(
                 values[split], values[f"{split}_low"], values[f"{split}_high"]
             )
             for values in (validation, final)

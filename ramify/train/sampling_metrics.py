@@ -30,7 +30,7 @@ import numpy as np
 
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.tasks.base import total
-from ramify.train.advantages.base import AssignedRollout, TokenCredit
+from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.advantages.credit import ends_in_cut_reply
 from ramify.train.backends.base import ReferenceModel
 from ramify.train.data.compile import token_sequences
@@ -112,7 +112,7 @@ def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None
 
 
 def of_comparison(
-    groups: Sequence[Group], rollouts: Sequence[AssignedRollout], weights: Mapping[str, float]
+    groups: Sequence[Group], rollouts: Sequence[RolloutAdvantages], weights: Mapping[str, float]
 ) -> dict[str, float]:
     """Return how the advantages of roots correlate with the rewards of their rollouts within a
     group: 1 for a plain comparison, below 0 if credit has the wrong sign. ``rollouts`` are the
@@ -258,12 +258,12 @@ def sample_rows(
     their names selects them, so a resumed run selects the same ones."""
     known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
-    chosen: dict[str, AssignedRollout] = {}
+    chosen: dict[str, RolloutAdvantages] = {}
     for tree, call in sorted(known, key=lambda each: _key(step, *each)):
         if chosen and budget < _size(call):
             break
         budget -= _size(call)
-        rollout = chosen.setdefault(tree.id, AssignedRollout(tree, {}))
+        rollout = chosen.setdefault(tree.id, RolloutAdvantages(tree, {}))
         for index, turn in enumerate(call.turns):
             num = len(turn.reply.token_ids or ())
             if num:

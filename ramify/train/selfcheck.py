@@ -11,7 +11,7 @@ field are silently wrong numbers.
     weights       compiling and packing neither lost nor doubled any loss weight
 
 A check that fails ends the run, and the error names it. A step whose advantages are all zero is not
-an error: the algorithm reports why (``AssignedStep.no_signal``).
+an error: the algorithm reports why (``StepAdvantages.no_signal``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NUM_SAMPLES = 6
 """Replies of the canary that are sampled at once in a deterministic run."""
 
 
-class CanaryLimits(NamedTuple):
+class CanaryTolerance(NamedTuple):
     """How much the canary's log-probabilities may differ between engine and trainer."""
 
     tolerance: float = 1e-4
@@ -67,9 +67,10 @@ class CanaryLimits(NamedTuple):
 
 
 class AuditedClient:
-    """A client that remembers, as hashes, which token ids went through it. ``SelfCheck.ids`` uses
-    them to check that a trajectory has exactly these ids. Everything else is delegated to the
-    wrapped client. Rollout workers, whose clients record ids too, send their hashes to the run."""
+    """A client that remembers, as hashes, which token ids went through it.
+    ``EngineConsistencyChecks.ids`` uses them to check that a trajectory has exactly these ids.
+    Everything else is delegated to the wrapped client. Rollout workers, whose clients record ids
+    too, send their hashes to the run."""
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
         """``max_token_staleness`` sets how long ids are remembered: for the latest
@@ -109,7 +110,7 @@ class AuditedClient:
         await self.client.close()
 
 
-class EngineScores(NamedTuple):
+class CanaryLogprobs(NamedTuple):
     """The log-probabilities that an engine gave for the canary (a short sampled reply), recorded
     when they last changed."""
 
@@ -120,7 +121,7 @@ class EngineScores(NamedTuple):
     version: int
 
 
-class SelfCheck:
+class EngineConsistencyChecks:
     """The checks of one run that compare the engines with the trainer."""
 
     def __init__(
@@ -128,7 +129,7 @@ class SelfCheck:
         seen: AuditedClient,
         weights: Callable[[], Weights],
         prompt: Sequence[Message],
-        limits: CanaryLimits = CanaryLimits(),  # noqa: B008 (frozen)
+        limits: CanaryTolerance = CanaryTolerance(),  # noqa: B008 (frozen)
     ) -> None:
         """``weights`` returns the trained weights as the engine should have them. ``prompt`` is the
         canary's prompt. (In fp32, differences of up to 2e-5 occur at single tokens, and much less
@@ -146,7 +147,7 @@ class SelfCheck:
         """Largest difference seen in any canary."""
         self.good_version: int | None = None
         """Version of the last weights that every reachable engine demonstrably used."""
-        self._scored: dict[str, EngineScores] = {}
+        self._scored: dict[str, CanaryLogprobs] = {}
         """The latest scores of each engine without a fingerprint, by the engine's name."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
@@ -207,10 +208,10 @@ class SelfCheck:
         self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
             self._check_moved(
-                engine, EngineScores(path, tuple(scores), some, self.seen.client.version)
+                engine, CanaryLogprobs(path, tuple(scores), some, self.seen.client.version)
             )
 
-    def _check_moved(self, engine: InferenceClient, now: EngineScores) -> None:
+    def _check_moved(self, engine: InferenceClient, now: CanaryLogprobs) -> None:
         """Raise TrainError if the engine scores as before although its weights have changed by more
         than rounding can hide. The change is measured since the scores last changed: one small step
         may be hidden, but not many."""

@@ -27,8 +27,8 @@ from ramify.tasks.mixture import MixtureTask
 from ramify.time_account import working
 from ramify.train.advantages.base import (
     Algorithm,
-    AssignedRollout,
-    AssignedStep,
+    RolloutAdvantages,
+    StepAdvantages,
     finish,
     needs_of,
     reduced,
@@ -38,14 +38,14 @@ from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import induction, order
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
 from ramify.train.policy_defaults import usual_warmup
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
-from ramify.train.rollouts.rollouter import Rollouter, RootCount, first_items
+from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, first_items
 from ramify.train.sampling_metrics import of_comparison, of_samples, sample_rows
-from ramify.train.signals.signal_reader import RunSignals, SignalReader
+from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group
@@ -101,7 +101,7 @@ class StepSource(Protocol):
         (``CheckpointState.pending``)."""
         ...
 
-    def skipped(self) -> list[GroupRecord]:
+    def take_skipped(self) -> list[GroupRecord]:
         """Return the records of skipped items before ``next_item`` that no step's data contains
         yet."""
         ...
@@ -173,7 +173,7 @@ class TrainingStage(Protocol):
         next new item, and the numbers of the items that were in progress."""
         ...
 
-    async def roots(self, next_item: int) -> RootCount | None:
+    async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
         """Count how the first items begin, for a report of how many root calls will be recursive.
         None for a stage without rollouts."""
         ...
@@ -209,7 +209,7 @@ class FixedDataStage(ABC):
         self._state = (next_item, list(pending))
         yield self
 
-    async def roots(self, next_item: int) -> RootCount | None:
+    async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
         return None
 
     @abstractmethod
@@ -221,14 +221,14 @@ class FixedDataStage(ABC):
     def state(self) -> tuple[int, list[int]]:
         return self._state
 
-    def skipped(self) -> list[GroupRecord]:
+    def take_skipped(self) -> list[GroupRecord]:
         return []
 
     def paused(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
-class WarmUpStage(FixedDataStage):
+class InductionWarmUpStage(FixedDataStage):
     """Induction warm-up on random strings; see ``sft_data.induction``."""
 
     name = "warmup"
@@ -290,7 +290,7 @@ class RlStage:
         rollouts: Rollouter,
         *,
         temperature: float | Callable[[Call], float] | None = None,
-        signals: RunSignals | None = None,
+        signals: TrainingSignalSet | None = None,
         others: Mapping[str, RlStage] | None = None,
         pool: DifficultyPool | None = None,
     ) -> None:
@@ -347,8 +347,8 @@ class RlStage:
             stack.push_async_callback(queue.close)
             yield RolloutStepSource(self, queue, reader)
 
-    async def roots(self, next_item: int) -> RootCount | None:
-        return await self._rollouts.roots(first_items(self._items, next_item))
+    async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
+        return await self._rollouts.count_root_modes(first_items(self._items, next_item))
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return finish(self._algorithm, rows)
@@ -356,7 +356,7 @@ class RlStage:
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         return sample_rows(groups, self._temperature, step)
 
-    def step_data(self, taken: StepGroups, step: int, reader: SignalReader | None) -> StepData:
+    def step_data(self, taken: StepGroups, step: int, reader: SignalRunner | None) -> StepData:
         """Return the data of step ``step``, made from the groups in ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, step, taken.notes)
@@ -388,7 +388,7 @@ class RlStage:
         return data
 
     def learned_from(
-        self, groups: list[Group], reader: SignalReader | None = None
+        self, groups: list[Group], reader: SignalRunner | None = None
     ) -> tuple[StepData, set[str]]:
         """Assign advantages to ``groups``. Return the training data for this stage's policy, and
         the ids of the rollouts that received credit."""
@@ -412,17 +412,17 @@ class RlStage:
         )
         return data, {rollout.trajectory.id for rollout in assigned.rollouts}
 
-    def has_no_signal(self, group: Group, reader: SignalReader | None = None) -> bool:
+    def has_no_signal(self, group: Group, reader: SignalRunner | None = None) -> bool:
         """True if a complete group has no signal."""
         composed = self._composed(reader)
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
-    def _composed(self, reader: SignalReader | None) -> Algorithm:
+    def _composed(self, reader: SignalRunner | None) -> Algorithm:
         """Return the algorithm with its state and with the signals' scores."""
         algorithm = remembering(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
 
-    def _minibatches(self, assigned: AssignedStep) -> list[Minibatch]:
+    def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
         """Divide the rollouts into minibatches of about the same size. Rollouts are dealt in turn,
         so that each minibatch has some of every group. The denominators are divided evenly, so that
         each minibatch is an estimate of the same loss."""
@@ -438,7 +438,7 @@ class RlStage:
 class RolloutStepSource:
     """The data source of ``RlStage``; a step's data is ready when its groups are complete."""
 
-    def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalReader | None) -> None:
+    def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalRunner | None) -> None:
         self._stage = stage
         self._queue = queue
         self._reader = reader
@@ -446,7 +446,7 @@ class RolloutStepSource:
         """Numbers of the items whose groups are taken, while their signals are read."""
         self.newer = queue.newer
         self.paused = queue.paused
-        self.skipped = queue.skipped
+        self.take_skipped = queue.take_skipped
 
     def state(self) -> tuple[int, list[int]]:
         next_item, pending = self._queue.state()
@@ -506,7 +506,7 @@ def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str
         )
 
 
-def _note_advantages(rollouts: Sequence[AssignedRollout]) -> None:
+def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
     """Store each turn's advantages in its rollout (``metadata["advantages"]``), so that saved
     rollouts show them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list if its tokens
     differ."""

@@ -28,17 +28,17 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.store.store import Store
-from ramify.store.traffic_identity import read_identity
+from ramify.store.traffic_policy_identity import read_identity
 from ramify.tasks.base import Item, LazySequence, Score, Task, TaskStart
-from ramify.tasks.step_scoring import is_scored_by_step
-from ramify.train.advantages.base import AssignedStep, TokenCredit
+from ramify.tasks.batch_scoring import is_scored_by_step
+from ramify.train.advantages.base import StepAdvantages, TokenCredit
 from ramify.types.message import VersionSpan
 from ramify.types.traffic import (
     NEXT_MESSAGE,
     RECORDER,
     REDACTED,
     TEMPERATURE,
-    PolicyIdentity,
+    PolicyArchitectureIdentity,
     next_message,
 )
 from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, Turn
@@ -68,7 +68,7 @@ class TrafficTask:
                 f"task.traffic={store} is not a store of recorded traffic: give the folder of "
                 "`ramify serve-policy --record`"
             )
-        self.identity: PolicyIdentity = identity
+        self.identity: PolicyArchitectureIdentity = identity
         self.name = task.name
         self.weights: Mapping[str, float] = task.weights
         self.store = Store(store)
@@ -98,7 +98,7 @@ class TrafficTask:
         scores: Sequence[Score | RamifyError] = own.score_step(rollouts)
         return scores
 
-    def check(self, identity: PolicyIdentity) -> None:
+    def check(self, identity: PolicyArchitectureIdentity) -> None:
         """Raise ConfigError if a policy with this identity cannot learn from the traffic."""
         if difference := self.identity.difference(identity):
             raise ConfigError(
@@ -134,7 +134,7 @@ class _ReplyGroups(LazySequence[Item]):
         return Item(id=f"traffic/{index}", metadata={"replies": replies})
 
 
-def mask_redacted_tokens(assigned: AssignedStep) -> None:
+def mask_redacted_tokens(assigned: StepAdvantages) -> None:
     """Set the loss weight of redacted tokens to 0, in place. Denominators stay, so that the weight
     of other tokens does not depend on how many were redacted."""
     for rollout in assigned.rollouts:

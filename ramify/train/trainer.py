@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from ramify.errors import StoreError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.time_account import working
 from ramify.train.checkpoint import CheckpointState, Write, read_state
@@ -33,17 +33,17 @@ from ramify.train.learner import Learner
 from ramify.train.learners import Learners
 from ramify.train.metrics import Diagnosis
 from ramify.train.run_doctor import (
-    GuardVerdict,
     TrainingGuard,
+    TrainingGuardVerdict,
     after_evaluation,
     after_step,
     before_steps,
 )
-from ramify.train.run_record import RunRecord
+from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
 from ramify.train.watchdog import RunStopped, StallError
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 T = TypeVar("T")
 
 
@@ -66,7 +66,7 @@ class Trainer:
 
     def __init__(
         self,
-        record: RunRecord,
+        record: TrainingRunRecorder,
         learners: Sequence[Learner],
         stages: Sequence[TrainingStage],
         evaluation: SplitEvaluator,
@@ -181,7 +181,7 @@ class Trainer:
     async def _roots(self, stage: TrainingStage) -> dict[str, float]:
         """Report, before the first rollout, how many roots will be recursive. Returns this as
         metrics."""
-        counting = stage.roots(self.state.next_item)
+        counting = stage.count_root_modes(self.state.next_item)
         what = "counting the roots that will be recursive"
         count = await self._watch.bounded(what, counting, can_stop=True)
         if count is None:
@@ -230,7 +230,7 @@ class Trainer:
             self._learners.count_step(stage, work)
             await self._learners.publish_step(stage, work)
         values = record.measured(values)
-        verdict: GuardVerdict | None = None
+        verdict: TrainingGuardVerdict | None = None
         if stage.samples:
             verdict = after_step(self._guard, state.guard, values)
             values |= verdict.metrics
@@ -251,7 +251,7 @@ class Trainer:
     def _note_position(self, source: StepSource) -> None:
         """Note which items have begun, for a checkpoint."""
         self.state.next_item, self.state.pending = source.state()
-        self.record.write_rollouts([], source.skipped())
+        self.record.write_rollouts([], source.take_skipped())
 
     def _where(self, stage: TrainingStage) -> str:
         return f"step {self.state.step + 1} ({stage.name})"
@@ -287,7 +287,7 @@ class Trainer:
             self._note_position(self._source)
             await self._in_torch(self._save)
 
-    def _report_verdict(self, verdict: GuardVerdict, where: str) -> None:
+    def _report_verdict(self, verdict: TrainingGuardVerdict, where: str) -> None:
         """Log the doctor's verdict, and remember what it decides."""
         step = self.state.step
         for name, text, *_ in verdict.found:

@@ -262,7 +262,7 @@ class SerialThread:
             del work, future
 
 
-class WatchedThread:
+class WatchedTrainingThread:
     """The thread in which weights change; each wait for it is bounded by ``watch``."""
 
     def __init__(self, watch: RunWatchdog, name: str = "ramify-train") -> None:

@@ -1,7 +1,7 @@
 """One call of a run's tree as views show it: its state, times, costs and the kind of its answer.
 
 Texts are shortened. Not here: how events change a node (``call_tree.py``), and which nodes differ
-from their siblings (``outliers.py``).
+from their siblings (``sibling_outliers.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ramify.lazy_pattern import lazy_pattern
-from ramify.types.sibling_questions import SiblingQuestions
+from ramify.types.sibling_question_diff import SiblingQuestions
 from ramify.types.trajectory import Annotation, Fork, Parent, Stop, as_text, cut
 
 MAX_NUMBER_CHARS = 40

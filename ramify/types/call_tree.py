@@ -34,7 +34,7 @@ from ramify.types.event import (
     TrajectoryFold,
 )
 from ramify.types.message import Usage
-from ramify.types.outliers import SiblingGroups
+from ramify.types.sibling_outliers import SiblingOutlierFinder
 from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, cut
 
 _ACTS = {
@@ -64,7 +64,7 @@ class CallTree:
         self.order: list[CallNode] = []
         self.at_s = 0.0
         """Time of the last event, in seconds since the run began."""
-        self.siblings = SiblingGroups()
+        self.siblings = SiblingOutlierFinder()
         self.marked: list[CallNode] = []
         """Calls that changed by an event of another call; a reader clears it."""
         self._fold = TrajectoryFold()
@@ -204,7 +204,7 @@ class CallTree:
             node.cost = (node.cost or 0.0) + cost
             run.cost = (run.cost or 0.0) + cost
 
-    def take(self, trajectory: Trajectory) -> None:
+    def load_trajectory(self, trajectory: Trajectory) -> None:
         """Build the tree from a complete trajectory instead of events."""
         self._fold.trajectory = trajectory
         for call in trajectory.calls:

@@ -33,7 +33,7 @@ else:  # numpy is installed only with the trainer
     Ints = Floats = Bools = Any
 
 
-class SamplingSupport(msgspec.Struct):
+class SamplingMask(msgspec.Struct):
     """Ids that the sampler could have drawn at each token if top-p or top-k truncated the
     vocabulary."""
 
@@ -67,7 +67,7 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     streams: dict[str, Floats] = msgspec.field(default_factory=dict)
     """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher top-k.
     """
-    kept: SamplingSupport | None = None
+    kept: SamplingMask | None = None
     """None if every token was drawn from the whole vocabulary."""
     routes: Ints | None = None
     """[T, J] the experts that the token before was sent to when this one was sampled, J = layers
@@ -138,7 +138,7 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     sequence."""
     versions: Ints | None = None
     """[E] policy version that sampled the entry's token; None if unknown."""
-    kept: SamplingSupport | None = None
+    kept: SamplingMask | None = None
     """Sampling support of the entries; its offsets are [E + 1]."""
     routes: Ints | None = None
     """[E, J] as in ``TokenSequence``, of the entries' tokens."""

@@ -1,7 +1,7 @@
 """What a store of recorded traffic says about its conversations: which policy replied in them, and
 under which names it keeps the facts about each turn.
 
-    STORE/traffic.json     the policy, as ``PolicyIdentity`` (``store/traffic_identity.py``)
+    STORE/traffic.json     the policy, as ``PolicyArchitectureIdentity``
     ScoreAdded of a turn   by ``traffic``: how it was sampled, which of its tokens were redacted
                            by ``feedback``, or a scorer: rewards of the turn by name
 
@@ -30,7 +30,7 @@ NEXT_MESSAGE = "next_message"
 """Name in a rollout's ``metadata`` of what the user wrote after the reply."""
 
 
-class PolicyIdentity(msgspec.Struct, frozen=True):
+class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
     """The tokenizer and the architecture of a policy, as recorded beside its token ids. Its weights
     may change."""
 
@@ -41,7 +41,7 @@ class PolicyIdentity(msgspec.Struct, frozen=True):
     architecture: str
     """``qwen3 of 596,049,920 parameters``"""
 
-    def difference(self, other: PolicyIdentity) -> str:
+    def difference(self, other: PolicyArchitectureIdentity) -> str:
         """Say how the policy ``other`` differs from this one. Empty if both have the same
         tokenizer and architecture, so that token ids and log-probabilities of one can be used
         for the other."""

@@ -2,9 +2,9 @@
 
     journals, trajectory files, evaluations, folders of ramify train
       │
-      ├─ run_locations.py run_library.py      find files, give each run an address, and list them
+      ├─ run_lookup.py run_catalog.py         find files, give each run an address, and list them
       ├─ run_tree.py watched_run.py           one run as it grows, in outline; one call in full
-      │    picture.py                           its calls as columns of a table
+      │    run_overview.py                      its calls as columns of a table
       │    transcript.py search.py              a call as a page, read when it is opened
       │    provenance.py data_flow.py returned_values.py   which calls its values came from
       │    sibling_code.py                        code of a call that differs, beside its siblings'

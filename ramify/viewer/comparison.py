@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ramify.types.call_node import CallNode
-from ramify.viewer.picture import head
+from ramify.viewer.run_overview import head
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_RUNS = 8

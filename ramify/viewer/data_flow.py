@@ -5,9 +5,9 @@
     print(total)                               what is printed ← 0.0 … 0.11
 
 The code is only parsed, never run. The result is an upper bound: a value may come from fewer calls
-than its ``Flow`` names, never from others, unless the code uses something that this file does not
-follow (``exec``, attributes of classes it defines). Conditions count: a count that grows under ``if
-"yes" in reply`` comes from that reply. Not here: where the values appear in texts (see
+than its ``ValueOrigin`` names, never from others, unless the code uses something that this file
+does not follow (``exec``, attributes of classes it defines). Conditions count: a count that grows
+under ``if "yes" in reply`` comes from that reply. Not here: where the values appear in texts (see
 provenance.py).
 """
 
@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.returned_values import QUERIES, MadeCall, assign_sites
+from ramify.viewer.returned_values import QUERIES, CellSubcall, assign_sites
 
 _MUTATORS = {"append", "extend", "add", "update", "insert", "setdefault", "appendleft"}
 _SAME_ITEMS = {"list", "tuple"}
 _MAX_ITEMS = 1000
 
 
-class Flow(msgspec.Struct, frozen=True):
+class ValueOrigin(msgspec.Struct, frozen=True):
     """Where a value came from: sub-calls, the context, and variables."""
 
     calls: frozenset[str] = frozenset()
@@ -37,26 +37,26 @@ class Flow(msgspec.Struct, frozen=True):
     """Whether it was made from ``context``."""
     names: frozenset[str] = frozenset()
     """Variables that it was made from."""
-    items: dict[Any, Flow] | None = None
+    items: dict[Any, ValueOrigin] | None = None
     """Flow of each item of a list, tuple or dict, if known."""
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.guesses or self.from_context)
 
-    def whole(self) -> Flow:
+    def whole(self) -> ValueOrigin:
         """Return this flow without the flows of the single items, as for the list or dict as a
         whole."""
-        return Flow(self.calls, self.guesses, self.from_context, self.names)
+        return ValueOrigin(self.calls, self.guesses, self.from_context, self.names)
 
 
-NOTHING = Flow()
+NOTHING = ValueOrigin()
 
 
-def union(flows: Iterable[Flow]) -> Flow:
+def union(flows: Iterable[ValueOrigin]) -> ValueOrigin:
     several = [flow for flow in flows if flow or flow.names]
     if len(several) == 1:
         return several[0].whole()
-    return Flow(
+    return ValueOrigin(
         frozenset().union(*(flow.calls for flow in several)),
         frozenset().union(*(flow.guesses for flow in several)),
         any(flow.from_context for flow in several),
@@ -64,7 +64,7 @@ def union(flows: Iterable[Flow]) -> Flow:
     )
 
 
-class CodeUse(msgspec.Struct, frozen=True):
+class TracedExpression(msgspec.Struct, frozen=True):
     """A place in a cell's code whose value came from sub-calls: a variable, or a call of
     ``llm_query``."""
 
@@ -73,45 +73,45 @@ class CodeUse(msgspec.Struct, frozen=True):
     column: int
     """Character in the line, from 0."""
     text: str
-    flow: Flow
+    flow: ValueOrigin
 
 
-class CellFlow(msgspec.Struct):
+class CellValueOrigins(msgspec.Struct):
     """Where the values in one cell came from: its prints, its last expression, its prompts and its
     variables."""
 
     is_parsed: bool = True
-    prints: list[Flow] = []
+    prints: list[ValueOrigin] = []
     is_straight: bool = True
     """Whether each print ran exactly once, in the order of ``prints``."""
-    echo: Flow = NOTHING
+    echo: ValueOrigin = NOTHING
     """Value of the last expression."""
-    uses: list[CodeUse] = []
-    prompts: dict[str, Flow] = {}
+    uses: list[TracedExpression] = []
+    prompts: dict[str, ValueOrigin] = {}
     """Sub-call -> what its prompt and context were made from."""
 
 
-class DataFlow:
+class CellValueTracer:
     """Follows the values through the cells of one session, in order."""
 
     def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
         """``guess`` takes a literal in the code and returns the earlier sub-calls that returned the
         same value, since the model may have copied it."""
-        self.env: dict[str, Flow] = {"context": Flow(from_context=True)}
+        self.env: dict[str, ValueOrigin] = {"context": ValueOrigin(from_context=True)}
         self.defined: dict[str, tuple[int, int, int]] = {}
         """Variable -> (turn, cell, line) of its last assignment."""
-        self.final: Flow | None = None
+        self.final: ValueOrigin | None = None
         """What was given to ``FINAL`` last."""
         self._guess = guess
         self._place = (0, 0)
-        self._control: list[Flow] = []
+        self._control: list[ValueOrigin] = []
         self._loops = 0
-        self._cell = CellFlow()
+        self._cell = CellValueOrigins()
         self._sites: dict[ast.AST, list[str]] = {}
 
-    def run(self, turn: int, cell: int, code: str, made: Sequence[MadeCall]) -> CellFlow:
+    def run(self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]) -> CellValueOrigins:
         """Follow the values through one cell. ``made`` are the sub-calls that its code made."""
-        self._cell = CellFlow(prints=[], uses=[], prompts={})
+        self._cell = CellValueOrigins(prints=[], uses=[], prompts={})
         self._place = (turn, cell)
         try:
             tree = ast.parse(code)
@@ -128,7 +128,7 @@ class DataFlow:
             self._cell.is_parsed = False
         return self._cell
 
-    def _quietly(self, node: ast.expr) -> Flow:
+    def _quietly(self, node: ast.expr) -> ValueOrigin:
         """Return the flow of an expression without recording its prints and uses, which were
         recorded when it was evaluated before."""
         prints, uses = len(self._cell.prints), len(self._cell.uses)
@@ -168,7 +168,7 @@ class DataFlow:
                 for handler in node.handlers:
                     if handler.name:  # an error of a sub-call holds its siblings' results
                         failed = frozenset().union(*(map(frozenset, self._sites.values())))
-                        self.env[handler.name] = Flow(failed)
+                        self.env[handler.name] = ValueOrigin(failed)
                     before = len(self._cell.prints)
                     self._keep_and_block(handler.body)
                     self._cell.is_straight &= before == len(self._cell.prints)
@@ -199,7 +199,7 @@ class DataFlow:
             if self.env.get(name) is not flow:
                 self.env[name] = union([flow, self.env.get(name, NOTHING)])
 
-    def _under(self, test: Flow, body: Sequence[ast.stmt], *, loops: bool = False) -> None:
+    def _under(self, test: ValueOrigin, body: Sequence[ast.stmt], *, loops: bool = False) -> None:
         self._control.append(test.whole())
         self._loops += loops
         for _ in range(2 if loops else 1):  # twice, for what is carried from one round to the next
@@ -231,7 +231,7 @@ class DataFlow:
         self.env = {**before, node.name: _without(union(inner), parameters)}
         self._cell.is_straight &= prints == len(self._cell.prints)
 
-    def _assign(self, target: ast.expr, flow: Flow, *, adds: bool = False) -> None:
+    def _assign(self, target: ast.expr, flow: ValueOrigin, *, adds: bool = False) -> None:
         match target:
             case ast.Name(id=name):
                 control = union(self._control)
@@ -255,7 +255,7 @@ class DataFlow:
             case _:
                 pass
 
-    def _put(self, target: ast.Subscript, flow: Flow) -> None:
+    def _put(self, target: ast.Subscript, flow: ValueOrigin) -> None:
         """Record an assignment to an item, such as ``answer["content"] = …``. The flow of the item
         is kept if its key is a constant."""
         key = target.slice.value if isinstance(target.slice, ast.Constant) else None
@@ -271,7 +271,7 @@ class DataFlow:
         if name == "answer" and key == "content":
             self.final = flow
 
-    def _add_to(self, node: ast.expr, flow: Flow) -> None:
+    def _add_to(self, node: ast.expr, flow: ValueOrigin) -> None:
         while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
             node = node.func if isinstance(node, ast.Call) else node.value
         if isinstance(node, ast.Name):
@@ -281,13 +281,13 @@ class DataFlow:
 
     # --- expressions ------------------------------------------------------------------------------
 
-    def _flow(self, node: ast.expr) -> Flow:
+    def _flow(self, node: ast.expr) -> ValueOrigin:
         match node:
             case ast.Name(id=name):
                 return self._name(node, name)
             case ast.Constant(value=value):
                 calls = self._guess(value)
-                return Flow(guesses=calls) if calls else NOTHING
+                return ValueOrigin(guesses=calls) if calls else NOTHING
             case ast.Call():
                 return self._call(node)
             case ast.Subscript():
@@ -310,7 +310,7 @@ class DataFlow:
                 extra = [self._flow(key) for key in keys if key is not None]
                 is_known = None not in names
                 whole = union([*flows, *extra])
-                by_key: dict[Any, Flow] = dict(zip(names, flows, strict=True))
+                by_key: dict[Any, ValueOrigin] = dict(zip(names, flows, strict=True))
                 return _with_items(whole, by_key if is_known else None)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 return self._comprehension(node, [node.elt])
@@ -331,17 +331,19 @@ class DataFlow:
                     if isinstance(child, ast.expr)
                 )
 
-    def _name(self, node: ast.Name, name: str) -> Flow:
+    def _name(self, node: ast.Name, name: str) -> ValueOrigin:
         if node in self._sites:  # ``pool.map(llm_query, prompts)``
-            return Flow(frozenset(self._sites[node]))
+            return ValueOrigin(frozenset(self._sites[node]))
         flow = self.env.get(name)
         if not flow:
             return NOTHING
         if name != "context" and (flow.calls or flow.guesses):
-            self._cell.uses.append(CodeUse(node.lineno, node.col_offset, name, flow.whole()))
+            self._cell.uses.append(
+                TracedExpression(node.lineno, node.col_offset, name, flow.whole())
+            )
         return _with_names(flow, frozenset([name]))
 
-    def _call(self, node: ast.Call) -> Flow:
+    def _call(self, node: ast.Call) -> ValueOrigin:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         flows = [self._flow(argument) for argument in arguments]
@@ -352,8 +354,8 @@ class DataFlow:
         )
         if is_map and node.args and node.args[0] in self._sites and not self._loops:
             calls = self._sites[node.args[0]]
-            items = {index: Flow(frozenset([call])) for index, call in enumerate(calls)}
-            return Flow(frozenset(calls), items=items)
+            items = {index: ValueOrigin(frozenset([call])) for index, call in enumerate(calls)}
+            return ValueOrigin(frozenset(calls), items=items)
         if name == "print":
             self._cell.prints.append(union(flows))
             self._cell.is_straight &= not self._loops
@@ -373,21 +375,21 @@ class DataFlow:
             return whole
         return union([whole, self._flow(node.func)]) if name not in QUERIES else whole
 
-    def _query(self, node: ast.Call, name: str, flows: Sequence[Flow]) -> Flow:
+    def _query(self, node: ast.Call, name: str, flows: Sequence[ValueOrigin]) -> ValueOrigin:
         calls = self._sites[node]
         made_from = union([*flows, *self._control])
         for index, call in enumerate(calls):
             known = flows[0].items if flows and flows[0].items else None
             part = known.get(index) if known is not None and len(known) == len(calls) else None
             self._cell.prompts[call] = union([part, *flows[1:]]) if part is not None else made_from
-        flow = Flow(frozenset(calls))
-        self._cell.uses.append(CodeUse(node.func.lineno, node.func.col_offset, name, flow))
+        flow = ValueOrigin(frozenset(calls))
+        self._cell.uses.append(TracedExpression(node.func.lineno, node.func.col_offset, name, flow))
         if not name.endswith("_batched") or len(calls) > _MAX_ITEMS:
             return flow
-        items = {index: Flow(frozenset([call])) for index, call in enumerate(calls)}
-        return Flow(frozenset(calls), items=None if self._loops else items)
+        items = {index: ValueOrigin(frozenset([call])) for index, call in enumerate(calls)}
+        return ValueOrigin(frozenset(calls), items=None if self._loops else items)
 
-    def _finish(self, name: str, node: ast.Call, flows: Sequence[Flow]) -> None:
+    def _finish(self, name: str, node: ast.Call, flows: Sequence[ValueOrigin]) -> None:
         argument = _constant(node.args[0]) if node.args else None
         if name == "FINAL_VAR" and isinstance(argument, str):
             flow = _with_names(self.env.get(argument, NOTHING), frozenset([argument]))
@@ -396,7 +398,7 @@ class DataFlow:
         control = union(self._control)
         self.final = _with_items(union([flow, control]), flow.items) if control else flow
 
-    def _comprehension(self, node: Any, parts: Sequence[ast.expr]) -> Flow:
+    def _comprehension(self, node: Any, parts: Sequence[ast.expr]) -> ValueOrigin:
         before, tests, items = dict(self.env), [], None
         for number, generator in enumerate(node.generators):
             source = self._flow(generator.iter)
@@ -412,8 +414,12 @@ class DataFlow:
         return _with_items(whole, single)
 
     def _one_by_one(
-        self, node: Any, parts: Sequence[ast.expr], items: dict[Any, Flow] | None, whole: Flow
-    ) -> dict[Any, Flow] | None:
+        self,
+        node: Any,
+        parts: Sequence[ast.expr],
+        items: dict[Any, ValueOrigin] | None,
+        whole: ValueOrigin,
+    ) -> dict[Any, ValueOrigin] | None:
         """Return where each item of ``[f(x) for x in xs]`` came from. This needs the items of
         ``xs``, or the calls that ``f`` made; otherwise None is returned."""
         if len(parts) != 1 or isinstance(node, ast.SetComp):
@@ -421,7 +427,7 @@ class DataFlow:
         made = [site for site in ast.walk(parts[0]) if site in self._sites]
         if len(made) == 1 and len(node.generators) == 1 and made[0] is parts[0]:
             calls = self._sites[made[0]]
-            return {index: Flow(frozenset([call])) for index, call in enumerate(calls)}
+            return {index: ValueOrigin(frozenset([call])) for index, call in enumerate(calls)}
         if items is None or made or len(items) > _MAX_ITEMS:
             return None
         found = {}
@@ -430,7 +436,7 @@ class DataFlow:
             found[key] = self._quietly(parts[0])
         return found
 
-    def _element(self, flow: Flow) -> Flow:
+    def _element(self, flow: ValueOrigin) -> ValueOrigin:
         """Return the flow of one element of an iterable."""
         parts = list(flow.items.values()) if flow.items else []
         inner = [part.items for part in parts]
@@ -441,16 +447,16 @@ class DataFlow:
         return flow.whole()
 
 
-def _with_items(flow: Flow, items: dict[Any, Flow] | None) -> Flow:
-    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names, items)
+def _with_items(flow: ValueOrigin, items: dict[Any, ValueOrigin] | None) -> ValueOrigin:
+    return ValueOrigin(flow.calls, flow.guesses, flow.from_context, flow.names, items)
 
 
-def _without(flow: Flow, names: set[str]) -> Flow:
-    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names - names)
+def _without(flow: ValueOrigin, names: set[str]) -> ValueOrigin:
+    return ValueOrigin(flow.calls, flow.guesses, flow.from_context, flow.names - names)
 
 
-def _with_names(flow: Flow, names: frozenset[str]) -> Flow:
-    return Flow(flow.calls, flow.guesses, flow.from_context, flow.names | names, flow.items)
+def _with_names(flow: ValueOrigin, names: frozenset[str]) -> ValueOrigin:
+    return ValueOrigin(flow.calls, flow.guesses, flow.from_context, flow.names | names, flow.items)
 
 
 def _constant(node: ast.expr) -> Any:

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ramify.store.live_text import LiveTextReader
-from ramify.viewer.picture import changes
-from ramify.viewer.run_locations import LocatedRun
+from ramify.store.live_text import LiveReplyFileReader
+from ramify.viewer.run_lookup import LocatedRun
+from ramify.viewer.run_overview import changes
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.watched_run import WatchedRun
 
@@ -52,7 +52,7 @@ class FileFeed(Generic[T]):
         self._arriving: dict[str, Any] | None = None
         """Last message about replies that are arriving, for pages that connect later."""
 
-    async def fresh(self) -> T:
+    async def refresh_watched(self) -> T:
         """Return ``watched`` after reading everything new from its file."""
         async with self.lock:
             self._notify(await asyncio.to_thread(self.watched.refresh))
@@ -105,7 +105,7 @@ class FileFeed(Generic[T]):
         run may be scored long after its end, or resumed.
         """
         path = self.watched.journal_path if isinstance(self.watched, WatchedRun) else None
-        live_text = LiveTextReader(path) if path is not None else None
+        live_text = LiveReplyFileReader(path) if path is not None else None
         try:
             await self._poll_with(live_text)
         finally:
@@ -113,7 +113,7 @@ class FileFeed(Generic[T]):
             if live_text is not None:
                 live_text.close()
 
-    async def _poll_with(self, live_text: LiveTextReader | None) -> None:
+    async def _poll_with(self, live_text: LiveReplyFileReader | None) -> None:
         polls = 0
         while True:
             is_live = isinstance(self.watched, TrainingCurves) or self.watched.is_alive
@@ -132,7 +132,7 @@ class FileFeed(Generic[T]):
                 self._read_arriving(live_text, is_live)
             await asyncio.sleep(INTERVAL_S if is_live else IDLE_INTERVAL_S)
 
-    def _read_arriving(self, live_text: LiveTextReader, is_live: bool) -> None:
+    def _read_arriving(self, live_text: LiveReplyFileReader, is_live: bool) -> None:
         if not is_live:
             live_text.close()
             self._arriving = None
@@ -166,7 +166,7 @@ class FileFeed(Generic[T]):
     """Version of ``watched`` that all pages have received."""
 
 
-class FileFeeds:
+class FileFeedCache:
     """All feeds of a server. The least recently used are dropped, unless a page follows them."""
 
     def __init__(self) -> None:

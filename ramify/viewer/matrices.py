@@ -18,9 +18,9 @@ from ramify.evaluate.matrix import MatrixPlan, read_matrix
 from ramify.evaluate.matrix_report import MatrixReport, is_right, matrix_report, reason_of
 from ramify.evaluate.money_curves import matrix_money, money_tables
 from ramify.evaluate.run import AttemptOutcome, read_evaluation
-from ramify.store.private_files import MATRIX
+from ramify.store.durable_files import MATRIX
 from ramify.viewer.page_script import offline_page
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 
 MAX_ATTEMPTS = 20_000
 """Attempts in a file that opens offline; the rest is left out."""
@@ -30,7 +30,7 @@ _MAX_ANSWER = 300
 """Characters of an answer in such a file."""
 
 
-def shown_matrix(library: RunLibrary, key: str) -> dict[str, Any]:
+def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
     """Return the data for the page of the matrix with address ``key``. Raises StoreError if the
     matrix does not exist or cannot be read."""
     path = library.evaluation(key)
@@ -46,7 +46,7 @@ def shown_matrix(library: RunLibrary, key: str) -> dict[str, Any]:
     return {**found, "keys": keys, "problems": problems[:10]}
 
 
-def stored_matrix_file(library: RunLibrary, key: str) -> tuple[str, bytes]:
+def stored_matrix_file(library: RunCatalog, key: str) -> tuple[str, bytes]:
     """Return the id of the matrix with address ``key``, and the content of its HTML file. Raises
     StoreError."""
     path = library.evaluation(key)

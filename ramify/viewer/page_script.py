@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.viewer.picture import picture
 from ramify.viewer.provenance import provenance
-from ramify.viewer.run_locations import LocatedRun
+from ramify.viewer.run_lookup import LocatedRun
+from ramify.viewer.run_overview import run_overview
 from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.sibling_code import sibling_code
-from ramify.viewer.transcript import tokenizer_of, tokens, transcript
+from ramify.viewer.transcript import find_tokenizer_file, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
@@ -177,9 +177,9 @@ def data(run: WatchedRun) -> dict[str, Any]:
         for index, turn in enumerate(run.whole(node.id).call.turns):
             if turn.reply.token_ids:
                 token_views[f"{node.id}/{index}"] = tokens(
-                    run, node.id, index, tokenizer_of(run, [node.model])
+                    run, node.id, index, find_tokenizer_file(run, [node.model])
                 )
-    shown = picture(run)
+    shown = run_overview(run)
     shown["head"]["alive"] = False
     return {
         "picture": shown,

@@ -21,12 +21,12 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.types.call_node import CallNode
 from ramify.types.trajectory import Call, Turn, as_text
-from ramify.viewer.data_flow import NOTHING, CellFlow, DataFlow, Flow, union
+from ramify.viewer.data_flow import NOTHING, CellValueOrigins, CellValueTracer, ValueOrigin, union
 from ramify.viewer.returned_values import (
     NUMBER,
-    MadeCall,
+    CellSubcall,
     ReturnedValues,
-    ValueSpan,
+    ReturnedValueSpan,
     find_values,
     is_telling,
     leaves,
@@ -40,7 +40,7 @@ _MAX_SHOWN = 200
 """Maximum sources of a computed value that a link names."""
 
 
-class ValueLink(msgspec.Struct, omit_defaults=True):
+class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
     """A piece of text of a call, and the calls that it came from."""
 
     turn: int
@@ -81,15 +81,15 @@ class _CallLinks:
         self._call = call
         self._run = run
         self._returned = returned
-        self._flow = DataFlow(returned.guess)
-        self._links: list[ValueLink] = []
+        self._flow = CellValueTracer(returned.guess)
+        self._links: list[TextProvenanceLink] = []
         self._shown: list[tuple[int, int, str, str, bool]] = []
         """(turn, cell, part, text, whether it came from the context) of the outputs so far."""
         self._by_place = _calls_by_place(run, call.id)
         self._asked: list[str] = []
         """Questions of the sub-calls so far."""
 
-    def links(self) -> list[ValueLink]:
+    def links(self) -> list[TextProvenanceLink]:
         for index, turn in enumerate(self._call.turns):
             for number, cell in enumerate(turn.cells):
                 self._cell(index, number, cell.code, cell.stdout, cell.value or "")
@@ -101,7 +101,10 @@ class _CallLinks:
         made = self._by_place.get((turn, cell), [])
         before = dict(self._flow.env)
         flow = self._flow.run(
-            turn, cell, code, [MadeCall(node.id, node.kind, question) for node, question, _ in made]
+            turn,
+            cell,
+            code,
+            [CellSubcall(node.id, node.kind, question) for node, question, _ in made],
         )
         for node, _, answer in made:
             self._returned.add(node.id, answer)
@@ -116,12 +119,12 @@ class _CallLinks:
             self._shown.append((turn, cell, part, text, printed.from_context))
 
     def _outputs(
-        self, flow: CellFlow, stdout: str, value: str
-    ) -> Iterator[tuple[str, str, int, Flow]]:
+        self, flow: CellValueOrigins, stdout: str, value: str
+    ) -> Iterator[tuple[str, str, int, ValueOrigin]]:
         """Yield the outputs of a cell, each as (part, text, offset of the text in the part, where
         it came from). If each print wrote one line, the standard output is yielded line by line."""
         if not flow.is_parsed:
-            everything = Flow(guesses=self._returned.calls)
+            everything = ValueOrigin(guesses=self._returned.calls)
             yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
             return
         lines = stdout.splitlines(keepends=True)
@@ -134,7 +137,7 @@ class _CallLinks:
             yield "stdout", stdout, 0, union(flow.prints)
         yield "value", value, 0, flow.echo
 
-    def _code(self, turn: int, cell: int, code: str, flow: CellFlow) -> None:
+    def _code(self, turn: int, cell: int, code: str, flow: CellValueOrigins) -> None:
         lines = code.split("\n")
         starts = [0]
         for line in lines:
@@ -145,7 +148,7 @@ class _CallLinks:
             start = starts[use.line - 1] + column
             self._add((turn, cell, "code"), start, start + len(use.text), use.flow, computed=True)
 
-    def _text(self, place: tuple[int, int, str], text: str, start: int, flow: Flow) -> None:
+    def _text(self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin) -> None:
         """Add the links of a text whose sources are ``flow``. A value that a sub-call returned is
         linked to that call. The rest of the text is linked to all calls that it was computed
         from."""
@@ -154,7 +157,7 @@ class _CallLinks:
         spans = find_values(text, self._returned, flow.calls | flow.guesses)
         for span in spans:
             certain = span.calls & flow.calls
-            found = Flow(certain) if certain else Flow(guesses=span.calls)
+            found = ValueOrigin(certain) if certain else ValueOrigin(guesses=span.calls)
             self._add(place, start + span.start, start + span.end, found, names=flow.names)
         self._computed(place, text, start, flow, spans)
 
@@ -163,8 +166,8 @@ class _CallLinks:
         place: tuple[int, int, str],
         text: str,
         start: int,
-        flow: Flow,
-        spans: Sequence[ValueSpan],
+        flow: ValueOrigin,
+        spans: Sequence[ReturnedValueSpan],
     ) -> None:
         """Link the numbers in a text that no call returned to the calls that they were computed
         from. A text without numbers or returned values is linked as a whole."""
@@ -194,13 +197,13 @@ class _CallLinks:
         flow = self._flow.final
         # It is text unless code of the last cell that ran gave it.
         if flow is None or not any(turn.cells for turn in turns[-2:]):
-            flow = Flow(guesses=self._returned.calls)
+            flow = ValueOrigin(guesses=self._returned.calls)
         self._placed(text, 0, self._call.answer, flow)
         self._seen_before(text)
         if not any(link.part == "answer" for link in self._links):
             self._from_variables(text, flow)
 
-    def _from_variables(self, text: str, flow: Flow) -> None:
+    def _from_variables(self, text: str, flow: ValueOrigin) -> None:
         """Link an answer that was computed from the context to its variables, and to what was
         printed from the context."""
         via = self._via(flow.names)
@@ -212,7 +215,7 @@ class _CallLinks:
             turn, cell, part, shown, _ = printed[-1]
             place = [turn, cell, part, 0, len(shown.rstrip("\n"))]
         self._links.append(
-            ValueLink(
+            TextProvenanceLink(
                 -1,
                 -1,
                 "answer",
@@ -225,7 +228,7 @@ class _CallLinks:
             )
         )
 
-    def _placed(self, text: str, start: int, value: Any, flow: Flow) -> None:
+    def _placed(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
         """Add the links of an answer. If it is a dict or list with known sources for each item,
         each item in its text is linked separately."""
         entries = (
@@ -269,7 +272,9 @@ class _CallLinks:
                     place = [turn, cell, part, at, at + len(value)]
                     is_certain = from_context and self._flow_is_from_context()
                     self._links.append(
-                        ValueLink(-1, -1, "answer", start, end, is_certain=is_certain, place=place)
+                        TextProvenanceLink(
+                            -1, -1, "answer", start, end, is_certain=is_certain, place=place
+                        )
                     )
                     taken.append((start, end))
                     break
@@ -282,7 +287,7 @@ class _CallLinks:
         place: tuple[int, int, str],
         start: int,
         end: int,
-        flow: Flow,
+        flow: ValueOrigin,
         *,
         names: frozenset[str] = frozenset(),
         computed: bool = False,
@@ -292,7 +297,7 @@ class _CallLinks:
             return
         known = self._via(flow.names | names)
         self._links.append(
-            ValueLink(
+            TextProvenanceLink(
                 *place,
                 start,
                 end,
@@ -314,8 +319,10 @@ class _CallLinks:
         return sorted(known, key=lambda each: each[1:], reverse=True)
 
 
-def _named(part: Flow, whole: Flow) -> Flow:
-    return Flow(part.calls, part.guesses, part.from_context, part.names or whole.names, part.items)
+def _named(part: ValueOrigin, whole: ValueOrigin) -> ValueOrigin:
+    return ValueOrigin(
+        part.calls, part.guesses, part.from_context, part.names or whole.names, part.items
+    )
 
 
 def _order(id: str) -> list[int]:
@@ -349,7 +356,7 @@ def _calls_by_place(
 # --- a plain call, and a call's question
 
 
-def _plain_links(call: Call) -> list[ValueLink]:
+def _plain_links(call: Call) -> list[TextProvenanceLink]:
     """Link the answer of a call without a session, and the numbers in it, to the places in its
     prompt with the same text."""
     if not call.turns or call.answer is None:
@@ -364,17 +371,17 @@ def _plain_links(call: Call) -> list[ValueLink]:
         at = _position(prompt, value) if is_telling(value) else -1
         if at >= 0:
             place = [0, -1, "prompt", at, at + len(value)]
-            links.append(ValueLink(-1, -1, "answer", start, end, place=place))
+            links.append(TextProvenanceLink(-1, -1, "answer", start, end, place=place))
     return links
 
 
-def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[ValueLink]:
+def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextProvenanceLink]:
     """Link values in a child's question to the earlier calls of its parent that returned them."""
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None
     if parent is None or node.parent is None or parent.kind != "rlm":
         return []
     returned = ReturnedValues()
-    flow = DataFlow(returned.guess)
+    flow = CellValueTracer(returned.guess)
     place = (node.parent.turn, node.parent.cell)
     by_place = _calls_by_place(run, parent.id)
     prompt = NOTHING
@@ -387,7 +394,7 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[ValueLi
                 index,
                 number,
                 cell.code,
-                [MadeCall(each.id, each.kind, asked) for each, asked, _ in made],
+                [CellSubcall(each.id, each.kind, asked) for each, asked, _ in made],
             )
             for each, _, answer in made:
                 if each.index < node.index:
@@ -398,5 +405,5 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[ValueLi
     for span in find_values(call.question, returned, prompt.calls | prompt.guesses):
         sources = sorted(span.calls & prompt.calls or span.calls, key=_order)
         certain = bool(span.calls & prompt.calls)
-        links.append(ValueLink(-1, -1, "question", span.start, span.end, sources, certain))
+        links.append(TextProvenanceLink(-1, -1, "question", span.start, span.end, sources, certain))
     return links

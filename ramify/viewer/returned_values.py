@@ -32,7 +32,7 @@ _MIN_WORDS = 6
 """Characters of a literal that tells one place from another."""
 
 
-class MadeCall(msgspec.Struct, frozen=True):
+class CellSubcall(msgspec.Struct, frozen=True):
     """A sub-call that a cell made. Calls are listed in the order of their creation."""
 
     id: str
@@ -40,7 +40,7 @@ class MadeCall(msgspec.Struct, frozen=True):
     question: str
 
 
-def assign_sites(tree: ast.Module, made: Sequence[MadeCall]) -> dict[ast.AST, list[str]]:
+def assign_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
     """Assign the sub-calls of a cell to the places in its code that made them.
 
     A place is recognised by its kind, by the literal words of its prompt, and, where each place
@@ -89,7 +89,7 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 
 
 def _in_order(
-    tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[MadeCall]
+    tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[CellSubcall]
 ) -> dict[ast.AST, list[str]] | None:
     """Assign the sub-calls to the places in the code by their order. This is possible if each place
     runs once and makes a known number of calls; otherwise None is returned."""
@@ -236,17 +236,19 @@ def leaves(answer: Any) -> Iterator[str]:
             yield as_text(value)
 
 
-class ValueSpan(msgspec.Struct, frozen=True):
+class ReturnedValueSpan(msgspec.Struct, frozen=True):
     start: int
     end: int
     calls: frozenset[str]
 
 
-def find_values(text: str, returned: ReturnedValues, calls: frozenset[str]) -> list[ValueSpan]:
+def find_values(
+    text: str, returned: ReturnedValues, calls: frozenset[str]
+) -> list[ReturnedValueSpan]:
     """Return the places in ``text`` that show a value which one of ``calls`` returned. Places do
     not overlap; longer values are placed first."""
     taken = bytearray(len(text))
-    spans: list[ValueSpan] = []
+    spans: list[ReturnedValueSpan] = []
     for value in returned.texts_of(calls):
         sources = returned.calls_with(value) & calls
         if not sources or NUMBER.fullmatch(value):
@@ -257,12 +259,14 @@ def find_values(text: str, returned: ReturnedValues, calls: frozenset[str]) -> l
         sources = returned.calls_with_number(text, match) & calls
         if sources and not any(taken[match.start() : match.end()]):
             taken[match.start() : match.end()] = b"\1" * len(match[0])
-            spans.append(ValueSpan(match.start(), match.end(), sources))
+            spans.append(ReturnedValueSpan(match.start(), match.end(), sources))
     return spans
 
 
-def _occurrences(text: str, value: str, calls: frozenset[str], taken: bytearray) -> list[ValueSpan]:
-    found: list[ValueSpan] = []
+def _occurrences(
+    text: str, value: str, calls: frozenset[str], taken: bytearray
+) -> list[ReturnedValueSpan]:
+    found: list[ReturnedValueSpan] = []
     at = text.find(value)
     while at >= 0 and len(found) < 20:
         end = at + len(value)
@@ -272,6 +276,6 @@ def _occurrences(text: str, value: str, calls: frozenset[str], taken: bytearray)
         )
         if not inside and not any(taken[at:end]):
             taken[at:end] = b"\1" * len(value)
-            found.append(ValueSpan(at, end, calls))
+            found.append(ReturnedValueSpan(at, end, calls))
         at = text.find(value, end)
     return found

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.clients.providers import MissingKey
-from ramify.engine import threads
+from ramify.engine import event_loop_thread
 from ramify.engine.fork import ForkOptions, ForkPoint
 from ramify.engine.limits import Limits
 from ramify.engine.rerun import recorded_limits
@@ -28,11 +28,11 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, StoreError
 from ramify.store.base import RunStore
-from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
-from ramify.viewer.picture import fields
-from ramify.viewer.run_locations import LocatedRun
+from ramify.viewer.run_lookup import LocatedRun
+from ramify.viewer.run_overview import fields
 
 MAX_RUNNING = 4
 """Maximum number of runs in progress that pages of one server have started."""
@@ -85,7 +85,7 @@ class RunAgain:
 
         def look() -> tuple[ForkPoint, Limits]:
             events = list(_store_of(located).events(located.run.id))
-            return ForkPoint(events, turn, call=call), recorded_limits(RecordedReplies(events))
+            return ForkPoint(events, turn, call=call), recorded_limits(RecordedRunIndex(events))
 
         point, limits = await asyncio.to_thread(look)
         wanted = AgainRequest(located.key, call, turn)
@@ -133,7 +133,7 @@ class RunAgain:
         store = _store_of(located)
 
         def build() -> RLM:
-            started = RecordedReplies(store.events(located.run.id)).started
+            started = RecordedRunIndex(store.events(located.run.id)).started
             return self._rebuild(started, store, keys)
 
         return await asyncio.to_thread(build)
@@ -219,4 +219,6 @@ def _store_of(located: LocatedRun) -> RunStore:
 
 async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the event loop of the synchronous API, and await its result here."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, threads.loop()))
+    return await asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(work, event_loop_thread.loop())
+    )

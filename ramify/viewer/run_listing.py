@@ -6,7 +6,7 @@
 
 A column whose values are all the same is sent as one value. Evaluations, training folders, problems
 and places are sent whole when any of them changed. A page with an unknown version, such as that of
-an earlier server, receives everything. Not here: reading the places (see run_library.py), and HTTP.
+an earlier server, receives everything. Not here: reading the places (see run_catalog.py), and HTTP.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.run_library import RunLibrary, RunRow
+from ramify.viewer.run_catalog import RunCatalog, RunListRow
 
 _UNUSED = ("rewards", "requests", "verdicts")
-_FIELDS = tuple(name for name in RunRow.__struct_fields__ if name not in _UNUSED)
+_FIELDS = tuple(name for name in RunListRow.__struct_fields__ if name not in _UNUSED)
 """Columns of the list: the fields that the page shows or filters by."""
 _MAX_GONE = 10_000
 """Number of deleted runs to remember; a page that missed more receives everything."""
 
 
-class RunListing:
+class VersionedRunList:
     """The rows of a library with the version at which each changed. Safe for several threads."""
 
-    def __init__(self, library: RunLibrary) -> None:
+    def __init__(self, library: RunCatalog) -> None:
         self._library = library
         self._lock = threading.Lock()
         self._start = os.urandom(3).hex()
         self._version = 0
-        self._rows: dict[str, tuple[int, RunRow]] = {}
+        self._rows: dict[str, tuple[int, RunListRow]] = {}
         self._gone: dict[str, int] = {}
         """Key of a deleted run -> version at which it was missing."""
         self._oldest = 0
@@ -74,7 +74,7 @@ class RunListing:
                 told |= self._others
             return told
 
-    def _look(self) -> tuple[list[RunRow], dict[str, Any]]:
+    def _look(self) -> tuple[list[RunListRow], dict[str, Any]]:
         runs, evaluations, problems = self._library.look()
         return runs, {
             "evaluations": evaluations,
@@ -111,7 +111,7 @@ def _same(known: Any, found: Any) -> bool:
     return known is found or bool(known == found) or repr(known) == repr(found)
 
 
-def _column(rows: list[RunRow], name: str) -> Any:
+def _column(rows: list[RunListRow], name: str) -> Any:
     values = list(map(attrgetter(name), rows))
     first = values[0]
     if isinstance(first, tuple | dict):

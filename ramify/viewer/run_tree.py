@@ -11,7 +11,7 @@ what a transcript needs but a ``Call`` lacks: the times of each request and repl
 request, retries, notes, and the answers of tools.
 
 Not here: the tree itself (see types/call_tree.py), reading files (see watched_run.py) and the data
-that a page receives (see picture.py).
+that a page receives (see run_overview.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import decode_line
-from ramify.store.short_events import AnyShortEvent
+from ramify.store.short_events import AnyEventOutline
 from ramify.store.stored_run import StoredRun
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
@@ -62,7 +62,7 @@ class RunTree:
         """The run as a whole, without its calls."""
         return self.calls.run
 
-    def apply(self, event: AnyShortEvent, offset: int) -> CallNode | None:
+    def apply(self, event: AnyEventOutline, offset: int) -> CallNode | None:
         """Apply ``event``, whose journal line begins at ``offset``, and return its call's node.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
@@ -87,7 +87,7 @@ class RunTree:
         self.calls.marked.clear()
         return marked
 
-    def skip(self, offset: int) -> None:
+    def record_unreadable_line(self, offset: int) -> None:
         """Count a line that could not be applied."""
         self.version += 1
         self._starts.append(offset)
@@ -102,16 +102,16 @@ class RunTree:
             line = self._before[line]
         return lines[::-1]
 
-    def take(self, trajectory: Trajectory) -> None:
+    def load_trajectory(self, trajectory: Trajectory) -> None:
         """Build the tree from a complete trajectory instead of events."""
-        self.calls.take(trajectory)
+        self.calls.load_trajectory(trajectory)
         self.version += 1
 
 
 MAX_CACHED = 8
 
 
-class PendingRequest(msgspec.Struct, frozen=True):
+class UnansweredModelRequest(msgspec.Struct, frozen=True):
     """Request of a call that has no reply yet."""
 
     turn: int
@@ -138,14 +138,16 @@ class CallDetail(msgspec.Struct):
     spans: list[float] = msgspec.field(default_factory=list)
     """Times of each request and reply in turn, in seconds since the run began."""
     tools: list[ToolAnswered] = msgspec.field(default_factory=list)
-    pending: PendingRequest | None = None
+    pending: UnansweredModelRequest | None = None
     last_word: Stop | None = None
 
     def add(self, event: AnyEvent) -> None:
         """Record the parts of ``event`` that ``Call`` does not hold."""
         match event:
             case RequestStarted():
-                self.pending = PendingRequest(event.turn, event.reused, event.prompt, event.at_s)
+                self.pending = UnansweredModelRequest(
+                    event.turn, event.reused, event.prompt, event.at_s
+                )
                 self.last_word = event.last_word
                 self.spans.append(event.at_s)
             case ReplyReceived():

@@ -4,8 +4,9 @@
 
 Siblings are the calls of its kind that the same cell made, without those that failed or differ. The
 call is compared with the code that most of them share; if all wrote different code, with the
-most similar one. Cells are matched in order. Not here: which calls differ (see types/outliers.py),
-and the words that differ, which the page marks (see static/sibling_code.js).
+most similar one. Cells are matched in order. Not here: which calls differ (see
+types/sibling_outliers.py), and the words that differ, which the page marks (see
+static/sibling_code.js).
 """
 
 from __future__ import annotations

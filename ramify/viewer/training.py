@@ -35,15 +35,15 @@ from ramify.evaluate.evaluation_report import (
     report,
 )
 from ramify.evaluate.matrix_report import reason_of
-from ramify.evaluate.run import AttemptOutcome, Evaluation, read_evaluation
+from ramify.evaluate.run import AttemptOutcome, EvaluationResult, read_evaluation
 from ramify.evaluate.statistics import MeanEstimate, pass_at_k, score_with_interval
-from ramify.store.journal import JournalFile, decode_line
-from ramify.store.reviews import RunReview, agreements, listed_reviews
+from ramify.store.journal import FileStoredRun, decode_line
+from ramify.store.reviews import HumanRunReview, agreements, listed_reviews
 from ramify.train.metrics import FILE, Diagnosis, StepMetrics, layers
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, as_text, cut
-from ramify.viewer.picture import means_by_call
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.run_overview import means_by_call
 from ramify.viewer.training_verdict import alarms, num_compared, verdict
 
 FINAL = ("first", "last", "best")
@@ -366,9 +366,9 @@ MAX_PROBLEMS = 10
 
 
 class EvaluationLibrary:
-    """Evaluation records of a ``RunLibrary``, with cached reports. Thread-safe."""
+    """Evaluation records of a ``RunCatalog``, with cached reports. Thread-safe."""
 
-    def __init__(self, library: RunLibrary) -> None:
+    def __init__(self, library: RunCatalog) -> None:
         self._library = library
         self._known: dict[Path, tuple[tuple[int, int], EvaluationReport | None]] = {}
         self._questions: dict[Path, tuple[str, str]] = {}
@@ -406,7 +406,7 @@ class EvaluationLibrary:
             "problems": problems[:MAX_PROBLEMS],
         }
 
-    def _report(self, path: Path, evaluation: Evaluation) -> EvaluationReport | None:
+    def _report(self, path: Path, evaluation: EvaluationResult) -> EvaluationReport | None:
         """Return the cached report of an evaluation; None before its first attempt."""
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
@@ -418,7 +418,7 @@ class EvaluationLibrary:
         return figures
 
     def _compared(
-        self, evaluation: Evaluation, other: str
+        self, evaluation: EvaluationResult, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the difference from evaluation ``other``, and the items that got better or
         worse."""
@@ -435,7 +435,7 @@ class EvaluationLibrary:
         reward = outcome.reward
         run = record.parent.parent / "runs" / f"{outcome.run}.jsonl" if outcome.run else None
         question, expected = self._asked(run) if run is not None else ("", "")
-        review = listed_reviews(run)[outcome.run] if run is not None else RunReview()
+        review = listed_reviews(run)[outcome.run] if run is not None else HumanRunReview()
         return {
             "question": question,
             "expected": expected,
@@ -465,7 +465,7 @@ class EvaluationLibrary:
         """Return the question and the expected answer of the run in a journal; both are empty if it
         cannot be read."""
         if run not in self._questions:
-            journal = JournalFile(run)
+            journal = FileStoredRun(run)
             try:
                 event = decode_line(next(journal.lines(), b""), journal, 1)
             except (RamifyError, OSError):
@@ -476,7 +476,7 @@ class EvaluationLibrary:
         return self._questions[run]
 
 
-def _passes(evaluation: Evaluation) -> list[tuple[int, MeanEstimate]]:
+def _passes(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
     """Return pass@k for each k up to the planned number of attempts, over the items that have at
     least k scores."""
     items: dict[str, list[bool]] = {}

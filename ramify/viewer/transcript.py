@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.policy_card import folder_of
+from ramify.trained_policy_settings import folder_of
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Turn, as_text
-from ramify.viewer.picture import context_fields, fields, rewards_of, state
-from ramify.viewer.run_tree import PendingRequest
+from ramify.viewer.run_overview import context_fields, fields, rewards_of, state
+from ramify.viewer.run_tree import UnansweredModelRequest
 from ramify.viewer.shown_pictures import pictures_of
 from ramify.viewer.watched_run import WatchedRun
 
@@ -169,7 +169,7 @@ def _mark(mark: Annotation) -> dict[str, Any]:
     return {"by": mark.by, "values": mark.values, "tokens": list(mark.tokens), "text": mark.text}
 
 
-def _pending(request: PendingRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
+def _pending(request: UnansweredModelRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
     if request is None:
         return None
     prompt = [_message(message, cut) for message in request.prompt]
@@ -311,7 +311,7 @@ def _tokenizer(path: Path) -> Any:
         return None
 
 
-def tokenizer_of(run: WatchedRun, models: Iterable[str]) -> Path | None:
+def find_tokenizer_file(run: WatchedRun, models: Iterable[str]) -> Path | None:
     """Return the tokenizer file of the run's policy, from its training folder or its local model;
     None if there is none."""
     candidates = []

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-from ramify.engine import threads
+from ramify.engine import event_loop_thread
 from ramify.http_server.access import ListenAddress
 from ramify.store.base import RunStore
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 
 
@@ -28,8 +28,8 @@ def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
     the page http://127.0.0.1:...
     >>> page.close()
     """
-    server = ViewServer(RunLibrary(places), address=ListenAddress(port=port))
-    threads.run(server.__aenter__())
+    server = ViewServer(RunCatalog(places), address=ListenAddress(port=port))
+    event_loop_thread.run(server.__aenter__())
     return OpenPage(server)
 
 
@@ -53,7 +53,7 @@ class OpenPage:
         """Stop serving. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            threads.run(self._server.__aexit__())
+            event_loop_thread.run(self._server.__aexit__())
 
     def __enter__(self) -> OpenPage:
         return self

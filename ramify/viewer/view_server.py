@@ -60,27 +60,33 @@ from aiohttp import web
 
 from ramify.errors import RamifyError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.base_server import HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.shell import HttpServer, received
-from ramify.store.reviews import UNSCORED, RunReview, Verdict, agreements
+from ramify.store.reviews import UNSCORED, HumanRunReview, Verdict, agreements
 from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
-from ramify.viewer.feed import FileFeed, FileFeeds
+from ramify.viewer.feed import FileFeed, FileFeedCache
 from ramify.viewer.matrices import shown_matrix, stored_matrix_file
 from ramify.viewer.page_headers import add_headers
 from ramify.viewer.page_script import APP, STATIC, app, early, module, page
-from ramify.viewer.picture import fields, picture, texts
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_again import AgainRequest, Rebuild, RunAgain
-from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.run_listing import RunListing
-from ramify.viewer.run_locations import Kind, LocatedRun, kind_of
+from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.run_listing import VersionedRunList
+from ramify.viewer.run_lookup import Kind, LocatedRun, kind_of
+from ramify.viewer.run_overview import fields, run_overview, texts
 from ramify.viewer.search import search
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.training import EvaluationLibrary, item_history, kept, samples
-from ramify.viewer.transcript import MAX_TEXT, exact_request, tokenizer_of, tokens, transcript
+from ramify.viewer.transcript import (
+    MAX_TEXT,
+    exact_request,
+    find_tokenizer_file,
+    tokens,
+    transcript,
+)
 from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
@@ -89,7 +95,7 @@ class ViewServer:
 
     def __init__(
         self,
-        library: RunLibrary,
+        library: RunCatalog,
         *,
         address: ListenAddress | None = None,
         token: str | None = None,
@@ -115,11 +121,11 @@ class ViewServer:
         self._library = library
         self._first = first
         self._reading: asyncio.Task[Any] | None = None
-        self._feeds = FileFeeds()
+        self._feeds = FileFeedCache()
         self._evaluations = EvaluationLibrary(library)
         self._assets = StaticAssets()
         self._again = RunAgain(rebuild) if rebuild is not None else None
-        self._listing = RunListing(library)
+        self._listing = VersionedRunList(library)
         self._person = getpass.getuser()
 
     @property
@@ -176,7 +182,7 @@ class ViewServer:
         await self._http.start(app)
         if self._first:
             self._reading = asyncio.create_task(
-                self._feeds.run(self._library.find(self._first)).fresh()
+                self._feeds.run(self._library.find(self._first)).refresh_watched()
             )
         return self
 
@@ -212,8 +218,8 @@ class ViewServer:
     async def _run(self, request: web.Request) -> web.Response:
         feed = self._feed(request)
         num_texts = _number(request, "texts") if "texts" in request.query else None
-        await feed.fresh()
-        return data(await feed.inspect(lambda run: picture(run, num_texts)))
+        await feed.refresh_watched()
+        return data(await feed.inspect(lambda run: run_overview(run, num_texts)))
 
     async def _texts(self, request: web.Request) -> web.Response:
         first = _number(request, "from")
@@ -233,7 +239,7 @@ class ViewServer:
         runs = []
         for key in keys:
             feed = self._feeds.run(self._library.find(key))
-            await feed.fresh()
+            await feed.refresh_watched()
             runs.append(await feed.inspect(compared))
         rows = await asyncio.to_thread(rows_of, [calls for _, calls in runs])
         return compressed({"heads": [head for head, _ in runs], "rows": rows})
@@ -254,14 +260,14 @@ class ViewServer:
         id, turn = _word(request, "id"), _number(request, "turn")
         return await self._inspected(
             request,
-            lambda run: tokens(run, id, turn, tokenizer_of(run, [run.whole(id).call.model])),
+            lambda run: tokens(run, id, turn, find_tokenizer_file(run, [run.whole(id).call.model])),
         )
 
     async def _picture(self, request: web.Request) -> web.Response:
         id, digest = _word(request, "id"), _word(request, "digest")
         feed = self._feed(request)
         if not feed.watched.version:
-            await feed.fresh()
+            await feed.refresh_watched()
         body, kind = await feed.inspect(lambda run: picture_bytes(run, id, digest))
         headers = {"Content-Type": kind, "Cache-Control": "private, max-age=31536000, immutable"}
         return web.Response(body=body, headers=headers)
@@ -282,7 +288,7 @@ class ViewServer:
     ) -> web.Response:
         feed = self._feed(request)
         if not feed.watched.version:
-            await feed.fresh()
+            await feed.refresh_watched()
         return data(await feed.inspect(look))
 
     async def _journal(self, request: web.Request) -> web.StreamResponse:
@@ -310,7 +316,7 @@ class ViewServer:
 
     async def _training(self, request: web.Request) -> web.Response:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
-        curves = await feed.fresh()
+        curves = await feed.refresh_watched()
         if "version" not in request.query:
             return data(curves.data())
         version = _number(request, "version")
@@ -380,19 +386,19 @@ class ViewServer:
 
     async def _write_review(self, request: web.Request) -> web.Response:
         self._refuse_if_open("a review is stored")
-        wanted = await _decoded(request, ReviewRequest)
+        wanted = await _decoded(request, SubmitReviewRequest)
         feed = self._feeds.run(self._library.find(wanted.key))
-        await feed.fresh()
+        await feed.refresh_watched()
 
         def write(run: WatchedRun) -> dict[str, Any]:
-            review = RunReview(wanted.labels, wanted.note, wanted.rewards, run.review.verdicts)
+            review = HumanRunReview(wanted.labels, wanted.note, wanted.rewards, run.review.verdicts)
             return fields(run.source.write_review(run.review_id, review))
 
         return data(await feed.inspect(write))
 
     async def _write_verdicts(self, request: web.Request) -> web.Response:
         self._refuse_if_open("a verdict is stored")
-        wanted = await _decoded(request, VerdictRequest)
+        wanted = await _decoded(request, LabelRunsRequest)
         if not 1 <= len(wanted.keys) <= MAX_LABELLED:
             raise RequestRejected(
                 f"{request.path} labels 1 to {MAX_LABELLED:,} runs, and got {len(wanted.keys):,}"
@@ -413,7 +419,7 @@ class ViewServer:
         reviews = {}
         for key in wanted.keys:
             feed = self._feeds.run(self._library.find(key))
-            await feed.fresh()
+            await feed.refresh_watched()
             reviews[key] = await feed.inspect(write)
         return data({"person": person, "reviews": reviews})
 
@@ -425,12 +431,12 @@ class ViewServer:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         feed = self._feed(request)
-        await feed.fresh()
+        await feed.refresh_watched()
         return await stream(request, feed.follow(_number(request, "version")))
 
     async def _training_events(self, request: web.Request) -> web.StreamResponse:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
-        await feed.fresh()
+        await feed.refresh_watched()
         return await stream(request, feed.follow(_number(request, "version")))
 
 
@@ -483,8 +489,8 @@ MAX_BODY = 8 << 20
 """Maximum bytes of a request's body: an edited prompt."""
 
 
-class ReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of a request to review a run; fields as in ``RunReview``."""
+class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request to review a run; fields as in ``HumanRunReview``."""
 
     key: str
     labels: tuple[str, ...] = ()
@@ -492,7 +498,7 @@ class ReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: dict[str, float] = {}
 
 
-class VerdictRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LabelRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a request to label runs."""
 
     keys: tuple[str, ...]

@@ -17,12 +17,12 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.store.short_events import DamagedLine, short_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.run_locations import LocatedRun, kind_of, newer
+from ramify.viewer.run_lookup import LocatedRun, kind_of, newer
 from ramify.viewer.run_tree import (
     CallDetail,
     CallDetails,
@@ -68,9 +68,9 @@ class WatchedRun:
         return self.tree.version
 
     @property
-    def review(self) -> RunReview:
+    def review(self) -> HumanRunReview:
         """Labels, note and corrected scores. Raises StoreError if they cannot be read."""
-        return self.source.reviews().get(self.review_id, RunReview())
+        return self.source.reviews().get(self.review_id, HumanRunReview())
 
     @property
     def review_id(self) -> str:
@@ -212,7 +212,7 @@ class WatchedRun:
     def _skip_line(self, offset: int, why: str) -> None:
         self._num_damaged += 1
         number = self.tree.version + 1
-        self.tree.skip(offset)
+        self.tree.record_unreadable_line(offset)
         if self._num_damaged == 1:
             self._first_damage = f"{self.source}, line {number} {why}"
         more = (
@@ -257,7 +257,7 @@ class WatchedRun:
             version = msgspec.json.decode(line, type=dict[str, Any]).get("schema_version", 0)
             if version > SCHEMA_VERSION:
                 raise StoreError(newer(path, number, version))
-            self.tree.take(msgspec.json.decode(line, type=Trajectory))
+            self.tree.load_trajectory(msgspec.json.decode(line, type=Trajectory))
         except StoreError as error:
             self.problem = str(error)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from ramify.actors.child_process import ForegroundProcess, import_path
-from ramify.actors.connect_back import Listener, connect_back, read_ticket
-from ramify.actors.launcher import LocalLauncher, SlotMember
+from ramify.actors.connect_back import ConnectBackListener, connect_back, read_ticket
+from ramify.actors.launcher import LocalLauncher, RoleInstance
 from ramify.actors.rank_group import RankGroup, follow
 from ramify.actors.rank_watch import RankConnection, RankHeartbeat
 from ramify.actors.run_channel import connect
@@ -69,22 +69,22 @@ async def trainer(folder: Path) -> None:
     """Work until a rank, the engine or the worker is lost."""
     from ramify.inference.http.engine_process import EngineProcess
     from ramify.inference.http.inference_spec import InferenceSpec
-    from ramify.train.placement.placement_spec import ServiceSpec
-    from ramify.train.placement.services import RunServices
+    from ramify.train.placement.placement_spec import RewardServiceSpec
+    from ramify.train.placement.reward_services import RewardServices
 
     launcher, log = LocalLauncher(), folder / "log"
     command = (sys.executable, "-S", "-c", SERVICE, "{host}", "{port}", str(folder), BELOW)
-    judge = ServiceSpec(command=command, variable="RAMIFY_TEST_JUDGE")
-    services = RunServices(launcher, {"judge": judge}, folder, restarts=0)
+    judge = RewardServiceSpec(command=command, variable="RAMIFY_TEST_JUDGE")
+    services = RewardServices(launcher, {"judge": judge}, folder, restarts=0)
     await services.start()
     spec = InferenceSpec(command=("sh", "-c", ENGINE, str(folder)))
     engine = EngineProcess(launcher, spec, 0, folder, "float32", 64, folder / "engine.log")
-    with Listener() as listener:
+    with ConnectBackListener() as listener:
         ticket = listener.ticket("0")
-        one = launcher.start(SlotMember("trainer", 1), here("rank", folder), {}, log, ticket)
+        one = launcher.start(RoleInstance("trainer", 1), here("rank", folder), {}, log, ticket)
         talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))
         other = launcher.start(
-            SlotMember("rollouts", 0), here("worker", folder), import_path(), log, ticket
+            RoleInstance("rollouts", 0), here("worker", folder), import_path(), log, ticket
         )
         channel, _ = listener.accept(str, 60.0)
     link = RankConnection(1, talk, watch, one.where)

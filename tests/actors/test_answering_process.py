@@ -9,7 +9,7 @@ from subprocess import Popen
 
 import pytest
 
-from ramify.actors.answering_process import answer_requests, ask, start
+from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import kill
 
 
@@ -29,7 +29,7 @@ def answered(request: list[bytes]) -> list[bytes]:
 
 @pytest.fixture
 def process() -> Iterator[Popen[bytes]]:
-    process = start(f"{__name__}:serve")
+    process = start_python_process(f"{__name__}:serve")
     yield process
     kill(process)
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from ramify.actors.child_process import ChildProcess, import_path
-from ramify.actors.connect_back import Listener, Ticket
+from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.run_channel import LOOPBACK, Channel, ChannelListener, connect
 from ramify.actors.run_messages import decode, encode
 from ramify.errors import ConfigError
@@ -149,7 +149,7 @@ def test_nothing_is_sent_to_a_listener_without_the_key() -> None:
 
 
 def test_socket_of_one_machine_is_in_a_private_folder_that_ends_with_it() -> None:
-    with Listener() as listener:
+    with ConnectBackListener() as listener:
         folder = Path(listener.address).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()
@@ -165,7 +165,7 @@ def test_message_of_another_type_is_an_error() -> None:
 
     one, other = socket.socketpair()
     with Channel(one) as ours, Channel(other) as theirs:
-        theirs.send(Ticket("a", b"b", "c"))
+        theirs.send(ConnectBackTicket("a", b"b", "c"))
         with pytest.raises(msgspec.MsgspecError):
             ours.receive(Word)
         pickled = pickle.dumps(Executed())
@@ -209,7 +209,7 @@ channel.send([channel.receive(int) + 1, os.environ.copy(), sys.argv])
 
 
 def test_child_connects_back_and_its_environment_has_no_key() -> None:
-    with Listener() as listener:
+    with ConnectBackListener() as listener:
         reached(listener.address).close()
         child = ChildProcess(
             [sys.executable, "-c", CONNECTS],
@@ -235,12 +235,15 @@ def test_accept_stops_waiting_when_child_has_ended(tmp_path: Path) -> None:
             raise ConfigError(child.exit_reason())
 
     with (
-        Listener() as listener,
+        ConnectBackListener() as listener,
         pytest.raises(ConfigError, match=r"ended with status 1; .*nonesuch"),
     ):
         listener.accept(str, 60.0, look)
 
 
 def test_accept_times_out_without_connection() -> None:
-    with Listener() as listener, pytest.raises(TimeoutError, match=r"no connection within 0\.2 s"):
+    with (
+        ConnectBackListener() as listener,
+        pytest.raises(TimeoutError, match=r"no connection within 0\.2 s"),
+    ):
         listener.accept(str, 0.2)

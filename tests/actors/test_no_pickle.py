@@ -30,16 +30,19 @@ EXCEPTIONS = {
         "marshal",
     ): "compiled code of a cell goes from the host into the session, never back",
     ("sandbox/guest/notebook.py", "marshal"): "the other end, inside the sandbox",
-    ("train/backends/torchrun.py", "TCPStore"): "torchrun's own store, as a client: an address in "
+    (
+        "train/backends/torchrun_rendezvous.py",
+        "TCPStore",
+    ): "torchrun's own store, as a client: an address in "
     "it is believed only with the run's signature",
 }
 RAY = {
     *("actors/launcher.py", "actors/ray_cluster.py", "actors/ray_launcher.py"),
-    *("maps/ray_asker.py", "maps/ray_map.py", "maps/ray_source.py"),
+    *("maps/ray_data_stage.py", "maps/ray_map.py", "maps/ray_source.py"),
 }
 """Ray pickles the calls of its actors, which are node agents and the workers of maps, and the stages
 of Ray Data, on its own authenticated connections."""
-CHECKPOINTS = "train/backends/shards.py"
+CHECKPOINTS = "train/backends/sharded_checkpoint.py"
 """torch.distributed.checkpoint pickles its plan between ranks, over the group that proved its key
 (``group_proof.py``), and into ``.metadata`` beside the shards, which only the run's user writes."""
 

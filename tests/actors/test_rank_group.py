@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ramify.actors.child_process import ChildProcess, import_path
-from ramify.actors.connect_back import Listener
-from ramify.actors.rank_group import RankGroup, RemoteRankError
+from ramify.actors.connect_back import ConnectBackListener
+from ramify.actors.rank_group import PeerRankFailedError, RankGroup
 from ramify.actors.rank_watch import RankConnection, RankHeartbeat
 from ramify.errors import ConfigError, TrainError
 from ramify.progress import on_heartbeat
@@ -50,7 +50,7 @@ class FakeRank:
         raise (
             ConfigError("the window is too small")
             if self.rank == 1
-            else RemoteRankError("another rank's reason")
+            else PeerRankFailedError("another rank's reason")
         )
 
     def break_(self) -> None:
@@ -85,7 +85,7 @@ def rank_group(tmp_path: Path) -> Iterator[MakeRankGroup]:
 
     def make(others: int = 2, timeout_s: float = 60.0) -> RankGroup:
         links, processes = [], []
-        with Listener() as listener:
+        with ConnectBackListener() as listener:
             for rank in range(1, others + 1):
                 process = ChildProcess(
                     [sys.executable, "-c", START, str(rank), str(timeout_s)],

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from ramify.actors.child_process import ChildProcess
-from ramify.actors.restarts import RestartCount, until_started
+from ramify.actors.restarts import ProcessRestartLimiter, until_started
 from ramify.errors import ConfigError
-from ramify.log_outputs import RUN_LOG, LogFile
-from ramify.logging import RoomLogger, attached, in_run
+from ramify.log_outputs import RUN_LOG, FileLogHandler
+from ramify.logging import ComponentLogger, attached, in_run
 from tests.shown import heard, logged
 
 
-def counted(restarts: int) -> RestartCount:
-    return RestartCount(restarts, RoomLogger("train"), "worker")
+def counted(restarts: int) -> ProcessRestartLimiter:
+    return ProcessRestartLimiter(restarts, ComponentLogger("train"), "worker")
 
 
 def test_consecutive_losses_are_counted_per_name() -> None:
@@ -35,7 +35,11 @@ def test_consecutive_losses_are_counted_per_name() -> None:
 def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
     said: list[str] = []
     restarts = counted(2)
-    with heard(said.append, said.append), attached(LogFile(tmp_path / RUN_LOG)), in_run("mine"):
+    with (
+        heard(said.append, said.append),
+        attached(FileLogHandler(tmp_path / RUN_LOG)),
+        in_run("mine"),
+    ):
         assert restarts.failed(7, "worker 7 ended")
         assert restarts.failed(7, "worker 7 did not connect")
         restarts.back(7, "worker 7 is back")

@@ -18,10 +18,10 @@ from ramify.models.load import load_policy
 from ramify.train import (
     AgentRun,
     EvaluateSpec,
+    RolloutBatchSpec,
     RolloutOptions,
     Run,
     Schedule,
-    StepSampleSpec,
     TaskSpec,
 )
 from ramify.types.trajectory import Trajectory
@@ -64,7 +64,7 @@ def short_run(name: str, policy: Path, *, steps: int = 2, group: int = 3) -> Run
     rl = msgspec.structs.replace(
         run.rl,
         steps=steps,
-        sample=StepSampleSpec(items=1),
+        sample=RolloutBatchSpec(items=1),
         rollout=RolloutOptions(group=group, concurrency=group),
     )
     return msgspec.structs.replace(

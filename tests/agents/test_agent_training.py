@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.agents.agent_job import AgentJob
-from ramify.agents.agent_run import AgentRun
+from ramify.agents.agent_inputs import AgentJob
+from ramify.agents.agent_result import AgentRun
 from ramify.agents.agent_task import AgentTask
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.ppo import PPO
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule
 from ramify.train.losses.gspo import Gspo
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal
@@ -73,7 +73,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(base: str, task: AgentTask, **options: Any) -> Run:
     fields: dict[str, Any] = {
         "steps": 2,
-        "sample": StepSampleSpec(items=2),
+        "sample": RolloutBatchSpec(items=2),
         "rollout": RolloutOptions(group=3, concurrency=6),
         **options,
     }
@@ -134,7 +134,7 @@ def test_tree_of_an_agent_is_learned_from_in_every_way(way: str, base: str, tmp_
 
 def test_failed_agents_are_counted_and_not_learned_from(base: str, tmp_path: Path) -> None:
     task = AgentTask(agent=fails_at_times, items=ROWS, reward=even)
-    train(run(base, task, sample=StepSampleSpec(items=6), steps=1), tmp_path)
+    train(run(base, task, sample=RolloutBatchSpec(items=6), steps=1), tmp_path)
     (step,) = [row.values for row in read_rows(tmp_path, "rl") if "loss" in row.values]
     assert 0 < step["agent/crashed"] < 18
     assert step["agent/crashed"] == step["failed_rollouts"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ramify.cli.parser import ExitCode
-from ramify.evaluate.run import EvaluationRecords, read_evaluation
+from ramify.evaluate.run import EvaluationStore, read_evaluation
 from ramify.types.message import Message
 from tests.cli.helpers import Shell
 from tests.cli.test_eval import FAST, MINE, RIGHT
@@ -41,7 +41,7 @@ def test_same_command_continues_and_asks_nothing_twice(shell: Shell) -> None:
         "failed": 0,
     }
     assert runs(shell) == 5
-    (path,) = EvaluationRecords(shell.folder / "shown").paths()
+    (path,) = EvaluationStore(shell.folder / "shown").paths()
     assert sorted(each.item for each in read_evaluation(path).outcomes) == [
         f"teal/train/{number}" for number in range(5)
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.cli.parser import ExitCode
-from ramify.evaluate.run import EvaluationRecords
+from ramify.evaluate.run import EvaluationStore
 from ramify.evaluate.statistics import paired_difference, share_with_interval
 from tests.cli.helpers import Shell
 
@@ -224,7 +224,7 @@ def test_interrupted_evaluation_can_be_resumed(shell: Shell) -> None:
     slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"
     shell.write("my_task.py", "import time\n" + MINE.replace("else numeric", f"else ({slowly})"))
     process = shell.start(*(word for word in words if word != "-q"))
-    records = EvaluationRecords(Path(shell.env["RAMIFY_HOME"]))
+    records = EvaluationStore(Path(shell.env["RAMIFY_HOME"]))
     give_up = time.monotonic() + 100
     while not _num_lines(shell) > 3 and time.monotonic() < give_up:
         time.sleep(0.02)

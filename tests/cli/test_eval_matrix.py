@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ramify.cli.parser import ExitCode
-from ramify.evaluate.matrix import MatrixRecords
-from ramify.evaluate.run import AttemptOutcome, EvaluationRecords
+from ramify.evaluate.matrix import EvaluationMatrixStore
+from ramify.evaluate.run import AttemptOutcome, EvaluationStore
 from tests.cli.helpers import Shell
 
 SUITE = """
@@ -103,7 +103,7 @@ def test_table_names_what_all_rows_share_once(shell: Shell) -> None:
 def test_lengths_of_one_seed_ask_the_same_questions_of_each_model_and_mode(shell: Shell) -> None:
     asked = given(shell, "--lengths", "1k", "--modes", "direct,free", "--items", "3")
     shell.run(*asked)
-    records = EvaluationRecords(Path(shell.env["RAMIFY_HOME"]))
+    records = EvaluationStore(Path(shell.env["RAMIFY_HOME"]))
     items = {}
     for path in records.paths():
         evaluation = records.load(str(path))
@@ -163,7 +163,7 @@ def test_killed_matrix_continues_and_pays_nothing_twice(shell: Shell) -> None:
     slow = "lambda answer, item: (time.sleep(0.05), numeric(answer, item))[1]"
     shell.write("suite.py", "import time\n" + SUITE.replace(", numeric,", f", {slow},"))
     process = shell.start(*asked)
-    records = MatrixRecords(Path(shell.env["RAMIFY_HOME"]))
+    records = EvaluationMatrixStore(Path(shell.env["RAMIFY_HOME"]))
     give_up = time.monotonic() + 100
     while len(_outcomes(records)) < 6 and time.monotonic() < give_up:
         time.sleep(0.02)
@@ -185,7 +185,7 @@ def test_killed_matrix_continues_and_pays_nothing_twice(shell: Shell) -> None:
         assert once_more.out == done.out
 
 
-def _outcomes(records: MatrixRecords) -> list[tuple[str, AttemptOutcome]]:
+def _outcomes(records: EvaluationMatrixStore) -> list[tuple[str, AttemptOutcome]]:
     return [
         (path.stem, outcome)
         for path in records.evaluations.paths()

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -19,7 +19,7 @@ from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.tasks.base import task_of
 from ramify.testing.scripted import ScriptedClient
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.signals.judge import judge_of
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 
@@ -29,7 +29,7 @@ ACME = '''
 from collections.abc import Iterator
 
 import msgspec
-from ramify.clients.providers import ProviderSpec
+from ramify.clients.providers import ModelProviderSpec
 from ramify.testing.scripted import ScriptedClient
 from ramify.engine.scaffold import Scaffold
 from ramify.sandbox.providers.process import open_provider as open_process
@@ -37,7 +37,7 @@ from ramify.tasks.base import Item, generated
 from ramify.tasks.base import SimpleTask
 from ramify.train.advantages import ALGORITHMS
 
-CLOUD = ProviderSpec(title="Acme Cloud", url="http://127.0.0.1:9", url_variable="ACME_URL",
+CLOUD = ModelProviderSpec(title="Acme Cloud", url="http://127.0.0.1:9", url_variable="ACME_URL",
                      key_variables=("ACME_KEY",), local=True)
 TERSE = Scaffold(name="terse")
 DrGRPO = ALGORITHMS.of("dr_grpo")
@@ -305,8 +305,8 @@ def test_plugins_are_loaded_from_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert task_of("mine.py:colors", num=2).name == "colors"
     sandbox = open_sandbox(SandboxSpec(provider="mine.py:open_provider", allow_weaker=True))
     assert sandbox.warning == "the box of Acme is open"
-    assert ClientPool().client("mine.py:connect:m").name == "mine.py:connect:m"
-    assert ClientPool().client("mine.py:CLOUD:m").name == "mine.py:CLOUD:m"
+    assert RateLimitedClientPool().client("mine.py:connect:m").name == "mine.py:connect:m"
+    assert RateLimitedClientPool().client("mine.py:CLOUD:m").name == "mine.py:CLOUD:m"
     assert isinstance(scaffold_of("mine.py:TERSE"), Scaffold)
     assert type(judge_of("mine.py:Lenient")).__name__ == "Lenient"
     with pytest.raises(

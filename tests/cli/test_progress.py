@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from ramify.cli.parser import ExitCode
-from ramify.cli.progress_screen import ProgressScreen, bar
-from ramify.cli.terminal_text import StderrNotes
+from ramify.cli.progress_display import ProgressDisplay, bar
+from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.progress import ProgressState, report_progress
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 from tests.cli.test_eval import MINE, RIGHT
@@ -141,10 +141,10 @@ def test_interrupted_command_restores_the_cursor(shell: Shell, number: int, code
 
 
 def test_line_progress_names_all_running_tasks(capsys: pytest.CaptureFixture[str]) -> None:
-    notes = StderrNotes()
+    notes = StderrMessageWriter()
     err = ""
     with (
-        ProgressScreen(notes, "lines", has_lines=True),
+        ProgressDisplay(notes, "lines", has_lines=True),
         report_progress("sft", 500, "steps") as task,
     ):
         task.at(120, "loss 0.1")

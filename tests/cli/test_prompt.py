@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ramify.models.tokenizer import train_tokenizer
+from ramify.models.tokenizer_training import train_tokenizer
 from tests.cli.helpers import Shell, code
 from tests.models.templates import CHATML
 

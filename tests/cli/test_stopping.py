@@ -17,7 +17,7 @@ class Running:
     def cancel(self): pass
 
 async def blocked():
-    with RunInterrupts(StderrNotes(True)).caught(Running()):
+    with RunInterrupts(StderrMessageWriter(True)).caught(Running()):
         {block}
 """
 SERVING = """
@@ -27,14 +27,14 @@ async def blocked():
 """
 VIEW = """
 async def blocked():
-    with ProgressScreen(StderrNotes(False), "live"):
+    with ProgressDisplay(StderrMessageWriter(False), "live"):
         {block}
 """
 PROGRAM = """
 import asyncio, sys, threading
 from ramify.cli.ask_runner import RunInterrupts
-from ramify.cli.terminal_text import StderrNotes
-from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.terminal_text import StderrMessageWriter
+from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.serve import on_stop
 
 def ready():

@@ -74,11 +74,11 @@ RECIPE = """
 import msgspec
 from ramify.train.config import EvaluateSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from tests.train.small import small
 
 def run():
-    rl = msgspec.structs.replace(small().rl, steps=1, sample=StepSampleSpec(items=2), rollout=RolloutOptions(group=2))
+    rl = msgspec.structs.replace(small().rl, steps=1, sample=RolloutBatchSpec(items=2), rollout=RolloutOptions(group=2))
     return small(warmup=None, rl=rl, evaluate=EvaluateSpec(num=3, final=()))
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.printable import TerminalStream, clean, escaped
+from ramify.printable import SanitizingTerminalStream, clean, escaped
 from tests.terminals import (
     Machine,
     Shown,
@@ -36,7 +36,7 @@ def test_check_of_this_file_finds_controls() -> None:
 
 def test_terminal_stream_cleans_what_libraries_print() -> None:
     terminal = io.StringIO()
-    stream = TerminalStream(terminal)
+    stream = SanitizingTerminalStream(terminal)
     print("10%\r20%\r\nA\x1b]0;title\x07B", file=stream)
     print("\x1b", end="", file=stream)
     print("[2J \ue000[2J", file=stream)

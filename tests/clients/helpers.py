@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.loopback import LoopbackExchange, LoopbackServer
+from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
 from ramify.types.message import Message, Usage
 
 
@@ -39,7 +39,7 @@ class Books:
         self.cost = cost
         self._close("settle", usage)
 
-    def forfeit(self, error: str) -> None:
+    def charge_full_reservation(self, error: str) -> None:
         self._close("forfeit", error)
 
     def release(self, error: str) -> None:
@@ -59,11 +59,11 @@ class Says:
     """A server that answers every request with the result of ``tell``: (status, body, headers)."""
 
     def __init__(
-        self, tell: Callable[[LoopbackExchange], tuple[int, bytes, dict[str, str]]]
+        self, tell: Callable[[MockServerRequest], tuple[int, bytes, dict[str, str]]]
     ) -> None:
-        self.asked: list[LoopbackExchange] = []
+        self.asked: list[MockServerRequest] = []
         self._tell = tell
-        self._http = LoopbackServer(self._handle)
+        self._http = MockHttpServer(self._handle)
 
     @property
     def root(self) -> str:
@@ -76,7 +76,7 @@ class Says:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
 
-    def _handle(self, exchange: LoopbackExchange) -> None:
+    def _handle(self, exchange: MockServerRequest) -> None:
         self.asked.append(exchange)
         status, body, headers = self._tell(exchange)
         kind = headers.pop("content-type", "application/json")

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Price, Request, Sampling, Tool
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import (
-    BadReply,
     ConfigError,
+    MalformedResponse,
     ModelError,
     RateLimited,
     Refused,
@@ -48,7 +48,7 @@ def exchange(asked, *answers):
 
     async def main():
         async with Says(lambda _: left.pop(0)) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1
             )
             client, outcomes = pool.client("anthropic:claude-x"), []
@@ -160,7 +160,9 @@ def test_thinking_and_tool_calls_round_trip():
             message_response([text("done")]),
         ]
         async with Says(lambda _: left.pop(0)) as server:
-            pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root})
+            pool = RateLimitedClientPool(
+                keys={"anthropic": KEY}, base_urls={"anthropic": server.root}
+            )
             client = pool.client("anthropic:claude-x")
             first = await client.complete(request("go"))
             answer = Message("tool", "seen", tool_call_id="t1")
@@ -234,10 +236,18 @@ def error_body(kind, message):
         ((429, error_body("x", "slow down"), {"retry-after": "7"}), RateLimited, "429: slow down"),
         ((529, error_body("overloaded_error", "Overloaded"), {}), RateLimited, "529: Overloaded"),
         ((500, error_body("x", "fell over"), {}), ServerFailed, "500: fell over"),
-        ((200, b"<html>", {"content-type": "text/html"}), BadReply, "text/html instead of JSON"),
-        ((200, b"{}", {}), BadReply, "is it a messages endpoint?"),
-        (message_response([text("x")], None), BadReply, "the finish reason None: is it complete?"),
-        (message_response([text("x")], "x"), BadReply, "the finish reason 'x': is it"),
+        (
+            (200, b"<html>", {"content-type": "text/html"}),
+            MalformedResponse,
+            "text/html instead of JSON",
+        ),
+        ((200, b"{}", {}), MalformedResponse, "is it a messages endpoint?"),
+        (
+            message_response([text("x")], None),
+            MalformedResponse,
+            "the finish reason None: is it complete?",
+        ),
+        (message_response([text("x")], "x"), MalformedResponse, "the finish reason 'x': is it"),
     ],
 )
 def test_bad_response_raises_matching_error(answer, error, says):
@@ -266,7 +276,7 @@ def test_schema_is_dropped_after_model_refuses_it():
 def test_connection_failures_raise_matching_error():
     async def main():
         async with Says(lambda each: each.drop() or (200, b"", {})) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1
             )
             client, kinds = pool.client("anthropic:claude-x"), []
@@ -284,7 +294,7 @@ def test_missing_key_is_reported(monkeypatch):
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="anthropic:m: no API key: set ANTHROPIC_API_KEY"):
-        ClientPool().client("anthropic:m")
+        RateLimitedClientPool().client("anthropic:m")
 
 
 @pytest.mark.parametrize(

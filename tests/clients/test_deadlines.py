@@ -1,4 +1,4 @@
-"""``Deadlines`` ends late blocks as ``asyncio.timeout_at`` does, with one timer for all of them."""
+"""``TimeoutScheduler`` ends late blocks as ``asyncio.timeout_at`` does, with one timer for all of them."""
 
 import asyncio
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify.clients.deadlines import Deadlines
+from ramify.clients.deadlines import TimeoutScheduler
 
 
 def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -24,7 +24,7 @@ def now_s() -> float:
 
 @in_loop
 async def test_each_late_block_ends_and_the_others_continue() -> None:
-    deadlines = Deadlines()
+    deadlines = TimeoutScheduler()
     go_on = asyncio.Event()
 
     async def wait(after_s: float) -> str:
@@ -45,7 +45,7 @@ async def test_each_late_block_ends_and_the_others_continue() -> None:
 
 @in_loop
 async def test_a_block_may_be_extended_and_shortened() -> None:
-    deadlines = Deadlines()
+    deadlines = TimeoutScheduler()
     with deadlines.at(now_s() + 0.01) as deadline:
         deadline.reschedule(now_s() + 600)
         await asyncio.sleep(0.03)
@@ -63,7 +63,7 @@ async def test_a_block_may_be_extended_and_shortened() -> None:
 
 @in_loop
 async def test_a_cancellation_from_elsewhere_is_not_a_time_out() -> None:
-    deadlines = Deadlines()
+    deadlines = TimeoutScheduler()
 
     async def wait() -> None:
         with deadlines.at(now_s() + 600):
@@ -79,7 +79,7 @@ async def test_a_cancellation_from_elsewhere_is_not_a_time_out() -> None:
 
 @in_loop
 async def test_the_inner_of_two_blocks_ends_alone() -> None:
-    deadlines = Deadlines()
+    deadlines = TimeoutScheduler()
     with deadlines.at(now_s() + 600):
         with pytest.raises(TimeoutError), deadlines.at(now_s() + 0.01):
             await asyncio.Event().wait()
@@ -102,7 +102,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 def test_a_thousand_open_blocks_have_one_timer() -> None:
     async def main() -> None:
-        deadlines, go_on = Deadlines(), asyncio.Event()
+        deadlines, go_on = TimeoutScheduler(), asyncio.Event()
 
         async def wait() -> None:
             with deadlines.at(now_s() + 600):

@@ -6,7 +6,7 @@ from email.utils import format_datetime
 import pytest
 
 from ramify.clients.chat_json import from_status, redacted, retry_after_s, seconds_of
-from ramify.errors import BadReply
+from ramify.errors import MalformedResponse
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_error_has_no_control_characters_of_the_server(body):
     error = str(from_status("openai:m", 400, {}, sent))
     assert error.isprintable()
     assert "no quota" in error
-    assert str(BadReply(f"moved to {text}")) == "moved to no quota"
+    assert str(MalformedResponse(f"moved to {text}")) == "moved to no quota"

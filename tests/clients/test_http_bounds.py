@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from ramify.errors import BadReply, ModelError, ReplyLost
+from ramify.errors import MalformedResponse, ModelError, ReplyLost
 from ramify.http_client.http_transport import HttpConnectionPool, route_to
 from tests.clients.helpers import run, server_tls
 from tests.clients.test_http_grammar import CHUNKS, FIVE, LINE, outcome
@@ -113,7 +113,7 @@ def test_one_request_may_lower_the_maximum_of_its_pool():
                         route = route_to(server.url, {})
                         async with pool.send("m", route, b"{}", max_body_bytes=most) as sent:
                             outcomes.append(len((await sent.read()).body))
-                    except BadReply as error:
+                    except MalformedResponse as error:
                         outcomes.append(str(error).split(" bytes")[0].rsplit(" ", 1)[1])
         await pool.close()
         return outcomes
@@ -121,7 +121,9 @@ def test_one_request_may_lower_the_maximum_of_its_pool():
     assert run(main()) == ["4", "4", 5, "5", 5, "100"]
 
 
-@pytest.mark.parametrize(("size", "error"), [(64 << 20, ReplyLost), ((64 << 20) + 1, BadReply)])
+@pytest.mark.parametrize(
+    ("size", "error"), [(64 << 20, ReplyLost), ((64 << 20) + 1, MalformedResponse)]
+)
 def test_body_of_a_pool_has_at_most_64_mib(size, error):
     """The announced length decides, before any of it has arrived."""
 
@@ -551,7 +553,9 @@ def test_compressed_stream_is_unpacked_as_it_arrives(cut):
             return b"".join(pieces), len(pieces)
 
     if cut:
-        with pytest.raises(BadReply, match="m: the reply is not valid deflate: it is incomplete"):
+        with pytest.raises(
+            MalformedResponse, match="m: the reply is not valid deflate: it is incomplete"
+        ):
             run(main())
     else:
         found, num = run(main())

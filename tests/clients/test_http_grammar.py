@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ramify.errors import BadReply, ModelError, ReplyLost
+from ramify.errors import MalformedResponse, ModelError, ReplyLost
 from tests.clients.helpers import run
 from tests.clients.test_http_transport import OK, Raw, Way
 
@@ -132,7 +132,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_reply_raises_one_error_and_closes_connection(name, piece):
     error, connections = run(outcome(MALFORMED[name], piece))
-    assert (type(error), connections) == (BadReply, 2)
+    assert (type(error), connections) == (MalformedResponse, 2)
     assert str(error).startswith(
         ("m: the reply is not HTTP: ", "m: the reply is longer than 1000 bytes")
     )
@@ -150,7 +150,7 @@ print(type(asyncio.run(outcome(MALFORMED["far negative"]))[0]).__name__)
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (ended.returncode, ended.stdout) == (0, "BadReply\n")
+    assert (ended.returncode, ended.stdout) == (0, "MalformedResponse\n")
 
 
 VALID = {
@@ -278,7 +278,7 @@ malformed_bytes = st.tuples(
 @given(malformed_bytes, st.sampled_from([None, 1, 5]))
 def test_arbitrary_bytes_give_a_reply_or_one_line_error(answer, piece):
     first, _ = run(outcome(answer, piece, close=True, again=False))
-    assert isinstance(first, bytes | BadReply | ReplyLost)
+    assert isinstance(first, bytes | MalformedResponse | ReplyLost)
     assert "\n" not in str(first)
 
 

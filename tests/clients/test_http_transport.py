@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from ramify.errors import BadReply, ConfigError, ReplyLost, Unreachable
+from ramify.errors import ConfigError, MalformedResponse, ReplyLost, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, route_to
 from tests.clients.helpers import run, server_tls
 
@@ -166,14 +166,14 @@ def test_connections_are_reused_when_allowed(tls, answer, connections):
         (b"HTTP/1.1 200", ReplyLost),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhel", ReplyLost),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhel", ReplyLost),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000, BadReply),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000, MalformedResponse),
         (
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n"
             + b"x" * 2000
             + b"\r\n0\r\n\r\n",
-            BadReply,
+            MalformedResponse,
         ),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000, BadReply),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000, MalformedResponse),
     ],
     ids=[
         "nothing",
@@ -201,7 +201,7 @@ def test_truncated_or_oversized_reply_is_an_error(tls, answer, error):
     ],
 )
 def test_non_http_reply_is_reported(tls, answer):
-    with pytest.raises(BadReply, match="m: the reply is not HTTP: "):
+    with pytest.raises(MalformedResponse, match="m: the reply is not HTTP: "):
         responses_from(answer, tls=tls)
 
 
@@ -243,7 +243,7 @@ def test_unrequested_compression_is_unpacked(tls, body, encoding):
 )
 def test_unknown_or_damaged_compression_is_an_error(tls, body, encoding, says, again):
     """What would be the same the next time is not paid for twice."""
-    with pytest.raises(BadReply) as caught:
+    with pytest.raises(MalformedResponse) as caught:
         responses_from(packed(body, encoding), tls=tls)
     assert str(caught.value).startswith(f"m: {says}")
     assert caught.value.transient is again

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ramify.clients.pool import Limiter
+from ramify.clients.rate_limited_client_pool import Limiter
 from tests.clients.helpers import run, run_skipping
 
 

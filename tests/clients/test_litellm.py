@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError, ModelError
 from ramify.testing.scripted import dropped, no_usage, rate_limited, refused
 from ramify.testing.scripted_server import ScriptedServer
@@ -18,7 +18,7 @@ def test_missing_extra_is_named_in_error(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^litellm:x/y needs LiteLLM: pip install .*\[litellm\]'$"
     ):
-        ClientPool().client("litellm:x/y")
+        RateLimitedClientPool().client("litellm:x/y")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -35,7 +35,7 @@ def test_litellm_replies_failures_price_and_window():
             no_usage("x"),
         ]
         async with ScriptedServer(script) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 max_attempts=1,
                 keys={"litellm": "key-0123456789"},
                 base_urls={"litellm": server.url},
@@ -82,11 +82,11 @@ SECOND_FIRST = [
     ("body", "outcome", "booked"),
     [
         (completion(), "x", "settle"),
-        (completion(finish_reason=None), "BadReply", "forfeit"),
-        (completion(finish_reason=""), "BadReply", "forfeit"),
-        (completion(finish_reason=7), "BadReply", "forfeit"),
-        (completion(finish_reason="odd"), "BadReply", "forfeit"),
-        (completion("finish_reason"), "BadReply", "forfeit"),
+        (completion(finish_reason=None), "MalformedResponse", "forfeit"),
+        (completion(finish_reason=""), "MalformedResponse", "forfeit"),
+        (completion(finish_reason=7), "MalformedResponse", "forfeit"),
+        (completion(finish_reason="odd"), "MalformedResponse", "forfeit"),
+        (completion("finish_reason"), "MalformedResponse", "forfeit"),
         (completion(finish_reason="error"), "ServerFailed", "forfeit"),
         (completion(error={"message": "overloaded"}), "ServerFailed", "forfeit"),
         (completion(error={"type": "odd"}), "ServerFailed", "forfeit"),
@@ -100,7 +100,7 @@ def test_litellm_replies_have_the_same_outcome_as_elsewhere(body, outcome, booke
     async def main(name):
         async with says(body) as server:
             provider = name.partition(":")[0]
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 max_attempts=1,
                 keys={provider: "key-0123456789"},
                 base_urls={provider: server.root + "/v1"},

@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import (
-    BadReply,
     ConfigError,
+    MalformedResponse,
     ModelError,
     RateLimited,
     Refused,
@@ -27,7 +27,7 @@ def sent(asked, provider="vllm", *, key=KEY):
 
     async def main():
         async with ScriptedServer(["ok"]) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 base_urls={provider: server.url}, keys={provider: key} if key else None
             )
             await pool.ask(pool.client(f"{provider}:org/model"), asked, Books())
@@ -44,7 +44,7 @@ def answer(body, status=200, **headers):
         async with says(
             body if isinstance(body, bytes) else msgspec.json.encode(body), status, **headers
         ) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 max_attempts=1, base_urls={"openai": server.root + "/v1"}, keys={"openai": KEY}
             )
             try:
@@ -324,18 +324,43 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (
             b"<!doctype html><p>hi",
             200,
-            BadReply,
+            MalformedResponse,
             "answered application/json instead of JSON; check the base URL",
         ),
-        (b"not json", 200, BadReply, "that is not a chat completion"),
-        (b'{"choices": "no"}', 200, BadReply, "that is not a chat completion"),
-        (b"{}", 200, BadReply, "sent a reply without choices"),
-        (choice({"content": "x"}, finish_reason=None), 200, BadReply, "the finish reason None"),
-        (choice({"content": "x"}, finish_reason="odd"), 200, BadReply, "the finish reason 'odd'"),
-        (choice({"content": "x"}, finish_reason=""), 200, BadReply, "the finish reason ''"),
-        (choice({"content": "x"}, finish_reason=7), 200, BadReply, "that is not a chat completion"),
-        ({"choices": [{"message": {"content": "x"}}]}, 200, BadReply, "without a finish reason"),
-        (b"", 200, BadReply, "that is not a chat completion"),
+        (b"not json", 200, MalformedResponse, "that is not a chat completion"),
+        (b'{"choices": "no"}', 200, MalformedResponse, "that is not a chat completion"),
+        (b"{}", 200, MalformedResponse, "sent a reply without choices"),
+        (
+            choice({"content": "x"}, finish_reason=None),
+            200,
+            MalformedResponse,
+            "the finish reason None",
+        ),
+        (
+            choice({"content": "x"}, finish_reason="odd"),
+            200,
+            MalformedResponse,
+            "the finish reason 'odd'",
+        ),
+        (
+            choice({"content": "x"}, finish_reason=""),
+            200,
+            MalformedResponse,
+            "the finish reason ''",
+        ),
+        (
+            choice({"content": "x"}, finish_reason=7),
+            200,
+            MalformedResponse,
+            "that is not a chat completion",
+        ),
+        (
+            {"choices": [{"message": {"content": "x"}}]},
+            200,
+            MalformedResponse,
+            "without a finish reason",
+        ),
+        (b"", 200, MalformedResponse, "that is not a chat completion"),
         (
             choice({"content": "x"}) | {"error": {"message": "upstream fell over"}},
             200,
@@ -351,7 +376,7 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (
             choice({"content": "x"}, token_ids=[1], logprobs={"content": []}),
             200,
-            BadReply,
+            MalformedResponse,
             "1 token ids but 0 logprobs",
         ),
         (
@@ -401,7 +426,7 @@ def test_bad_response_raises_matching_error(body, status, error, says):
 def test_deeply_nested_body_is_a_model_error(status):
     body = b'{"error": ' + b"[" * 100_000
     error = answer(body, status)
-    assert isinstance(error, {200: BadReply, 400: Refused, 500: ServerFailed}[status])
+    assert isinstance(error, {200: MalformedResponse, 400: Refused, 500: ServerFailed}[status])
     assert "\n" not in str(error)
     assert len(str(error)) < 600
 
@@ -464,7 +489,7 @@ def test_max_completion_tokens_is_sent_after_max_tokens_is_refused():
 
     async def main():
         async with Says(tell) as server:
-            pool = ClientPool(base_urls={"openai": server.root})
+            pool = RateLimitedClientPool(base_urls={"openai": server.root})
             for _ in range(2):
                 await pool.ask(pool.client("openai:m"), request(), Books())
             await pool.close()
@@ -475,7 +500,7 @@ def test_max_completion_tokens_is_sent_after_max_tokens_is_refused():
 
 def test_key_is_not_in_repr():
     async def main():
-        pool = ClientPool(keys={"openai": KEY})
+        pool = RateLimitedClientPool(keys={"openai": KEY})
         client = pool.client("openai:m")
         return repr(client) + repr(vars(client))
 
@@ -484,13 +509,15 @@ def test_key_is_not_in_repr():
 
 def test_key_with_spaces_is_refused():
     with pytest.raises(ConfigError, match="OPENAI_API_KEY contains spaces"):
-        ClientPool(keys={"openai": "my key"}).client("openai:m")
+        RateLimitedClientPool(keys={"openai": "my key"}).client("openai:m")
 
 
 def test_url_in_model_name_appears_once_in_error():
     async def main(name, **providers):
         async with says(b'{"detail": "no such field"}', 422) as server:
-            pool = ClientPool(max_attempts=1, base_urls=dict.fromkeys(providers, server.root))
+            pool = RateLimitedClientPool(
+                max_attempts=1, base_urls=dict.fromkeys(providers, server.root)
+            )
             try:
                 with pytest.raises(Refused) as caught:
                     await pool.client(name.format(url=server.root)).complete(request())

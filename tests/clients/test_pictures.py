@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.clients.vision import known_vision, picture_tokens
 from ramify.errors import Refused
 from ramify.testing.scripted_server import ScriptedServer
@@ -46,7 +46,9 @@ def sent(name, key, body, root_suffix=""):
     async def main():
         async with Says(lambda _: (200, msgspec.json.encode(body), {})) as server:
             url = f"{server.root}{root_suffix}"
-            pool = ClientPool(max_attempts=1, keys={key: "key-0123456789"}, base_urls={key: url})
+            pool = RateLimitedClientPool(
+                max_attempts=1, keys={key: "key-0123456789"}, base_urls={key: url}
+            )
             await pool.ask(pool.client(name), SHOWN, Books())
             await pool.close()
             return msgspec.json.decode(server.asked[0].body)
@@ -95,7 +97,7 @@ def test_litellm_passes_pictures_on():
 
     async def main():
         async with ScriptedServer(lambda messages: f"{messages[-1].pictures}") as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 max_attempts=1,
                 keys={"litellm": "key-0123456789"},
                 base_urls={"litellm": server.url},
@@ -110,7 +112,7 @@ def test_litellm_passes_pictures_on():
 def test_the_scripted_server_sees_pictures_and_refuses_a_wrong_format():
     async def main(picture):
         async with ScriptedServer(lambda messages: messages[-1].pictures[0].digest) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 max_attempts=1, keys={"openai": "k"}, base_urls={"openai": server.url}
             )
             asked = asking(Message("user", "?", pictures=(picture,)))
@@ -130,7 +132,7 @@ def test_the_scripted_server_sees_pictures_and_refuses_a_wrong_format():
 def test_a_picture_that_is_gone_is_an_error_that_costs_nothing():
     async def main():
         async with ScriptedServer(["never"]) as server:
-            pool = ClientPool(keys={"openai": "k"}, base_urls={"openai": server.url})
+            pool = RateLimitedClientPool(keys={"openai": "k"}, base_urls={"openai": server.url})
             lost = msgspec.structs.replace(PICTURE, digest="0" * 64)
             books = Books()
             with pytest.raises(Refused, match="not there any more"):

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.clients.base import ASSUMED_WINDOW, Price
-from ramify.clients.model import Model
-from ramify.clients.pool import RETRYING, ClientPool
+from ramify.clients.model_config import Model
 from ramify.clients.providers import CLIENTS
+from ramify.clients.rate_limited_client_pool import RETRYING, RateLimitedClientPool
 from ramify.errors import (
-    BadReply,
     ConfigError,
     LimitReached,
+    MalformedResponse,
     ModelError,
     RateLimited,
     Refused,
@@ -58,7 +58,7 @@ class RecordedSleep:
 def pool(**options):
     options.setdefault("sleep", RecordedSleep())
     options.setdefault("rng", random.Random(0))
-    return ClientPool(**options)
+    return RateLimitedClientPool(**options)
 
 
 def ask(script, **options):
@@ -121,7 +121,7 @@ def test_a_gateway_that_gave_up_waiting_may_have_been_paid(status, kind):
     async def main():
         replies = [(status, b"", {"retry-after": "0"}), (200, ANSWERED, {})]
         async with Says(lambda exchange: replies.pop(0)) as server:
-            pool = ClientPool(
+            pool = RateLimitedClientPool(
                 base_urls={"openai": server.root}, keys={"openai": "k-12345"}, sleep=RecordedSleep()
             )
             books = Books()
@@ -332,11 +332,13 @@ def test_unexpected_exception_of_a_client_is_a_bad_reply_that_is_retried(fault, 
 )
 def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_given, key):
     if is_given:
-        ClientPool(keys={"openai": key})
+        RateLimitedClientPool(keys={"openai": key})
     else:
         remember("test key", key)
     client = FaultyClient(KeyError(f"no field in\n{key}"), 9)
-    with pytest.raises(BadReply, match=r"^scripted:test: the reply could not be read") as caught:
+    with pytest.raises(
+        MalformedResponse, match=r"^scripted:test: the reply could not be read"
+    ) as caught:
         run(pool(max_attempts=3).ask(client, request(), Books()))
     assert len(client.faults) == 6
     assert "abcdef" not in str(caught.value)
@@ -346,7 +348,7 @@ def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_g
 
 def test_text_of_an_unexpected_exception_is_cut():
     client = FaultyClient(ValueError("x" * 999), 1)
-    with pytest.raises(BadReply, match=r"ValueError: x{200}\)"):
+    with pytest.raises(MalformedResponse, match=r"ValueError: x{200}\)"):
         run(pool(max_attempts=1).ask(client, request(), Books()))
 
 
@@ -356,7 +358,7 @@ def test_client_that_returns_no_reply_is_a_bad_reply():
             return None
 
     books = Books()
-    with pytest.raises(BadReply, match=r"could not be read \(AttributeError: "):
+    with pytest.raises(MalformedResponse, match=r"could not be read \(AttributeError: "):
         run(pool(max_attempts=1).ask(Silent([]), request(), books))
     assert (books.kinds, books.open) == (["forfeit"], 0)
 
@@ -545,12 +547,12 @@ def test_script_file_can_be_used_as_model(tmp_path):
 @pytest.mark.parametrize("options", [{"max_in_flight": 0}, {"max_attempts": 0}, {"timeout_s": 0}])
 def test_limits_of_zero_are_refused(options):
     with pytest.raises(ConfigError, match="is 0: give"):
-        ClientPool(**options)
+        RateLimitedClientPool(**options)
 
 
 def test_a_wait_as_long_as_is_allowed_is_worth_it():
     async def main(asked_s):
-        asking = ClientPool()
+        asking = RateLimitedClientPool()
         began_s = asyncio.get_running_loop().time()
         client = ScriptedClient([rate_limited(asked_s), "hello"])
         reply = await asking.ask(client, request(), Books())
@@ -636,7 +638,7 @@ def beside_another(script, patience_s=0.0, **options):
 
     async def main():
         notices, sleep, steps = [], RecordedSleep(), iter(script)
-        asking = ClientPool(rng=Waits(4.0), sleep=sleep, **options)
+        asking = RateLimitedClientPool(rng=Waits(4.0), sleep=sleep, **options)
 
         async def tell(messages):
             if messages[0].content == "another":
@@ -682,7 +684,7 @@ def test_a_rate_limit_without_a_time_pauses_the_model_as_long_as_a_failure():
     async def main():
         notices = []
         client = ScriptedClient([rate_limited()] * 4 + ["hello"])
-        await ClientPool(rng=Waits(30.0)).ask(client, request(), Books(), notices.append)
+        await RateLimitedClientPool(rng=Waits(30.0)).ask(client, request(), Books(), notices.append)
         return [float(notice.split(RETRYING)[1].split()[0]) for notice in notices]
 
     assert run_skipping(main()) == pytest.approx([0.5, 1.0, 2.0, 4.0], abs=0.2)
@@ -710,7 +712,7 @@ def test_a_reservation_that_became_too_small_is_made_again_before_sending():
 
 def test_a_pool_without_options_sends_64_requests_and_waits_ten_minutes_for_each():
     async def main():
-        asking, client = ClientPool(), ScriptedClient(lambda _: stalled())
+        asking, client = RateLimitedClientPool(), ScriptedClient(lambda _: stalled())
         asks = [
             asyncio.create_task(asking.ask(client, request(), Books(), patience_s=1.0))
             for _ in range(70)
@@ -727,7 +729,7 @@ def test_a_pool_without_options_tries_five_times():
     async def main():
         client = ScriptedClient([server_error()] * 9)
         with pytest.raises(ServerFailed):
-            await ClientPool().ask(client, request(), Books())
+            await RateLimitedClientPool().ask(client, request(), Books())
         return len(client.requests)
 
     assert run_skipping(main()) == 5
@@ -736,7 +738,7 @@ def test_a_pool_without_options_tries_five_times():
 def test_an_outage_is_recorded_once_and_its_wait_when_it_ends(caplog):
     async def main():
         client = ScriptedClient([server_error()] * 9 + ["hello", "at once"])
-        asking = ClientPool(rng=random.Random(0))
+        asking = RateLimitedClientPool(rng=random.Random(0))
         await asking.ask(client, request(), Books(), None, 600.0)
         await asking.ask(client, request(), Books(), None, 600.0)
         await asking.close()
@@ -762,7 +764,7 @@ def test_a_reply_that_fills_its_limit_was_cut_by_it():
 
 def test_an_equal_model_has_the_same_client_until_the_pool_is_closed():
     async def main():
-        asking = ClientPool()
+        asking = RateLimitedClientPool()
         one, same, other = (Model("openai:m", api_key=key) for key in ("k-1", "k-1", "k-2"))
         first = asking.bound(one)
         found = [asking.bound(same) is first, asking.bound(other) is first]
@@ -809,7 +811,9 @@ def registered():
 
 
 def test_a_registered_provider_gets_what_its_function_accepts():
-    asking = ClientPool(keys={"test-plain": "key-of-pool"}, base_urls={"test-plain": "http://pool"})
+    asking = RateLimitedClientPool(
+        keys={"test-plain": "key-of-pool"}, base_urls={"test-plain": "http://pool"}
+    )
     price = Price(1.0, 2.0)
     plain = asking.bound(Model("test-plain:m", window=9000, price=price))
     assert plain.options == {
@@ -832,7 +836,7 @@ def test_a_registered_provider_gets_what_its_function_accepts():
 
 def test_a_closed_pool_closes_each_client_that_it_connected_once():
     async def main():
-        asking = ClientPool()
+        asking = RateLimitedClientPool()
         connected = [asking.client(f"test-plain:{name}") for name in "ab"]
         adopted = asking.adopt(Connected("test-plain:c"))
         await asking.close()
@@ -843,6 +847,6 @@ def test_a_closed_pool_closes_each_client_that_it_connected_once():
 
 
 def test_a_model_of_unknown_window_has_a_small_one_if_it_is_local():
-    asking = ClientPool(keys={"openai": "key-0123456789-abcdef"})
+    asking = RateLimitedClientPool(keys={"openai": "key-0123456789-abcdef"})
     windows = [asking.client(name).window for name in ("vllm:unknown", "openai:unknown")]
     assert windows == [32_768, ASSUMED_WINDOW]

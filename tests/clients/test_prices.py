@@ -3,8 +3,8 @@ import re
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.pool import ClientPool
 from ramify.clients.providers import PriceEntry, PriceTable
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.types.message import Usage
 
@@ -49,7 +49,7 @@ def test_user_price_file_overrides_packaged_prices(tmp_path, monkeypatch):
     )
     assert (table.window("vllm:m"), table.window("vllm:n")) == (9, 9)
     assert table.price("openai:gpt-5-mini") is not None
-    client = ClientPool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
+    client = RateLimitedClientPool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
     assert client.price == Price(2.0, 4.0)
 
 

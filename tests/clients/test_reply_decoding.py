@@ -17,7 +17,7 @@ import pytest
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Request, Sampling
 from ramify.clients.reply_decoding import LARGE_BYTES, NoReply, Undecodable, decode_reply
-from ramify.errors import BadReply, ServerFailed
+from ramify.errors import MalformedResponse, ServerFailed
 from ramify.types.message import Message, Reply, ToolCall
 
 MESSAGES = (Message("user", "hi"),)
@@ -26,7 +26,7 @@ PAD = b" " * LARGE_BYTES
 
 
 def decoded(body: bytes, request: Request | None = None, format: ModuleType = chat_json) -> Reply:
-    bound = (request or asks()).reply_bound()
+    bound = (request or asks()).reply_size_limit()
     return asyncio.run(decode_reply(format, body, "m", bound))
 
 
@@ -94,7 +94,7 @@ def test_failures_are_the_same_in_place_and_in_a_helper(
 def test_items_of_responses_are_counted() -> None:
     items = [{"type": "reasoning", "summary": []}] * 20_000
     given = json.dumps({"status": "completed", "output": items}).encode()
-    with pytest.raises(BadReply, match="20,000 items"):
+    with pytest.raises(MalformedResponse, match="20,000 items"):
         decoded(given, format=responses_json)
 
 
@@ -111,7 +111,7 @@ def test_items_of_responses_are_counted() -> None:
     ],
 )
 def test_reply_beyond_what_was_asked_for_is_refused_for_good(given: bytes, text: str) -> None:
-    with pytest.raises(BadReply, match=text) as caught:
+    with pytest.raises(MalformedResponse, match=text) as caught:
         decoded(given)
     assert not caught.value.transient
     assert caught.value.may_be_paid or "bytes" in text
@@ -164,7 +164,7 @@ def test_reply_that_takes_too_long_to_decode_is_refused() -> None:
         b"1.2345678901234567890123456789e-300," * 1_000_000,
         body(content="x")[1:],
     )
-    with pytest.raises(BadReply, match="takes more than 2 s of CPU time") as caught:
+    with pytest.raises(MalformedResponse, match="takes more than 2 s of CPU time") as caught:
         decoded(many, asks(1_000_000))
     assert not caught.value.transient
 
@@ -175,7 +175,7 @@ def test_cancelled_decoding_ends_at_once() -> None:
         b"1.2345678901234567890123456789e-300," * 1_000_000,
         body(content="x")[1:],
     )
-    bound = asks(1_000_000).reply_bound()
+    bound = asks(1_000_000).reply_size_limit()
 
     async def cancel() -> None:
         task = asyncio.create_task(decode_reply(chat_json, many, "m", bound))

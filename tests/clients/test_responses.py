@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.pool import ClientPool
-from ramify.errors import BadReply, ModelError, ServerFailed
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.errors import MalformedResponse, ModelError, ServerFailed
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run
 
@@ -27,7 +27,7 @@ def asked(answer: Any, given: Request) -> tuple[Reply | ModelError, dict[str, An
 
     async def main() -> tuple[Reply | ModelError, dict[str, Any], str]:
         async with Says(lambda _: (200, msgspec.json.encode(answer), {})) as server:
-            pool = ClientPool(max_attempts=1, keys={"openai": "key-0123456789"})
+            pool = RateLimitedClientPool(max_attempts=1, keys={"openai": "key-0123456789"})
             client = pool.client(f"openai:m@{server.root}/v1/responses")
             try:
                 outcome: Reply | ModelError = await pool.ask(client, given, Books())
@@ -113,14 +113,18 @@ def test_reply_status_maps_to_finish_reason(answer: Any, finish: str, stopped_by
 @pytest.mark.parametrize(
     ("answer", "error", "says"),
     [
-        (body(TEXT, status="in_progress"), BadReply, "status 'in_progress' : is it complete?"),
-        (body(TEXT, status=None), BadReply, "status None"),
-        (body({**TEXT, "status": "incomplete"}), BadReply, "is it complete?"),
-        (body(), BadReply, "is it a responses endpoint?"),
-        (body({"type": "message", "content": "x"}), BadReply, "not a list of parts"),
+        (
+            body(TEXT, status="in_progress"),
+            MalformedResponse,
+            "status 'in_progress' : is it complete?",
+        ),
+        (body(TEXT, status=None), MalformedResponse, "status None"),
+        (body({**TEXT, "status": "incomplete"}), MalformedResponse, "is it complete?"),
+        (body(), MalformedResponse, "is it a responses endpoint?"),
+        (body({"type": "message", "content": "x"}), MalformedResponse, "not a list of parts"),
         (body(TEXT, status="failed"), ServerFailed, "status 'failed'"),
         ({"error": {"message": "fell over", "code": 502}}, ServerFailed, "502: fell over"),
-        ([], BadReply, "not a response"),
+        ([], MalformedResponse, "not a response"),
     ],
 )
 def test_bad_response_raises_matching_error(

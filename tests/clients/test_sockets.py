@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ramify.clients.loopback import LoopbackServer
-from ramify.clients.pool import ClientPool
+from ramify.clients.mock_http_server import MockHttpServer
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.addresses import proxy_for
 from tests.clients.helpers import Books, Says, request, run, server_tls
@@ -39,7 +39,7 @@ def bare_environment(monkeypatch):
 
 def test_naming_models_imports_no_http_library():
     code = (
-        "import sys; from ramify.clients.pool import ClientPool; ClientPool(keys={'openai': "
+        "import sys; from ramify.clients.rate_limited_client_pool import RateLimitedClientPool; RateLimitedClientPool(keys={'openai': "
         "'key-123'}).client('openai:gpt-5');"
         "print([name for name in ('aiohttp', 'anthropic', 'litellm', 'asyncio') if name in "
         "sys.modules])"
@@ -94,7 +94,7 @@ def test_tls_to_a_plain_http_server_is_reported():
 
     async def main():
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-            pool = ClientPool(max_attempts=1)
+            pool = RateLimitedClientPool(max_attempts=1)
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
             with pytest.raises(Unreachable) as caught:
                 await pool.ask(pool.client(f"vllm:m@{url}"), request(), Books())
@@ -108,7 +108,7 @@ def test_a_request_goes_through_the_proxy(monkeypatch):
     async def main():
         async with Says(lambda _: (200, REPLY, {})) as proxy:
             monkeypatch.setenv("http_proxy", proxy.root.replace("//", "//user:pass@"))
-            pool = ClientPool()
+            pool = RateLimitedClientPool()
             await pool.ask(pool.client("vllm:m@http://model.invalid/v1"), request(), Books())
             await pool.close()
             return proxy.asked[0].path, proxy.asked[0].headers["proxy-authorization"]
@@ -121,7 +121,7 @@ def test_unreachable_proxy_is_named_without_its_password(monkeypatch):
         async with Says(lambda _: (200, REPLY, {})) as proxy:
             root = proxy.root
         monkeypatch.setenv("http_proxy", root.replace("//", "//user:pass@"))
-        pool = ClientPool(max_attempts=1)
+        pool = RateLimitedClientPool(max_attempts=1)
         with pytest.raises(Unreachable) as caught:
             await pool.ask(pool.client("vllm:m@http://model.invalid/v1"), request(), Books())
         await pool.close()
@@ -174,12 +174,12 @@ def test_tls_goes_through_a_proxy(near, certificate, monkeypatch):
     tls = server_tls(certificate)
 
     async def main():
-        http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        http = MockHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
         async with Tunnel(tls=tls if near == "TLS" else None) as proxy:
             scheme = "https" if near == "TLS" else "http"
             monkeypatch.setenv("https_proxy", f"{scheme}://user:pass@localhost:{proxy.port}")
-            pool = ClientPool()
+            pool = RateLimitedClientPool()
             client = pool.client(f"vllm:m@https://localhost:{http.port}/v1")
             texts = [(await pool.ask(client, request(), Books())).message.content for _ in range(2)]
             await pool.close()
@@ -211,7 +211,7 @@ def test_proxy_that_opens_no_connection_is_named(status, early, says, again, mon
         async with Tunnel(status, early) as proxy:
             proxy.is_open = False
             monkeypatch.setenv("HTTPS_PROXY", f"http://user:pass@127.0.0.1:{proxy.port}")
-            pool = ClientPool(max_attempts=1)
+            pool = RateLimitedClientPool(max_attempts=1)
             with pytest.raises(Unreachable) as caught:
                 await pool.ask(pool.client("vllm:m@https://model.invalid/v1"), request(), Books())
             await pool.close()
@@ -242,7 +242,7 @@ def test_proxy_that_speaks_no_http_is_named_and_tried_again(answer, says, monkey
         async with Tunnel() as proxy:
             proxy.answer, proxy.is_open = answer, False
             monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
-            pool = ClientPool(max_attempts=1)
+            pool = RateLimitedClientPool(max_attempts=1)
             with pytest.raises(Unreachable) as caught:
                 await pool.ask(pool.client("vllm:m@https://model.invalid/v1"), request(), Books())
             await pool.close()
@@ -257,7 +257,7 @@ def test_dead_proxy_is_named_with_its_variable(monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
 
     async def main():
-        pool = ClientPool(max_attempts=1)
+        pool = RateLimitedClientPool(max_attempts=1)
         with pytest.raises(Unreachable) as caught:
             await pool.ask(pool.client("vllm:m@https://model.invalid/v1"), request(), Books())
         await pool.close()
@@ -273,11 +273,11 @@ def test_certificate_of_another_host_is_refused(certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
 
     async def main():
-        http = LoopbackServer(
+        http = MockHttpServer(
             lambda exchange: exchange.send(200, REPLY), tls=server_tls(certificate)
         )
         await http.start()
-        pool = ClientPool()
+        pool = RateLimitedClientPool()
         client = pool.client(f"vllm:m@https://127.0.0.1:{http.port}/v1")
         with pytest.raises(Unreachable, match=r"no trusted connection to .*mismatch") as caught:
             await pool.ask(client, request(), Books())
@@ -296,7 +296,7 @@ def test_plain_request_to_a_tls_server_is_reported():
 
     async def main():
         async with await asyncio.start_server(alert, "127.0.0.1", 0) as server:
-            pool = ClientPool(max_attempts=1)
+            pool = RateLimitedClientPool(max_attempts=1)
             client = pool.client(f"vllm:m@http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
             with pytest.raises(ModelError) as caught:
                 await pool.ask(client, request(), Books())
@@ -315,9 +315,9 @@ def test_certificate_authority_is_taken_from_the_environment(variable, certifica
 
     async def main():
         tls = server_tls(certificate)
-        http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        http = MockHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
-        pool, notices = ClientPool(), []
+        pool, notices = RateLimitedClientPool(), []
         try:
             client = pool.client(f"vllm:m@https://localhost:{http.port}/v1")
             return (await pool.ask(client, request(), Books(), notices.append)).message.content
@@ -359,7 +359,7 @@ def test_unusable_certificate_bundle_is_named(variable, value, message, monkeypa
     monkeypatch.setenv(variable, value)
 
     async def main():
-        pool = ClientPool(keys={"openai": "key-123"})
+        pool = RateLimitedClientPool(keys={"openai": "key-123"})
         with pytest.raises(ConfigError, match=message):
             await pool.ask(pool.client("openai:m@https://localhost:1/v1"), request(), Books())
         await pool.close()

@@ -6,11 +6,18 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Request, Tool
-from ramify.clients.event_stream import EventStream
-from ramify.clients.loopback import LoopbackServer
-from ramify.clients.model import Model
-from ramify.clients.pool import ClientPool
-from ramify.errors import BadReply, ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.clients.event_stream import ServerSentEventParser
+from ramify.clients.mock_http_server import MockHttpServer
+from ramify.clients.model_config import Model
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.errors import (
+    MalformedResponse,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+)
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, ToolCall, Usage
 from tests.clients.helpers import Books, request, run, run_skipping
@@ -160,7 +167,7 @@ class Streams:
         """Set when a client has closed a stream."""
         self._size, self._drops, self._gap_s = size, drops, gap_s
         self._poll_s = poll_s
-        self._http = LoopbackServer(self._handle)
+        self._http = MockHttpServer(self._handle)
         self._tasks = set()
 
     async def __aenter__(self):
@@ -212,7 +219,7 @@ def key(monkeypatch):
 
 async def asked(api, server, times=1, stream=True, **options):
     """Send requests; return (replies or errors, pieces of the last one, its entries in a book)."""
-    pool, outcomes = ClientPool(max_attempts=1, **options), []
+    pool, outcomes = RateLimitedClientPool(max_attempts=1, **options), []
     client = pool.bound(Model(APIS[api][0].format(server.root), stream=stream))
     for _ in range(times):
         pieces, books = [], Books()
@@ -249,7 +256,7 @@ def test_streamed_reply_equals_the_whole_one(api, size):
 def test_connection_of_a_stream_is_used_again():
     async def main():
         async with ScriptedServer(lambda _: "hello", pieces=3) as server:
-            pool = ClientPool(base_urls={"openai": server.url})
+            pool = RateLimitedClientPool(base_urls={"openai": server.url})
             for _ in range(3):
                 await pool.ask(pool.client("openai:m"), request(), Books())
             num = server.num_connections
@@ -272,7 +279,7 @@ def test_stream_can_be_switched_off(api):
 def test_request_for_log_probabilities_is_not_streamed():
     async def main():
         async with ScriptedServer(["hello"]) as server:
-            pool = ClientPool(base_urls={"openai": server.url})
+            pool = RateLimitedClientPool(base_urls={"openai": server.url})
             ask = request()
             exact = msgspec.structs.replace(ask.sampling, logprobs=True)
             await pool.client("openai:m").complete(Request(ask.messages, exact))
@@ -378,7 +385,7 @@ def test_event_that_is_not_of_the_api_is_a_bad_reply(api, event):
             return await asked(api, server)
 
     (error,), _, books = run(main())
-    assert (type(error), books.kinds) == (BadReply, ["forfeit"])
+    assert (type(error), books.kinds) == (MalformedResponse, ["forfeit"])
     assert "sent an event that is not a" in str(error)
 
 
@@ -395,7 +402,7 @@ def test_reply_may_take_longer_than_the_time_out():
 
     async def main():
         async with ScriptedServer(["word " * 200], pieces=200, piece_s=6.0) as server:
-            pool = ClientPool(base_urls={"openai": server.url}, timeout_s=600)
+            pool = RateLimitedClientPool(base_urls={"openai": server.url}, timeout_s=600)
             began = asyncio.get_running_loop().time()
             reply = await pool.ask(pool.client("openai:m"), request("x", 999), Books())
             await pool.close()
@@ -439,7 +446,7 @@ def test_cancelled_request_closes_its_stream():
 
     async def main():
         async with Streams(stream_of(CHAT_EVENTS[:4], False) + b": WAIT") as server:
-            pool, books, arrived = ClientPool(), Books(), asyncio.Event()
+            pool, books, arrived = RateLimitedClientPool(), Books(), asyncio.Event()
             client = pool.client(f"vllm:m@{server.root}/v1")
             asking = asyncio.create_task(
                 pool.ask(client, request(), books, on_piece=lambda _: arrived.set())
@@ -473,22 +480,22 @@ def test_cancelled_request_closes_its_stream():
     ],
 )
 def test_events_are_split_wherever_they_are_cut(data, events, size):
-    stream = EventStream(100)
+    stream = ServerSentEventParser(100)
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     assert [event for piece in pieces for event in stream.feed(piece)] + stream.end() == events
 
 
 def test_endless_event_is_refused():
-    stream = EventStream(100)
+    stream = ServerSentEventParser(100)
     stream.feed(b"data: " + b"x" * 50)
-    with pytest.raises(BadReply, match="longer than 100 bytes"):
+    with pytest.raises(MalformedResponse, match="longer than 100 bytes"):
         stream.feed(b"x" * 50)
 
 
 def test_tools_are_sent_beside_the_stream():
     async def main():
         async with Streams(CHAT) as server:
-            pool = ClientPool()
+            pool = RateLimitedClientPool()
             client = pool.client(f"vllm:m@{server.root}/v1")
             tool = Tool("look", "looks", {"type": "object"})
             await client.complete(Request((Message("user", "hi"),), tools=(tool,)))

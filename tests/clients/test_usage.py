@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.testing.scripted import ScriptedClient
 from ramify.types.message import Message, Reply, Usage
 from tests.clients.helpers import Books, request, run, says
@@ -55,7 +55,9 @@ def settle_reply(body: bytes) -> tuple[Usage, float | None, str]:
     async def main() -> tuple[Usage, float | None, str]:
         async with says(body) as server:
             pool, books = (
-                ClientPool(base_urls={"openai": server.root}, keys={"openai": "k-12345"}),
+                RateLimitedClientPool(
+                    base_urls={"openai": server.root}, keys={"openai": "k-12345"}
+                ),
                 Books(),
             )
             reply = await pool.ask(pool.client("openai:m"), request(), books)
@@ -109,6 +111,6 @@ def test_impossible_usage_of_custom_client_is_settled_at_upper_bound() -> None:
             Usage(5, 2, reasoning_tokens=3, calls=1),
         ]
         client = ScriptedClient([Reply(Message("assistant", "x"), each) for each in odd])
-        return [(await ClientPool().ask(client, request(), Books())).usage for _ in odd]
+        return [(await RateLimitedClientPool().ask(client, request(), Books())).usage for _ in odd]
 
     assert run(main()) == [MOST] * 3

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from ramify import RLM
-from ramify.engine.model_conversations import ModelConversations
-from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+from ramify.engine.run_model_client import RunModelClient
+from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
 from ramify.types.trajectory import CallCause, Fork, Trajectory
@@ -176,9 +176,9 @@ async def _play(change: Callable[[Wire], Wire]) -> Played:
     client = TemplateClient(_next_text)
     async with RLM(client) as rlm, ModelEndpoint() as endpoint:
 
-        async def conduct(conversations: ModelConversations) -> str:
+        async def conduct(conversations: RunModelClient) -> str:
             with endpoint.seats() as seats:
-                seats["agent"] = EndpointSeat(conversations, "agent")
+                seats["agent"] = AgentModelAccess(conversations, "agent")
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                     return await _agent(http, endpoint.url("agent"), change)
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ramify.engine.action import FinalAnswer, ParsedAction, prose_of, read_action
-from ramify.engine.lexical import call_end
+from ramify.engine.python_lexer import call_end
 from ramify.engine.scaffold import DEFAULT, RETOOL
 from ramify.types.message import Message, ToolCall
 

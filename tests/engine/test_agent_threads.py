@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.run_model_client import RunModelClient
 from ramify.errors import ModelError
 from ramify.tasks.base import TaskStart
 from ramify.testing import refused
@@ -24,7 +24,7 @@ def test_a_rerendered_history_gives_the_documented_tree(each: Rerendering) -> No
     assert fault(each, play(each.change)) == ""
 
 
-Conduct = Callable[[ModelConversations], Awaitable[None]]
+Conduct = Callable[[RunModelClient], Awaitable[None]]
 
 
 def played(conduct: Conduct, client: Any) -> Trajectory:
@@ -53,7 +53,7 @@ def test_a_fork_shares_the_ids_of_its_origin_and_each_sampled_id_is_recorded_onc
     texts = iter(["one", "two", "three", "four", "five", "six"])
     client = TemplateClient(lambda messages: next(texts))
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         talk = [user("a")]
         for text in "bc":
             talk += [(await model.ask(talk)).message, user(text)]
@@ -80,7 +80,7 @@ def test_a_fork_shares_the_ids_of_its_origin_and_each_sampled_id_is_recorded_onc
 
 
 def test_a_template_that_rewrites_its_past_gives_a_new_call() -> None:
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         talk = [user("a")]
         for text in "bc":
             talk += [(await model.ask(talk)).message, user(text)]
@@ -97,7 +97,7 @@ def test_a_template_that_rewrites_its_past_gives_a_new_call() -> None:
 def test_a_request_that_failed_is_asked_again_in_its_call() -> None:
     replies = iter([refused("no"), "yes"])
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         with pytest.raises(ModelError):
             await model.ask([user("a")])
         await model.ask([user("a")])
@@ -116,7 +116,7 @@ def test_a_request_whose_connection_ended_leaves_no_turn_and_is_asked_again_in_i
             await never.wait()
         return "yes"
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         talk = [user("a"), (await model.ask([user("a")])).message, user("b")]
         lost = asyncio.create_task(model.ask(talk))
         await asked.wait()
@@ -131,7 +131,7 @@ def test_a_request_whose_connection_ended_leaves_no_turn_and_is_asked_again_in_i
 def test_dropped_reasoning_changes_nothing_if_no_ids_are_compared() -> None:
     answer = Reply(Message("assistant", "yes", reasoning="hm"))
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         await model.ask([user("a")])
         await model.ask([user("a"), Message("assistant", "yes"), user("b")])
 
@@ -147,7 +147,7 @@ def test_other_messages_with_the_same_ids_continue_the_call(is_canonical: bool, 
     text = "<think>\nhm\n</think>\n\nyes"
     client = TemplateClient(lambda messages: text, is_canonical=is_canonical)
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         talk = [user("a")]
         for question in "bc":
             await model.ask(talk)
@@ -165,7 +165,7 @@ def test_other_messages_with_the_same_ids_continue_the_call(is_canonical: bool, 
 
 @pytest.mark.parametrize("num_steps", range(8))
 def test_a_request_cancelled_at_any_step_does_not_occupy_its_call(num_steps: int) -> None:
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         talk = [user("a"), (await model.ask([user("a")])).message, user("b")]
         lost = asyncio.create_task(model.ask(talk))
         for _ in range(num_steps):

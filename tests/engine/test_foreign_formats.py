@@ -6,7 +6,7 @@ import pytest
 
 from ramify import Stop
 from ramify.engine.action import FinalAnswer, ParsedAction
-from ramify.engine.foreign_formats import read_any
+from ramify.engine.foreign_reply_syntax import read_any
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import code, rlm
 

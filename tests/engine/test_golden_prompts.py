@@ -22,7 +22,7 @@ from ramify.clients.base import Request
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import RamifyError
 from ramify.sources.base import LoadedContext, SourceItem
-from ramify.sources.text_search import TextChunks, TextSearch
+from ramify.sources.text_search import TextChunkingTool, TextSearchTool
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.engine.helpers import by_role, code, rlm
 
@@ -157,7 +157,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
             [SourceItem("a.log", "text", len(LINES), len(LINES))],
             [],
             {},
-            {"search": TextSearch(LINES), "chunks": TextChunks()},
+            {"search": TextSearchTool(LINES), "chunks": TextChunkingTool()},
         ),
     },
     "plans": {

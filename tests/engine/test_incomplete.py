@@ -15,7 +15,7 @@ from ramify import RLM, DepthOptions, Limits, RamifyError, Stop, Store
 from ramify.clients.base import Price
 from ramify.engine.run_handle import Result
 from ramify.errors import ReplyCut, ReplyFiltered
-from ramify.testing.scripted import ByteTokenIds, ScriptedClient, refused
+from ramify.testing.scripted import ScriptedByteTokenizer, ScriptedClient, refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -414,7 +414,9 @@ def test_blank_truncated_reply_is_not_continued(text: str) -> None:
 
 def test_truncated_reply_of_a_policy_in_training_stays_as_it_is() -> None:
     """It is one with token ids."""
-    model = ScriptedClient([reply("```repl\n1", "length"), code("FINAL(2)")], ids=ByteTokenIds())
+    model = ScriptedClient(
+        [reply("```repl\n1", "length"), code("FINAL(2)")], ids=ScriptedByteTokenizer()
+    )
     with RLM(model, scaffold=SCAFFOLD) as rlm:
         assert rlm.completion("text", "?").answer == 2
     first, second = model.requests

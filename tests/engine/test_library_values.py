@@ -119,7 +119,7 @@ def test_first_look_and_worked_example_run(context: Any, has_pandas: bool) -> No
     from ramify.engine.prompt_facts import ContextFacts, PromptFacts
     from ramify.engine.prompt_text import batch_example, context_facts, first_example
     from ramify.sandbox.base import SharedContext
-    from ramify.sources.library_values import as_context
+    from ramify.sources.convert_to_context import as_context
 
     shared = SharedContext(as_context(context))
     facts = context_facts(shared.value, shared.chars, packages=("pandas",) if has_pandas else ())

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.clients.base import Price
-from ramify.engine.limits import Ledger, Limits, ReportedExcess, Reservation, ResourceAmount, bound
+from ramify.engine.limits import (
+    BudgetAmount,
+    BudgetLedger,
+    Limits,
+    ReportedExcess,
+    Reservation,
+    bound,
+)
 from ramify.errors import ConfigError, LimitReached
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -94,25 +101,25 @@ def test_what_is_kept_for_the_last_word() -> None:
 
 
 def test_default_cost_limit_applies_only_with_prices() -> None:
-    assert Ledger(Limits(), priced=True).limit.cost == 5.0
-    assert Ledger(Limits(), priced=False).limit.cost == math.inf
+    assert BudgetLedger(Limits(), priced=True).limit.cost == 5.0
+    assert BudgetLedger(Limits(), priced=False).limit.cost == math.inf
 
 
 def test_bound_uses_the_most_expensive_prompt_price() -> None:
     price = Price(input=1.0, output=2.0, cached=0.1, cache_write=1.25)
-    assert bound(1_000_000, 500_000, price) == ResourceAmount(1, 1_500_000, 1.25 + 1.0)
-    assert bound(10, 5, None) == ResourceAmount(1, 15, 0.0)
+    assert bound(1_000_000, 500_000, price) == BudgetAmount(1, 1_500_000, 1.25 + 1.0)
+    assert bound(10, 5, None) == BudgetAmount(1, 15, 0.0)
 
 
 def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() -> None:
     async def scenario() -> list[str]:
-        ledger = Ledger(Limits(max_calls=2), priced=False)
-        ledger.hold(ResourceAmount(calls=1))
+        ledger = BudgetLedger(Limits(max_calls=2), priced=False)
+        ledger.hold(BudgetAmount(calls=1))
         seen: list[str] = []
 
         async def ask(name: str) -> None:
             try:
-                await ledger.reserve(ResourceAmount(calls=1))
+                await ledger.reserve(BudgetAmount(calls=1))
                 seen.append(f"{name} in")
             except LimitReached as reached:
                 seen.append(f"{name} {reached.stop}")
@@ -121,10 +128,10 @@ def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() 
         waiting = [asyncio.create_task(ask(name)) for name in "bc"]
         await asyncio.sleep(0)
         assert seen == ["a in"]
-        ledger.free(ResourceAmount(calls=1))
+        ledger.release_unspent(BudgetAmount(calls=1))
         await asyncio.sleep(0)
         assert seen == ["a in", "b in"]
-        ledger.settle(ResourceAmount(calls=1), Usage(calls=1), None)
+        ledger.settle(BudgetAmount(calls=1), Usage(calls=1), None)
         await asyncio.gather(*waiting)
         return seen
 
@@ -132,17 +139,19 @@ def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() 
 
 
 def test_a_cancelled_wait_leaves_no_reservation() -> None:
-    async def scenario() -> ResourceAmount:
-        ledger = Ledger(Limits(max_calls=1), priced=False)
-        await ledger.reserve(ResourceAmount(1))
-        waiting = asyncio.create_task(ledger.reserve(ResourceAmount(1)))
+    async def scenario() -> BudgetAmount:
+        ledger = BudgetLedger(Limits(max_calls=1), priced=False)
+        await ledger.reserve(BudgetAmount(1))
+        waiting = asyncio.create_task(ledger.reserve(BudgetAmount(1)))
         await asyncio.sleep(0)
-        ledger.free(ResourceAmount(1))  # admits the waiter, which is cancelled before it runs again
+        ledger.release_unspent(
+            BudgetAmount(1)
+        )  # admits the waiter, which is cancelled before it runs again
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         return ledger.outstanding
 
-    assert asyncio.run(scenario()) == ResourceAmount(0, 0, 0.0)
+    assert asyncio.run(scenario()) == BudgetAmount(0, 0, 0.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,8 +171,8 @@ def test_no_schedule_exceeds_a_limit(
     async def scenario() -> None:
         rng = random.Random(seed)
         limits = Limits(max_calls=max_calls, max_tokens=max_tokens, max_cost=max_cents / 100)
-        ledger = Ledger(limits, priced=True)
-        ledger.hold(ResourceAmount(held, 5 * held, 0.001 * held))
+        ledger = BudgetLedger(limits, priced=True)
+        ledger.hold(BudgetAmount(held, 5 * held, 0.001 * held))
 
         def check() -> None:
             total = ledger.spent.plus(ledger.outstanding).plus(ledger.held)
@@ -172,7 +181,7 @@ def test_no_schedule_exceeds_a_limit(
             assert total.cost <= max_cents / 100 * (1 + 1e-6)
 
         async def asker() -> bool:
-            amount = ResourceAmount(1, rng.randint(1, 60), rng.random() / 20)
+            amount = BudgetAmount(1, rng.randint(1, 60), rng.random() / 20)
             try:
                 await ledger.reserve(amount)
             except LimitReached as reached:
@@ -181,7 +190,7 @@ def test_no_schedule_exceeds_a_limit(
             for _ in range(rng.randint(0, 3)):
                 await asyncio.sleep(0)
             if rng.random() < 0.3:
-                ledger.free(amount)
+                ledger.release_unspent(amount)
             else:
                 used = rng.randint(0, amount.tokens)
                 ledger.settle(amount, Usage(input_tokens=used, calls=1), amount.cost * rng.random())
@@ -197,18 +206,18 @@ def test_no_schedule_exceeds_a_limit(
 
 def test_a_large_reservation_is_not_overtaken() -> None:
     async def main() -> None:
-        ledger, order = Ledger(Limits(max_calls=10), priced=False), []
+        ledger, order = BudgetLedger(Limits(max_calls=10), priced=False), []
 
         async def reserve(num: int) -> None:
-            await ledger.reserve(ResourceAmount(num))
+            await ledger.reserve(BudgetAmount(num))
             order.append(num)
 
-        await ledger.reserve(ResourceAmount(6))
+        await ledger.reserve(BudgetAmount(6))
         large, small = (asyncio.create_task(reserve(num)) for num in (5, 1))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert order == []
-        ledger.free(ResourceAmount(6))
+        ledger.release_unspent(BudgetAmount(6))
         await asyncio.gather(large, small)
         assert order == [5, 1]
 
@@ -217,7 +226,7 @@ def test_a_large_reservation_is_not_overtaken() -> None:
 
 def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(max_tokens=1_000), priced=False)
+        ledger = BudgetLedger(Limits(max_tokens=1_000), priced=False)
         first, second = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in range(2))
         await first.reserve()
         await second.reserve()
@@ -227,14 +236,14 @@ def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
         assert not second.is_enough()
         with pytest.raises(LimitReached):
             await second.reserve()
-        assert (ledger.outstanding, ledger.spent.tokens) == (ResourceAmount(), 900)
+        assert (ledger.outstanding, ledger.spent.tokens) == (BudgetAmount(), 900)
 
     asyncio.run(main())
 
 
 def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(), priced=False)
+        ledger = BudgetLedger(Limits(), priced=False)
         first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
         await first.reserve()
         await sent.reserve()
@@ -253,7 +262,7 @@ def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
 
 def test_a_waiting_request_reserves_as_much_as_was_reported_while_it_waited() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(), priced=False)
+        ledger = BudgetLedger(Limits(), priced=False)
         first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
         await first.reserve()
         await sent.reserve()
@@ -262,45 +271,45 @@ def test_a_waiting_request_reserves_as_much_as_was_reported_while_it_waited() ->
         await asyncio.sleep(0)
         sent.settle(Usage(10, 700, calls=1), None, "call 1")
         await waiting
-        assert ledger.outstanding == third.amount == ResourceAmount(1, 10 + 10 + 690)
+        assert ledger.outstanding == third.amount == BudgetAmount(1, 10 + 10 + 690)
 
     asyncio.run(main())
 
 
 def test_a_waiter_that_is_refused_and_cancelled_at_once_returns_nothing() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(max_calls=3), priced=False)
-        await ledger.reserve(ResourceAmount(2))
-        waiting = asyncio.create_task(ledger.reserve(ResourceAmount(2)))
+        ledger = BudgetLedger(Limits(max_calls=3), priced=False)
+        await ledger.reserve(BudgetAmount(2))
+        waiting = asyncio.create_task(ledger.reserve(BudgetAmount(2)))
         await asyncio.sleep(0)
         ledger.charge(Usage(calls=2), None)  # refuses the waiter, which is then cancelled
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert ledger.outstanding == ResourceAmount(2)
+        assert ledger.outstanding == BudgetAmount(2)
 
     asyncio.run(main())
 
 
 def test_a_billionth_above_a_limit_is_rounding() -> None:
-    ledger = Ledger(Limits(max_cost=0.3), priced=True)
+    ledger = BudgetLedger(Limits(max_cost=0.3), priced=True)
     most = 0.3 * (1 + 1e-9)
-    assert ledger.would_pass(ResourceAmount(cost=most)) is None
-    assert ledger.would_pass(ResourceAmount(cost=math.nextafter(most, 1))) is Stop.MAX_COST
-    reserved = ResourceAmount(1, 20, 0.3)
+    assert ledger.would_pass(BudgetAmount(cost=most)) is None
+    assert ledger.would_pass(BudgetAmount(cost=math.nextafter(most, 1))) is Stop.MAX_COST
+    reserved = BudgetAmount(1, 20, 0.3)
     assert not ledger.is_excess(reserved, Usage(1, 1), most)
     assert ledger.is_excess(reserved, Usage(1, 1), math.nextafter(most, 1))
 
 
 def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
-    ledger = Ledger(Limits(max_calls=3, max_tokens=30, max_cost=0.3), priced=True)
+    ledger = BudgetLedger(Limits(max_calls=3, max_tokens=30, max_cost=0.3), priced=True)
     for _ in range(3):
-        assert ledger.would_pass(ResourceAmount(1, 10, 0.1)) is None
+        assert ledger.would_pass(BudgetAmount(1, 10, 0.1)) is None
         ledger.charge(Usage(4, 6, calls=1), 0.1)  # three times 0.1 is a little more than 0.3
     assert ledger.spent.cost > 0.3
-    assert ledger.would_pass(ResourceAmount()) is None
-    assert ledger.would_pass(ResourceAmount(calls=1)) is Stop.MAX_CALLS
-    assert ledger.would_pass(ResourceAmount(tokens=1)) is Stop.MAX_TOKENS
-    assert ledger.would_pass(ResourceAmount(cost=1e-6)) is Stop.MAX_COST
+    assert ledger.would_pass(BudgetAmount()) is None
+    assert ledger.would_pass(BudgetAmount(calls=1)) is Stop.MAX_CALLS
+    assert ledger.would_pass(BudgetAmount(tokens=1)) is Stop.MAX_TOKENS
+    assert ledger.would_pass(BudgetAmount(cost=1e-6)) is Stop.MAX_COST
     assert ledger.state() == [
         ("calls", 3, 3),
         ("tokens", 30, 30),
@@ -309,31 +318,31 @@ def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
 
 
 def test_spending_is_summed_with_and_without_prices() -> None:
-    ledger = Ledger(Limits(), priced=False)
+    ledger = BudgetLedger(Limits(), priced=False)
     assert (ledger.cost, ledger.usage, ledger.held, ledger.is_draining) == (
         None,
         Usage(),
-        ResourceAmount(),
+        BudgetAmount(),
         False,
     )
     ledger.charge(Usage(1, 2, calls=1), None)
-    assert (ledger.cost, ledger.spent) == (None, ResourceAmount(1, 3, 0.0))
+    assert (ledger.cost, ledger.spent) == (None, BudgetAmount(1, 3, 0.0))
     ledger.charge(Usage(1, 2, calls=1), 0.5)
     ledger.charge(Usage(1, 2, calls=1), 0.25)
     assert (ledger.cost, ledger.usage.calls) == (0.75, 3)
     assert ledger.state() == [("calls", 3, 1000), ("tokens", 9, 20_000_000)]
-    assert Ledger(Limits(), priced=True).cost == 0.0
+    assert BudgetLedger(Limits(), priced=True).cost == 0.0
 
 
 def test_a_hold_replaces_the_one_before_if_it_fits() -> None:
-    ledger = Ledger(Limits(max_calls=10, max_tokens=100), priced=False)
+    ledger = BudgetLedger(Limits(max_calls=10, max_tokens=100), priced=False)
     ledger.charge(Usage(50, calls=5), None)
-    assert ledger.hold(ResourceAmount(1, 40)) is None
+    assert ledger.hold(BudgetAmount(1, 40)) is None
     assert ledger.calls_left() == 4
-    assert ledger.hold(ResourceAmount(1, 50)) is None
-    assert ledger.hold(ResourceAmount(1, 51)) is Stop.MAX_TOKENS
-    assert ledger.held == ResourceAmount(1, 50)
-    assert ledger.hold(ResourceAmount(6, 0)) is Stop.MAX_CALLS
+    assert ledger.hold(BudgetAmount(1, 50)) is None
+    assert ledger.hold(BudgetAmount(1, 51)) is Stop.MAX_TOKENS
+    assert ledger.held == BudgetAmount(1, 50)
+    assert ledger.hold(BudgetAmount(6, 0)) is Stop.MAX_CALLS
     assert ledger.refusals == {
         Stop.MAX_TOKENS: "a reply may take 51 tokens and 50 of 100 were left: lower "
         "max_reply_tokens or raise max_tokens",
@@ -343,53 +352,53 @@ def test_a_hold_replaces_the_one_before_if_it_fits() -> None:
 
 
 def test_refusals_name_both_numbers() -> None:
-    async def refused(ledger: Ledger, amount: ResourceAmount) -> tuple[str, str]:
+    async def refused(ledger: BudgetLedger, amount: BudgetAmount) -> tuple[str, str]:
         with pytest.raises(LimitReached) as raised:
             await ledger.reserve(amount)
         return str(raised.value), ledger.refusals[Stop(raised.value.stop)]
 
     async def main() -> None:
-        held = Ledger(Limits(max_tokens=1_000), priced=False)
-        held.hold(ResourceAmount(1, 600))
+        held = BudgetLedger(Limits(max_tokens=1_000), priced=False)
+        held.hold(BudgetAmount(1, 600))
         held.charge(Usage(500, calls=1), None)  # it had been reserved before the hold
-        assert "and 0 of 1,000 were left" in (await refused(held, ResourceAmount(1, 1)))[1]
-        held = Ledger(Limits(max_cost=1.0), priced=True)
-        held.hold(ResourceAmount(1, 0, 0.75))
+        assert "and 0 of 1,000 were left" in (await refused(held, BudgetAmount(1, 1)))[1]
+        held = BudgetLedger(Limits(max_cost=1.0), priced=True)
+        held.hold(BudgetAmount(1, 0, 0.75))
         held.charge(Usage(calls=1), 0.5)
-        assert "and $0 of $1 were left" in (await refused(held, ResourceAmount(1, 0, 0.1)))[1]
-        ledger = Ledger(Limits(max_calls=2, max_tokens=1_000, max_cost=0.5), priced=True)
+        assert "and $0 of $1 were left" in (await refused(held, BudgetAmount(1, 0, 0.1)))[1]
+        ledger = BudgetLedger(Limits(max_calls=2, max_tokens=1_000, max_cost=0.5), priced=True)
         ledger.charge(Usage(300, calls=1), 0.125)
-        assert await refused(ledger, ResourceAmount(1, 800, 0.0)) == (
+        assert await refused(ledger, BudgetAmount(1, 800, 0.0)) == (
             "the run's limit of 1,000 tokens is reached",
             "a reply may take 800 tokens and 700 of 1,000 were left: lower max_reply_tokens or "
             "raise max_tokens",
         )
-        assert await refused(ledger, ResourceAmount(1, 1, 0.4)) == (
+        assert await refused(ledger, BudgetAmount(1, 1, 0.4)) == (
             "the run's limit of $0.5 is reached",
             "a reply may cost $0.4 and $0.375 of $0.5 were left: lower max_reply_tokens or raise "
             "max_cost",
         )
-        assert await refused(ledger, ResourceAmount(2, 1, 0.1)) == (
+        assert await refused(ledger, BudgetAmount(2, 1, 0.1)) == (
             "the run's limit of 2 calls is reached",
             "1 of 2 requests were used: raise max_calls",
         )
         ledger.last_excess = "m reported much"
         ledger.charge(Usage(700, calls=1), 0.375)
-        assert (await refused(ledger, ResourceAmount(0, 1)))[1].endswith(
+        assert (await refused(ledger, BudgetAmount(0, 1)))[1].endswith(
             "and 0 of 1,000 were left: lower max_reply_tokens or raise max_tokens"
         )
-        assert (await refused(ledger, ResourceAmount(0, 0, 0.1)))[1].startswith(
+        assert (await refused(ledger, BudgetAmount(0, 0, 0.1)))[1].startswith(
             "a reply may cost $0.1 and $0 of $0.5 were left"
         )
         ledger.charge(Usage(1), 0.1)
-        assert await refused(ledger, ResourceAmount(0, 1)) == (
+        assert await refused(ledger, BudgetAmount(0, 1)) == (
             "the run's limit of 1,000 tokens is reached",
             "1,001 of 1,000 tokens were used, because m reported much",
         )
-        ledger = Ledger(Limits(max_cost=0.5), priced=True)
+        ledger = BudgetLedger(Limits(max_cost=0.5), priced=True)
         ledger.last_excess = "m reported much"
         ledger.charge(Usage(1), 0.75)
-        assert await refused(ledger, ResourceAmount(1, 1)) == (
+        assert await refused(ledger, BudgetAmount(1, 1)) == (
             "the run's limit of $0.5 is reached",
             "$0.75 of $0.5 were spent, because m reported much",
         )
@@ -399,17 +408,17 @@ def test_refusals_name_both_numbers() -> None:
 
 def test_cancelled_waiters_are_passed_over() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(max_calls=2), priced=False)
-        await ledger.reserve(ResourceAmount(2))
-        first, second = (asyncio.create_task(ledger.reserve(ResourceAmount(2))) for _ in range(2))
+        ledger = BudgetLedger(Limits(max_calls=2), priced=False)
+        await ledger.reserve(BudgetAmount(2))
+        first, second = (asyncio.create_task(ledger.reserve(BudgetAmount(2))) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)
-        ledger.free(ResourceAmount(2))
+        ledger.release_unspent(BudgetAmount(2))
         await asyncio.wait_for(second, 60)
-        assert ledger.outstanding == ResourceAmount(2)
-        ledger.free(ResourceAmount(2))
-        await ledger.reserve(ResourceAmount(1))  # at once: no other request waits
+        assert ledger.outstanding == BudgetAmount(2)
+        ledger.release_unspent(BudgetAmount(2))
+        await ledger.reserve(BudgetAmount(1))  # at once: no other request waits
 
     asyncio.run(main())
 
@@ -440,16 +449,16 @@ def test_the_largest_report_of_each_kind_is_kept() -> None:
 def test_an_excess_is_more_than_was_reserved(
     reported: Usage, cost: float | None, is_excess: bool
 ) -> None:
-    reserved = ResourceAmount(1, 20, 1.0)
-    assert Ledger(Limits(), priced=True).is_excess(reserved, reported, cost) is is_excess
-    assert not Ledger(Limits(), priced=True).is_excess(ResourceAmount(1, 20), Usage(1, 1), None)
-    without = Ledger(Limits(), priced=False)
+    reserved = BudgetAmount(1, 20, 1.0)
+    assert BudgetLedger(Limits(), priced=True).is_excess(reserved, reported, cost) is is_excess
+    assert not BudgetLedger(Limits(), priced=True).is_excess(BudgetAmount(1, 20), Usage(1, 1), None)
+    without = BudgetLedger(Limits(), priced=False)
     assert without.is_excess(reserved, reported, cost) is (reported.total_tokens > 20)
 
 
 def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(max_cost=1.0), priced=True)
+        ledger = BudgetLedger(Limits(max_cost=1.0), priced=True)
         first = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
         assert first.cost is None
         await first.reserve()
@@ -464,9 +473,9 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
         text = first.settle(Usage(5, 5, calls=1), 0.3, "call 0")
         assert text == ("m reported 10 tokens ($0.3) for call 0, which had reserved 20 tokens ($0)")
         later = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
-        assert (later.cost, later.amount) == (0.3, ResourceAmount(1, 20, 0.3))
+        assert (later.cost, later.amount) == (0.3, BudgetAmount(1, 20, 0.3))
         other = Reservation(ledger, "n", Usage(10, 10, calls=1), None)
-        assert other.amount == ResourceAmount(1, 20)
+        assert other.amount == BudgetAmount(1, 20)
         priced = Reservation(ledger, "m", Usage(10, 10, calls=1), Price(1e5, 1e5))
         assert priced.cost == 2.0
 
@@ -475,28 +484,28 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
 
 def test_unknown_usage_is_booked_as_reserved() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(), priced=True)
+        ledger = BudgetLedger(Limits(), priced=True)
         most = Usage(10, 20, calls=1, unknown_calls=1)
         reservation = Reservation(ledger, "m", most, Price(1.0, 2.0))
         await reservation.reserve()
         assert reservation.settle(Usage(calls=1, unknown_calls=1), None, "call 0") == ""
         assert (ledger.usage, ledger.cost) == (most, pytest.approx(50e-6))
-        free = Reservation(ledger, "free", most, Price(0.0, 0.0))
-        assert free.cost == 0.0
-        await free.reserve()
-        free.free()
-        assert ledger.outstanding == ResourceAmount()
+        release_unspent = Reservation(ledger, "free", most, Price(0.0, 0.0))
+        assert release_unspent.cost == 0.0
+        await release_unspent.reserve()
+        release_unspent.release_unspent()
+        assert ledger.outstanding == BudgetAmount()
 
     asyncio.run(main())
 
 
 def test_a_request_that_can_never_fit_is_refused_while_others_are_settled() -> None:
     async def main() -> None:
-        ledger = Ledger(Limits(max_tokens=100), priced=False)
+        ledger = BudgetLedger(Limits(max_tokens=100), priced=False)
         first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
         await first.reserve()
         await sent.reserve()
-        waiting = asyncio.create_task(ledger.reserve(ResourceAmount(1, 70)))
+        waiting = asyncio.create_task(ledger.reserve(BudgetAmount(1, 70)))
         await asyncio.sleep(0)
         first.settle(Usage(10, 60, calls=1), None, "call 0")
         with pytest.raises(LimitReached):
@@ -504,8 +513,8 @@ def test_a_request_that_can_never_fit_is_refused_while_others_are_settled() -> N
         assert ledger.is_draining
         with pytest.raises(LimitReached):
             await third.reserve()
-        sent.free()
+        sent.release_unspent()
         assert not ledger.is_draining
-        assert ledger.outstanding == ResourceAmount()
+        assert ledger.outstanding == BudgetAmount()
 
     asyncio.run(main())

@@ -109,8 +109,8 @@ def test_blocked_command_exits_with_one_line_and_resume_hint(tmp_path: Path) -> 
         import sys, time
         from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
         from ramify.cli.ask_runner import AskRequest, run
-        from ramify.cli.progress_screen import ProgressScreen
-        from ramify.cli.terminal_text import StderrNotes
+        from ramify.cli.progress_display import ProgressDisplay
+        from ramify.cli.terminal_text import StderrMessageWriter
         from ramify.engine.question import RunOptions
 
         def reply(messages):
@@ -126,7 +126,7 @@ def test_blocked_command_exits_with_one_line_and_resume_hint(tmp_path: Path) -> 
             limits=Limits(max_seconds=2, stall_s=0.2), sandbox=SandboxSpec('inprocess', allow_weaker=True),
         )
         asked = AskRequest("?", None, RunOptions(direct=False))
-        with ProgressScreen(StderrNotes(), "lines") as screen:
+        with ProgressDisplay(StderrMessageWriter(), "lines") as screen:
             sys.exit(run(rlm, asked, screen, as_json=False))
     """)
     done = subprocess.run(

@@ -13,14 +13,14 @@ import pytest
 
 from ramify import RLM, Limits, ScriptedClient, Store
 from ramify.clients.base import Sampling, Tool
-from ramify.engine.model_conversations import ModelConversations
+from ramify.engine.run_model_client import RunModelClient
 from ramify.errors import LimitReached
 from ramify.tasks.base import TaskStart
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, VersionSpan
 from ramify.types.trajectory import Fork, Stop
 
-Conduct = Callable[[ModelConversations], Awaitable[Any]]
+Conduct = Callable[[RunModelClient], Awaitable[Any]]
 
 
 def user(text: str) -> Message:
@@ -43,7 +43,7 @@ def shape(result: Any) -> list[tuple[str, int, Stop | None]]:
 
 
 def test_request_continues_the_call_whose_conversation_it_begins_with() -> None:
-    async def conduct(model: ModelConversations) -> str:
+    async def conduct(model: RunModelClient) -> str:
         first = await model.ask([user("a")])
         talk = [user("a"), first.message, user("b")]
         second = await model.ask(talk)
@@ -105,7 +105,7 @@ def test_a_conversation_that_waits_for_a_reply_is_not_continued() -> None:
         await both.wait()
         return "yes"
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         replies = await asyncio.gather(model.ask([user("a")]), model.ask([user("a")]))
         talk = [user("a"), replies[0].message, user("b")]
         await asyncio.gather(*(model.ask(talk) for _ in range(3)))
@@ -121,7 +121,7 @@ def test_a_conversation_that_waits_for_a_reply_is_not_continued() -> None:
 def test_several_replies_to_one_request_are_forks_that_share_its_prompt() -> None:
     numbers = iter(range(10))
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         first = await model.ask([user("a")])
         talk = [user("a"), first.message, user("b")]
         for reply in await model.replies(talk, num_replies=3):
@@ -143,7 +143,7 @@ def test_several_replies_to_one_request_are_forks_that_share_its_prompt() -> Non
 def test_a_request_decides_its_length_and_stop_texts_and_not_its_temperature() -> None:
     client = ScriptedClient(lambda messages: "yes")
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         wanted = Sampling(max_tokens=7, temperature=0.2, stop=("END",))
         await model.ask([user("a")], sampling=wanted)
         await model.ask([user("b")], sampling=Sampling(max_tokens=10**6))
@@ -182,7 +182,7 @@ def test_replies_that_must_not_be_learnt_from_have_no_ids() -> None:
                 versions=(VersionSpan(0, 2, 7),),
             )
 
-    async def conduct(model: ModelConversations) -> None:
+    async def conduct(model: RunModelClient) -> None:
         for thread, learns in (("policy", True), ("guest", False)):
             talk = [user("a")]
             for text in ("b", "c"):
@@ -199,7 +199,7 @@ def test_replies_that_must_not_be_learnt_from_have_no_ids() -> None:
 
 
 def test_limits_and_errors_of_the_task_end_the_run_with_one_line() -> None:
-    async def endless(model: ModelConversations) -> None:
+    async def endless(model: RunModelClient) -> None:
         talk = [user("a")]
         while True:
             reply = await model.ask(talk)
@@ -210,7 +210,7 @@ def test_limits_and_errors_of_the_task_end_the_run_with_one_line() -> None:
     assert isinstance(result.failure, LimitReached)
     assert "3 of 3 turns were used" in result.error
 
-    async def broken(model: ModelConversations) -> None:
+    async def broken(model: RunModelClient) -> None:
         await model.ask([user("a")])
         raise KeyError("door")
 
@@ -229,7 +229,7 @@ def test_shared_resource_is_opened_once_and_closed_with_the_rlm() -> None:
         yield 7
         events.append("closed")
 
-    async def conduct(model: ModelConversations) -> int:
+    async def conduct(model: RunModelClient) -> int:
         events.append("run")
         return await model.shared("server", server)
 
@@ -250,7 +250,7 @@ def test_interrupted_run_is_resumed_without_asking_again(tmp_path: Path) -> None
         asked.append(messages[-1].content)
         return f"re: {messages[-1].content}"
 
-    async def conduct(model: ModelConversations, gate: asyncio.Event | None = None) -> str:
+    async def conduct(model: RunModelClient, gate: asyncio.Event | None = None) -> str:
         first = await model.ask([user("a")])
         if gate is not None:
             gate.set()
@@ -283,7 +283,7 @@ def _forget_end(store: Store, run: str) -> None:
 def test_replay_of_conversations_needs_the_task(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
 
-    async def conduct(model: ModelConversations) -> str:
+    async def conduct(model: RunModelClient) -> str:
         return (await model.ask([user("a")])).message.content
 
     async def both() -> Any:

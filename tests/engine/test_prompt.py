@@ -11,7 +11,7 @@ from ramify import RLM, JailSpec, Limits, SandboxSpec, Scaffold, ScriptedClient,
 from ramify.clients.base import Price
 from ramify.engine.scaffold import MARKERS
 from ramify.errors import ConfigError
-from ramify.models.tokenizer import train_tokenizer
+from ramify.models.tokenizer_training import train_tokenizer
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
 from tests.engine.helpers import code

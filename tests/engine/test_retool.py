@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ramify import SandboxSpec, Scaffold, Stop
-from ramify.engine.retool import CORRECTION, SILENT, closed, read
+from ramify.engine.retool_protocol import CORRECTION, SILENT, closed, read
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.types.message import Message, ToolCall

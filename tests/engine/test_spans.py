@@ -14,7 +14,7 @@ import pytest
 
 from ramify import RLM, Limits, Sampling, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
-from ramify.engine.spans import SpanListener
+from ramify.engine.spans import OpenTelemetryListener
 from ramify.testing.scripted import refused
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel")
@@ -67,7 +67,7 @@ def spans_of(question: str, content: bool | None = None) -> list[ReadableSpan]:
             tools={"grep": lambda word: [word]},
         )
         async with rlm:
-            listener = SpanListener(provider.get_tracer("test"), content)
+            listener = OpenTelemetryListener(provider.get_tracer("test"), content)
             await rlm.start("text " + SECRET, question, on_event=listener).result()
 
     asyncio.run(run())

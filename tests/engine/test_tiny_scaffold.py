@@ -11,7 +11,7 @@ import pytest
 
 import ramify
 from ramify import Scaffold, Stop
-from ramify.engine.observe import terse
+from ramify.engine.observation_messages import terse
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, ModelError
 from ramify.sandbox.base import Session

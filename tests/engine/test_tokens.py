@@ -11,7 +11,7 @@ import pytest
 from ramify import Scaffold, Store
 from ramify.clients.base import KnownPrefix
 from ramify.engine.branch_search import Branches
-from ramify.testing.scripted import ByteTokenIds
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.types import Message, Reply, TokenSpan, Trajectory
 from ramify.types.event import ReplyReceived
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
@@ -117,7 +117,7 @@ def test_ids_of_a_whole_tree_are_stored_and_replayed(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path)
-    model = client(recursive, ids=ByteTokenIds(version=7))
+    model = client(recursive, ids=ScriptedByteTokenizer(version=7))
     with rlm(model, store=store) as r:
         result = r.completion("text", "?")
         again = r.replay("last")
@@ -158,14 +158,14 @@ def _tokens(trajectory: Trajectory) -> list[Any]:
 
 def test_run_resumed_from_any_cut_has_the_same_ids(tmp_path: Path) -> None:
     store = Store(tmp_path / "whole")
-    with rlm(client(recursive, ids=ByteTokenIds()), store=store) as r:
+    with rlm(client(recursive, ids=ScriptedByteTokenizer()), store=store) as r:
         whole = r.completion("text", "?").trajectory
     journal = next((tmp_path / "whole").rglob("*.jsonl"))
     lines = journal.read_bytes().splitlines(keepends=True)
     at_replies = [index for index, line in enumerate(lines) if b'"type":"Replied"' in line]
     for num_lines in (at_replies[0] + 1, at_replies[1], at_replies[2] + 1, at_replies[3]):
         journal.write_bytes(b"".join(lines[:num_lines]))
-        model = client(recursive, ids=ByteTokenIds())
+        model = client(recursive, ids=ScriptedByteTokenizer())
         with rlm(model, store=store) as r:
             resumed = r.resume("last").trajectory
         assert _tokens(resumed) == _tokens(whole)
@@ -179,7 +179,9 @@ def test_journal_grows_linearly_with_turns(tmp_path: Path) -> None:
     def size(num_turns: int) -> int:
         store = Store(tmp_path / str(num_turns))
         lines = [code("x = 1  # " + "long " * 200)] * (num_turns - 1) + [code("FINAL(1)")]
-        with rlm(client(lines, ids=ByteTokenIds()), store=store, limits={"max_turns": 50}) as r:
+        with rlm(
+            client(lines, ids=ScriptedByteTokenizer()), store=store, limits={"max_turns": 50}
+        ) as r:
             r.completion("text", "?")
         return sum(
             len(msgspec.json.encode(event))
@@ -195,7 +197,7 @@ def test_journal_grows_linearly_with_turns(tmp_path: Path) -> None:
 
 def test_branches_share_the_ids_before_the_fork() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
-    model = client(lambda messages: next(replies), ids=ByteTokenIds())
+    model = client(lambda messages: next(replies), ids=ScriptedByteTokenizer())
     with rlm(model) as r:
         trajectory = r.completion("text", "?", search=Branches(3, turn=1)).trajectory
     paths = [trajectory.path(call) for call in trajectory.calls]
@@ -211,7 +213,9 @@ def test_branches_share_the_ids_before_the_fork() -> None:
 
 
 def test_conversation_continues_with_the_ids_of_the_previous_question() -> None:
-    model = client([code("x = 1"), code("FINAL(x)"), code("FINAL(x + 1)")], ids=ByteTokenIds())
+    model = client(
+        [code("x = 1"), code("FINAL(x)"), code("FINAL(x + 1)")], ids=ScriptedByteTokenizer()
+    )
     with rlm(model) as r, r.conversation("text") as c:
         c.ask("?")
         c.ask("and one more?")
@@ -234,7 +238,7 @@ def test_summary_splits_the_path_without_an_error() -> None:
             return code("FINAL(x)")
         return code("x = 1  # " + "padding " * 30)
 
-    model = client(script, window=1000, ids=ByteTokenIds())
+    model = client(script, window=1000, ids=ScriptedByteTokenizer())
     scaffold = Scaffold(
         name="test",
         system="You drive to FINAL. {{tools}}{{limits}}",
@@ -253,14 +257,18 @@ def test_summary_splits_the_path_without_an_error() -> None:
 
 
 def test_text_only_client_is_counted_as_retokenizing() -> None:
-    model = client(by_role([code("x = 1"), code("FINAL(x)")]), ids=ByteTokenIds(keeps_ids=False))
+    model = client(
+        by_role([code("x = 1"), code("FINAL(x)")]), ids=ScriptedByteTokenizer(keeps_ids=False)
+    )
     with rlm(model, scaffold=SCAFFOLD) as r:
         trajectory = r.completion("text", "?").trajectory
     assert trajectory.metrics == {"split_turns": 1, "retokenised_turns": 1}
 
 
 def test_cached_replies_keep_their_ids(tmp_path: Path) -> None:
-    model = client(by_role([code("a = llm_query('a')"), code("FINAL(a)")] * 2), ids=ByteTokenIds())
+    model = client(
+        by_role([code("a = llm_query('a')"), code("FINAL(a)")] * 2), ids=ScriptedByteTokenizer()
+    )
     with rlm(model, store=Store(tmp_path)) as r:
         first = r.completion("text", "?", cache=True)
         second = r.completion("text", "?", cache=True)
@@ -270,7 +278,7 @@ def test_cached_replies_keep_their_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keeps_ids", [True, False])
 def test_scripted_ids_are_one_per_byte(keeps_ids: bool) -> None:
-    ids = ByteTokenIds(keeps_ids=keeps_ids)
+    ids = ScriptedByteTokenizer(keeps_ids=keeps_ids)
     from ramify.clients.base import Request
 
     user, reply, more = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import Scaffold, Stop, Store
-from ramify.engine import observe
+from ramify.engine import observation_messages
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
@@ -34,7 +34,7 @@ def test_terse_observation_is_truncated_to_fit() -> None:
 @pytest.mark.parametrize("compact_at", [0.0, 0.8])
 def test_long_observation_keeps_head_and_tail(compact_at: float) -> None:
     def script(messages: tuple[Message, ...]) -> str:
-        if messages[-1].content == observe.SUMMARISE:
+        if messages[-1].content == observation_messages.SUMMARISE:
             return "x is there."
         return code("FINAL(x)" if len(messages) > 2 else WORDY)
 
@@ -98,7 +98,7 @@ def test_replay_repeats_shortened_observations(tmp_path: Path, does_summarise: b
     """Refused prompts are refused again from the journal, without requests or divergence."""
 
     def script(messages: tuple[Message, ...]) -> Any:
-        if messages[-1].content == observe.SUMMARISE:
+        if messages[-1].content == observation_messages.SUMMARISE:
             return "x is there."
         return code("FINAL(x)" if len(messages) > 2 else WORDY)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.base import Price
-from ramify.evaluate.run import Evaluation, EvaluationPlan, evaluate
+from ramify.evaluate.run import EvaluationPlan, EvaluationResult, evaluate
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring import exact
 from ramify.types.message import Message
@@ -57,7 +57,7 @@ def plan(**fields: Any) -> EvaluationPlan:
 
 def evaluated(
     script: Any, task: Any = TASK, *, of: EvaluationPlan | None = None, **options: Any
-) -> Evaluation:
+) -> EvaluationResult:
     given = {
         name: options.pop(name)
         for name in ("record", "on_outcome", "concurrency", "sampling", "grace_s")

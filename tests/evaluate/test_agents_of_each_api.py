@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from ramify import RLM
-from ramify.engine.model_conversations import ModelConversations
-from ramify.evaluate.model_endpoint import EndpointSeat, ModelEndpoint
+from ramify.engine.run_model_client import RunModelClient
+from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.tasks.base import TaskStart
 from tests.engine.template_client import TemplateClient
 
@@ -86,8 +86,8 @@ def test_what_a_client_got_and_sends_back_is_never_tokenized_again(agent: Agent)
     async def run() -> Any:
         async with RLM(client) as rlm, ModelEndpoint() as endpoint:
 
-            async def conduct(conversations: ModelConversations) -> None:
-                with endpoint.seat_key(EndpointSeat(conversations, "agent")) as key:
+            async def conduct(conversations: RunModelClient) -> None:
+                with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
                     await agent(endpoint.url(), key)
 
             return await rlm.start(TaskStart(conduct=conduct), "play")

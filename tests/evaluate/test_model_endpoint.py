@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.engine.model_conversations import ModelConversations
-from ramify.evaluate.model_endpoint import KEY_HEADER, EndpointSeat, ModelEndpoint
+from ramify.engine.run_model_client import RunModelClient
+from ramify.evaluate.agent_model_endpoint import KEY_HEADER, AgentModelAccess, ModelEndpoint
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
-from ramify.testing.scripted import ByteTokenIds
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.types.message import Message
 from tests.inference.helpers import policy
 
@@ -28,14 +28,14 @@ Agent = Callable[[str, str], Awaitable[Any]]
 def played(agent: Agent, client: Any = None) -> Any:
     """The result of a run whose requests come from ``agent``."""
     client = client or ScriptedClient(
-        lambda messages: f"re: {messages[-1].content}", ids=ByteTokenIds()
+        lambda messages: f"re: {messages[-1].content}", ids=ScriptedByteTokenizer()
     )
 
     async def run() -> Any:
         async with RLM(client) as rlm, ModelEndpoint() as endpoint:
 
-            async def conduct(conversations: ModelConversations) -> Any:
-                with endpoint.seat_key(EndpointSeat(conversations, "agent")) as key:
+            async def conduct(conversations: RunModelClient) -> Any:
+                with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
                     return await agent(endpoint.url(), key)
 
             return await rlm.start(TaskStart(conduct=conduct), "play")
@@ -114,8 +114,8 @@ def test_ended_and_unknown_keys_are_refused() -> None:
     async def run() -> None:
         async with RLM(ScriptedClient(["x"])) as rlm, ModelEndpoint() as endpoint:
 
-            async def conduct(conversations: ModelConversations) -> str:
-                with endpoint.seat_key(EndpointSeat(conversations, "agent")) as key:
+            async def conduct(conversations: RunModelClient) -> str:
+                with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
                     return key
 
             ended = (await rlm.start(TaskStart(conduct=conduct), "play")).answer
@@ -145,10 +145,10 @@ def test_responses_of_one_rollout_are_unknown_to_another() -> None:
     async def run() -> None:
         async with RLM(ScriptedClient(lambda messages: "x")) as rlm, ModelEndpoint() as endpoint:
 
-            async def conduct(conversations: ModelConversations) -> str:
+            async def conduct(conversations: RunModelClient) -> str:
                 with (
-                    endpoint.seat_key(EndpointSeat(conversations, "a")) as mine,
-                    endpoint.seat_key(EndpointSeat(conversations, "b")) as theirs,
+                    endpoint.seat_key(AgentModelAccess(conversations, "a")) as mine,
+                    endpoint.seat_key(AgentModelAccess(conversations, "b")) as theirs,
                 ):
                     clients = [
                         openai.AsyncOpenAI(base_url=endpoint.url(), api_key=key, max_retries=0)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.reward_model import RewardModel
+from ramify.evaluate.reward_model_client import RewardModel
 from ramify.tasks.base import Item, SimpleTask, scored
 from ramify.tasks.validation import answered
 

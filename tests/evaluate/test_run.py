@@ -17,8 +17,8 @@ from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.evaluate.evaluation_report import difference, report, table
 from ramify.evaluate.run import (
     AttemptOutcome,
-    EvaluationRecord,
-    EvaluationRecords,
+    EvaluationFileWriter,
+    EvaluationStore,
     evaluate,
     read_evaluation,
 )
@@ -247,7 +247,7 @@ def test_wrong_input_is_refused() -> None:
 
 def test_interrupted_evaluation_continues_where_it_stopped(tmp_path: Path) -> None:
     """After a kill that left half a line, only the missing and the failed attempts are run."""
-    records = EvaluationRecords(tmp_path)
+    records = EvaluationStore(tmp_path)
     wanted = plan(attempts=2)
     first = records.create(wanted)
 
@@ -280,16 +280,16 @@ def test_interrupted_evaluation_continues_where_it_stopped(tmp_path: Path) -> No
 
 
 def test_record_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
-    record = EvaluationRecords(tmp_path).create(plan())
+    record = EvaluationStore(tmp_path).create(plan())
     with pytest.raises(RunInUse, match="is being written by another process: stop that one first"):
-        EvaluationRecord(record.path)
+        EvaluationFileWriter(record.path)
     record.close()
-    EvaluationRecord(record.path).close()
+    EvaluationFileWriter(record.path).close()
     assert record.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_records_are_found_by_name(tmp_path: Path) -> None:
-    records = EvaluationRecords(tmp_path)
+    records = EvaluationStore(tmp_path)
     with pytest.raises(StoreError, match="found no evaluation 'last': there is none in"):
         records.path("last")
     made = records.create(plan(task="ramify.tasks.ledger.task:ledger"))
@@ -385,7 +385,7 @@ def test_unfinished_attempts_continue_from_their_journals(tmp_path: Path) -> Non
         return TaskStart(context=item.context, tools={"size": size})
 
     task = SimpleTask("size", {"test": ITEMS}, exact, begin=prepare)
-    store, records = Store(tmp_path), EvaluationRecords(tmp_path)
+    store, records = Store(tmp_path), EvaluationStore(tmp_path)
     first = records.create(plan(items=4))
     before = evaluated(model, task, of=first.plan, record=first, store=store, concurrency=1)
     first.close()
@@ -412,7 +412,7 @@ def test_unfinished_attempts_continue_from_their_journals(tmp_path: Path) -> Non
 
 
 def test_attempt_that_cannot_be_resumed_is_repeated(tmp_path: Path) -> None:
-    store, records = Store(tmp_path), EvaluationRecords(tmp_path)
+    store, records = Store(tmp_path), EvaluationStore(tmp_path)
     first = records.create(plan(items=1))
     evaluated(lambda messages: refused(402), of=first.plan, record=first, store=store)
     first.close()

@@ -13,7 +13,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.money_curves import money_curves
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.systems.attempt import attempt_by, system_of
-from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
+from ramify.evaluate.systems.base import MeteredModelAccess, ModelAccessBudget, System, SystemAnswer
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, SimpleTask
 from ramify.types.trajectory import Stop
@@ -21,14 +21,14 @@ from ramify.types.trajectory import Stop
 QUESTION = 'Which word is "first", and who\'s \u00e9mile?'
 
 
-def seat() -> MeterSeat:
-    return MeterSeat(
+def seat() -> MeteredModelAccess:
+    return MeteredModelAccess(
         "item",
         base_url="http://127.0.0.1:9/v1",
         key="rk-secret-of-this-seat",
         model="model",
         window=1000,
-        budget=SeatBudget(),
+        budget=ModelAccessBudget(),
         price=None,
     )
 

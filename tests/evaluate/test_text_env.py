@@ -11,8 +11,8 @@ import pytest
 from ramify import Limits, ScriptedClient
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
-from ramify.evaluate.task_env import text_env
-from ramify.tasks.ledger.demos import EXPERT, NOISY, play
+from ramify.evaluate.skyrl_env import text_env
+from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, play
 from ramify.tasks.ledger.task import ledger
 from ramify.train.data.sft_data import texts_of
 from tests.evaluate.helpers import SPEC, TASK

@@ -18,16 +18,16 @@ OLD_PLACES = {
     "ramify.clients.scripted:ScriptedClient": "ramify.testing.scripted",
     "ramify.clients.scripted_server:ScriptedServer": "ramify.testing.scripted_server",
     "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.conformance",
-    "ramify.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan",
-    "ramify.cluster.shape:DeviceSpec": "ramify.extras.cluster.shape",
-    "ramify.tasks.evidence:evidence": "ramify.extras.studies.evidence",
+    "ramify.cluster.plan:ClusterResourcePlan": "ramify.extras.cluster.plan",
+    "ramify.cluster.shape:DeviceHardwareSpec": "ramify.extras.cluster.model_and_device_specs",
+    "ramify.tasks.evidence:evidence": "ramify.extras.studies.paper_evidence_task",
     "ramify.tasks.needle:needle": "ramify.extras.suites.niah",
     "ramify.tasks.oolong:oolong": "ramify.extras.suites.oolong",
     "ramify.extras.studies.oolong:oolong": "ramify.extras.suites.oolong",
     "ramify.tasks.programs.task:programs": "ramify.extras.studies.programs.task",
     "ramify.tasks.toolmath.task:toolmath": "ramify.extras.studies.toolmath.task",
-    "ramify.train.data.sft_data:program_demos": "ramify.extras.studies.programs.demos",
-    "ramify.train.data.sft_data:retool_demos": "ramify.extras.studies.toolmath.demos",
+    "ramify.train.data.sft_data:program_demos": "ramify.extras.studies.programs.scripted_demonstrator",
+    "ramify.train.data.sft_data:retool_demos": "ramify.extras.studies.toolmath.retool_sft_conversion",
     "ramify.train.signals.hindsight:FeedbackHints": "ramify.extras.studies.hindsight",
     "ramify.train.signals.hindsight:Hindsight": "ramify.extras.studies.hindsight",
     "ramify.train.signals.programs:OracleJudge": "ramify.extras.studies.programs.judges",
@@ -80,7 +80,9 @@ def test_every_group_of_names_has_a_registry() -> None:
 def test_a_sandbox_that_an_old_run_stored_resolves() -> None:
     spec = SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)
     check_provider(spec)
-    assert SANDBOXES.of(spec.provider).__name__ == "ramify.extras.studies.programs.evaluator"
+    assert (
+        SANDBOXES.of(spec.provider).__name__ == "ramify.extras.studies.programs.program_interpreter"
+    )
 
 
 @pytest.mark.parametrize(("old", "module"), OLD_PLACES.items())

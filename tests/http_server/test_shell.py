@@ -19,8 +19,8 @@ from aiohttp import web
 
 from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of
+from ramify.http_server.base_server import CALLER, HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.shell import CALLER, HttpServer, received
 
 KEY = {"Authorization": "Bearer right"}
 

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from ramify.inference.http.inference_spec import KEY_VARIABLE
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation, draw
+from ramify.inference.local.generation_request import Generation, draw
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.dense import DenseModel

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.inference.local.decode_graphs import Replay, StepShape
+from ramify.inference.local.decode_graphs import CudaGraphShape, Replay
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache
 from ramify.inference.local.model_runner import FlatRunner
 from ramify.inference.local.slots import EngineStep
@@ -89,10 +89,12 @@ def test_shapes_hold_their_steps_in_few_sizes() -> None:
     shapes = set()
     for num in range(1, 49):
         for position in range(0, 1000, 7):
-            shape = StepShape.of(EngineStep(list(range(num)), [position] * num, [5] * num), cache)
+            shape = CudaGraphShape.of(
+                EngineStep(list(range(num)), [position] * num, [5] * num), cache
+            )
             assert num <= shape.tokens <= shape.slots <= 48
             assert position < shape.length <= 1000
             shapes.add(shape)
     assert len(shapes) == 11 * 8  # 1 to 48 slots; 64 to 1,000 positions
-    gap = StepShape.of(EngineStep([0, 40], [3, 70], [5, 5]), cache)
-    assert gap == StepShape(2, 48, 128)
+    gap = CudaGraphShape.of(EngineStep([0, 40], [3, 70], [5, 5]), cache)
+    assert gap == CudaGraphShape(2, 48, 128)

@@ -12,7 +12,7 @@ import torch
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
 from ramify.inference.local.engine import LocalEngine
-from ramify.inference.local.generation import Generation, SamplingSettings
+from ramify.inference.local.generation_request import Generation, SamplingSettings
 from ramify.models.weights import fingerprint
 from tests.inference.helpers import WINDOW, drained, engine, expected, logits, policy
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation, SamplingSettings, draw
+from ramify.inference.local.generation_request import Generation, SamplingSettings, draw
 from ramify.inference.local.model_runner import FlatRunner, ModuleRunner, runner_of
 from tests.inference.helpers import drained
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ramify.inference.local.generation import SamplingSettings, draw
+from ramify.inference.local.generation_request import SamplingSettings, draw
 
 # id           0    1    2    3
 PROBABILITIES = [0.1, 0.4, 0.3, 0.2]

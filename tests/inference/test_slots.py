@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan, SlotTable
 
 

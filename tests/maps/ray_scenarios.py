@@ -171,9 +171,9 @@ class Scenarios:
 
 
 def main() -> None:
-    from ramify.actors.ray_cluster import RayCluster
+    from ramify.actors.ray_cluster import RayClusterConnection
 
-    cluster = RayCluster(is_quiet=True)
+    cluster = RayClusterConnection(is_quiet=True)
     cluster.join()
     scenarios = Scenarios(Path(sys.argv[1]), int(sys.argv[2]))
     found: dict[str, Any] = {}

@@ -17,9 +17,9 @@ from ramify.clients.batches import split
 from ramify.errors import ConfigError
 from ramify.maps.api import budget_of
 from ramify.maps.map_journal import MapStore, read_lines
+from ramify.maps.map_journal_state import MapJournalState
 from ramify.maps.map_run import MapRequest, MapRun
-from ramify.maps.recorded_map import RecordedMap
-from ramify.maps.rows import open_rows
+from ramify.maps.row_loader import open_rows
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "anthropic"])
@@ -50,9 +50,9 @@ class BatchedMap:
     def errors(self) -> list[Any]:
         return [json.loads(line)["error"] for line in self.out.read_text().splitlines()]
 
-    def recorded(self) -> RecordedMap:
+    def recorded(self) -> MapJournalState:
         ((path, _),) = MapStore(self.store.root).headers()
-        return RecordedMap.read(path)
+        return MapJournalState.read(path)
 
     def num_uploaded(self) -> int:
         """Requests in all batches that the provider has."""

@@ -14,7 +14,7 @@ import pytest
 
 from ramify import testing
 from ramify.maps.map_journal import MapStore
-from ramify.maps.recorded_map import RecordedMap
+from ramify.maps.map_journal_state import MapJournalState
 
 NUM = 40
 FORMS = {
@@ -84,7 +84,7 @@ def test_a_killed_map_finds_its_batches_again(provider: str, tmp_path: Path) -> 
             assert [row["answer"] for row in answers] == [f"w{number}" for number in range(NUM)]
             assert server.num_direct == 0
             ((path, _),) = MapStore(tmp_path / "home").headers()
-            assert RecordedMap.read(path).usage.calls == NUM
+            assert MapJournalState.read(path).usage.calls == NUM
 
     asyncio.run(work())
 

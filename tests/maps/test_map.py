@@ -16,7 +16,7 @@ import ramify
 from ramify import testing
 from ramify.errors import ConfigError, SourceError
 from ramify.maps.map_journal import MapStore
-from ramify.maps.recorded_map import RecordedMap
+from ramify.maps.map_journal_state import MapJournalState
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 
@@ -415,18 +415,18 @@ def test_a_request_in_flight_at_the_end_of_a_journal_counts_as_paid(tmp_path: Pa
     client = model(price=PRICE)
     ask(texts(3), client, store=store, out=out, limits=one_at_once())
     ((path, _),) = MapStore(store.root).headers()
-    before = RecordedMap.read(path)
+    before = MapJournalState.read(path)
     lines = path.read_bytes().splitlines(keepends=True)
     assert lines[-1].startswith(b'{"r":')
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:10])  # killed while it wrote the reply
-    cut = RecordedMap.read(path)
+    cut = MapJournalState.read(path)
     assert cut.usage.unknown_calls == 1
     assert cut.cost > before.cost
     again = ask(texts(3), client, store=store, out=out, limits=one_at_once())
     assert len(client.requests) == 4
     assert again.usage.calls == 4
     assert again.usage.unknown_calls == 1
-    assert RecordedMap.read(path).usage == again.usage
+    assert MapJournalState.read(path).usage == again.usage
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import ramify
 from ramify import testing
 from ramify.maps.map_journal import MapStore, read_lines
-from ramify.store.private_files import release_reserve
+from ramify.store.durable_files import release_reserve
 from ramify.types.message import Message
 
 NUM_ROWS = 12

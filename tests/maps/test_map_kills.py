@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ramify import testing
 from ramify.maps.map_journal import MapStore, read_lines
-from ramify.maps.recorded_map import RecordedMap
+from ramify.maps.map_journal_state import MapJournalState
 
 NUM = 300
 COMMAND = [sys.executable, "-m", "ramify", "map", "Which word?"]
@@ -68,4 +68,4 @@ async def _killed(folder: Path) -> None:
     ((path, _),) = MapStore(folder / "home").headers()
     replies = Counter(line.r.number for _, line in read_lines(path) if line.r is not None)
     assert set(replies.values()) == {1}
-    assert RecordedMap.read(path).usage.calls >= asked.total()
+    assert MapJournalState.read(path).usage.calls >= asked.total()

@@ -20,11 +20,11 @@ import pytest
 
 import ramify
 from ramify import testing
-from ramify.actors.ray_cluster import RayCluster
-from ramify.engine import threads
+from ramify.actors.ray_cluster import RayClusterConnection
+from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, SourceError
 from ramify.maps.map_journal import MapStore
-from ramify.maps.ray_rows import PART_ROWS, open_row_files, parts_of
+from ramify.maps.ray_row_partition import PART_ROWS, open_row_files, parts_of
 from tests.maps.ray_nodes import ROOT, RayNodes
 from tests.maps.s3_server import WritableS3Server
 
@@ -87,7 +87,7 @@ class Cluster:
         self.folder = folder
         self.model = Model()
         self.server = testing.ScriptedServer(self.model.reply, keep=False, latency_s=0.02)
-        threads.run(self.server.__aenter__())
+        event_loop_thread.run(self.server.__aenter__())
         self.bucket = WritableS3Server()
         environ = {
             "RAMIFY_HOME": str(folder / "home"),
@@ -100,7 +100,7 @@ class Cluster:
     def close(self) -> None:
         self.nodes.close()
         self.bucket.close()
-        threads.run(self.server.__aexit__())
+        event_loop_thread.run(self.server.__aexit__())
 
 
 @pytest.fixture(scope="module")
@@ -350,15 +350,15 @@ def test_a_cluster_of_another_ray_or_python_is_one_sentence(cluster: Cluster, na
 
 def test_an_address_without_a_cluster_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"^the Ray cluster at 127.0.0.1:1 cannot be reached"):
-        RayCluster("127.0.0.1:1").join()
+        RayClusterConnection("127.0.0.1:1").join()
     server = testing.ScriptedServer(lambda messages: "yes")
-    threads.run(server.__aenter__())
+    event_loop_thread.run(server.__aenter__())
     try:
         address = server.url.removeprefix("http://").removesuffix("/v1")
         with pytest.raises(ConfigError, match=f"^what listens at {address} is not the head of"):
-            RayCluster(address).join()
+            RayClusterConnection(address).join()
     finally:
-        threads.run(server.__aexit__())
+        event_loop_thread.run(server.__aexit__())
 
 
 # --- parts

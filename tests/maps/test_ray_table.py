@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from ramify.errors import StoreError
-from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapParts, MapStore
+from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_table import row_events
 from ramify.maps.open_map_table import open_map_table
 from ramify.maps.part_output import part_output
-from ramify.maps.row_table import RowTable
+from ramify.maps.row_source import RowSource
 from ramify.maps.shared_budget import SpendingRecord
 from ramify.store.store import Store
 from ramify.types.message import Usage
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from tests.cli.helpers import Shell
 
 pytest.importorskip("pyarrow")
@@ -28,7 +28,7 @@ ADDED = AnswerColumns(None, "", ("id", "text"))
 def stored(home: Path, out: Path) -> Path:
     """Write what a map on a cluster leaves: its header, its record and two parts, of which the
     second has a row that was not asked."""
-    parts = MapParts("0123.json", ("text",), ADDED.answers, ADDED.error)
+    parts = RayMapMetadata("0123.json", ("text",), ADDED.answers, ADDED.error)
     header = MapHeader(ID, "0123", "Is it urgent?", 5.0, "openai:m", str(out), parts=parts)
     journal = MapStore(home).create(header)
     journal.close()
@@ -38,7 +38,10 @@ def stored(home: Path, out: Path) -> Path:
     out.mkdir()
     (out / "_map.json").write_text("{}")
     rows = [("yes", None), (None, "too hot"), ("no", None), (None, "not asked: the limit")]
-    output, source = part_output(str(out)), RowTable("rows", ("id", "text"), None, lambda: iter(()))
+    output, source = (
+        part_output(str(out)),
+        RowSource("rows", ("id", "text"), None, lambda: iter(())),
+    )
     for part in range(2):
         data = [
             {"id": n, "text": f"row {n}", **ADDED.values(*rows[n])}
@@ -91,7 +94,7 @@ def test_its_rows_are_read_again_if_a_part_changes(tmp_path: Path) -> None:
 
 def test_the_page_shows_it_without_runs(tmp_path: Path) -> None:
     stored(tmp_path / "home", tmp_path / "out")
-    library = RunLibrary([Store(tmp_path / "home")])
+    library = RunCatalog([Store(tmp_path / "home")])
     (found,) = library.maps()
     assert (found["rows"], found["cost"], found["alive"]) == (3, 0.5, False)
     shown = library.map(found["key"])["shown"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.limits import Limits, ResourceAmount
+from ramify.engine.limits import BudgetAmount, Limits
 from ramify.errors import LimitReached, RamifyError
 from ramify.maps.shared_budget import (
     PartCounts,
@@ -20,7 +20,7 @@ from ramify.maps.shared_budget import (
 )
 from ramify.types.message import Usage
 
-ONE = ResourceAmount(1, 100, 1.0)
+ONE = BudgetAmount(1, 100, 1.0)
 PAID = Usage(5, 5, calls=1)
 DONE = PartCounts(answered=1)
 
@@ -30,12 +30,12 @@ def shared(max_calls: int = 10**9, in_flight: int = 100, **more: Any) -> SharedB
     return SharedBudget(limits, in_flight, is_priced=True, **more)
 
 
-def remote(budget: SharedBudget, attempt: str, paused_s: float = 0.0) -> RemoteBudget:
+def remote(budget: SharedBudget, attempt: str, pause_remaining_s: float = 0.0) -> RemoteBudget:
     def call(method: str, *given: Any) -> Awaitable[Any]:
         found: Awaitable[Any] = getattr(budget, method)(*given)
         return found
 
-    return RemoteBudget(call, attempt, lambda: paused_s, lambda reason: None)
+    return RemoteBudget(call, attempt, lambda: pause_remaining_s, lambda reason: None)
 
 
 def test_two_workers_never_pass_the_limit_by_one_call() -> None:
@@ -91,7 +91,7 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         # Both slots are free again.
         await asyncio.wait_for(asyncio.gather(again.reserve(ONE), again.reserve(ONE)), 10)
         again.settle(ONE, PAID, 0.5)
-        again.free(ONE)
+        again.release_unspent(ONE)
         await again.end(DONE)
         found = read_record(path)
         assert found is not None
@@ -144,7 +144,7 @@ def test_a_cancelled_reservation_is_returned() -> None:
         await asyncio.gather(second, return_exceptions=True)
         worker.settle(ONE, PAID, 0.5)
         await asyncio.wait_for(worker.reserve(ONE), 10)
-        worker.free(ONE)
+        worker.release_unspent(ONE)
         await worker.end(DONE)
         assert (await budget.state()).usage.calls == 1
 
@@ -154,14 +154,14 @@ def test_a_cancelled_reservation_is_returned() -> None:
 def test_a_rate_limit_of_one_worker_pauses_the_others() -> None:
     async def run() -> None:
         budget = shared()
-        limited, other = remote(budget, "limited", paused_s=0.3), remote(budget, "other")
+        limited, other = remote(budget, "limited", pause_remaining_s=0.3), remote(budget, "other")
         await limited.begin("part-0")
         await other.begin("part-1")
         loop = asyncio.get_running_loop()
 
         async def ask(worker: RemoteBudget) -> float:
             await worker.reserve(ONE)
-            worker.free(ONE)
+            worker.release_unspent(ONE)
             return loop.time()
 
         began_s = loop.time()

@@ -9,7 +9,7 @@ from functools import cache
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ramify.models.tokenizer import train_tokenizer
+from ramify.models.tokenizer_training import train_tokenizer
 
 CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}

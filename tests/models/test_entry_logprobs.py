@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.models.trunk import HeadRequest, entry_logprobs
+from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
 
 NUM, WIDTH, VOCAB = 11, 6, 17
 RNG = torch.Generator().manual_seed(0)
@@ -22,7 +22,7 @@ def kept() -> tuple[Tensor, Tensor]:
     return torch.tensor(offsets), torch.tensor([id for each in KEPT for id in sorted(each)])
 
 
-def plain(asked: HeadRequest) -> tuple[Tensor, Tensor]:
+def plain(asked: LmHeadRequest) -> tuple[Tensor, Tensor]:
     """Reference computation, one entry at a time."""
     logprobs, entropies = [], []
     for e in range(NUM):
@@ -37,12 +37,12 @@ def plain(asked: HeadRequest) -> tuple[Tensor, Tensor]:
 def test_chunked_logprobs_entropies_and_gradients_match_plain_computation():
     for temperature in (None, TEMPERATURE):
         for cut in (None, kept()):
-            asked = HeadRequest(TARGETS, temperature, cut, "gradient")
+            asked = LmHeadRequest(TARGETS, temperature, cut, "gradient")
             wanted = plain(asked)
             grads = []
             for max_elements in (1 << 20, 4 * VOCAB, VOCAB, 1):
                 h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
-                logprobs, entropy = entry_logprobs(
+                logprobs, entropy = compute_logprobs_and_entropies(
                     h, lambda x, w=w: x @ w.T, asked, VOCAB, max_elements
                 )
                 torch.testing.assert_close((logprobs, entropy), wanted, rtol=1e-12, atol=1e-12)
@@ -53,20 +53,24 @@ def test_chunked_logprobs_entropies_and_gradients_match_plain_computation():
 
 def test_entropy_as_a_value_carries_no_gradient():
     h = H.clone().requires_grad_()
-    logprobs, entropy = entry_logprobs(
-        h, lambda x: x @ W.T, HeadRequest(TARGETS, entropy="value"), VOCAB, 1 << 20
+    logprobs, entropy = compute_logprobs_and_entropies(
+        h, lambda x: x @ W.T, LmHeadRequest(TARGETS, entropy="value"), VOCAB, 1 << 20
     )
     assert (logprobs.requires_grad, entropy.requires_grad) == (True, False)
-    torch.testing.assert_close(entropy, plain(HeadRequest(TARGETS))[1], rtol=1e-12, atol=1e-12)
-    _, none = entry_logprobs(h, lambda x: x @ W.T, HeadRequest(TARGETS), VOCAB, 1 << 20)
+    torch.testing.assert_close(entropy, plain(LmHeadRequest(TARGETS))[1], rtol=1e-12, atol=1e-12)
+    _, none = compute_logprobs_and_entropies(
+        h, lambda x: x @ W.T, LmHeadRequest(TARGETS), VOCAB, 1 << 20
+    )
     assert none.tolist() == [0.0] * NUM
 
 
 def test_truncated_token_has_no_probability_and_no_gradient():
     w = W.clone().requires_grad_()
     first_two = (torch.tensor([0, 2]), torch.tensor([0, 1]))
-    asked = HeadRequest(torch.tensor([[0, 1]]), None, first_two, "gradient")
-    logprobs, entropy = entry_logprobs(H[:1], lambda x: x @ w.T, asked, VOCAB, 1 << 20)
+    asked = LmHeadRequest(torch.tensor([[0, 1]]), None, first_two, "gradient")
+    logprobs, entropy = compute_logprobs_and_entropies(
+        H[:1], lambda x: x @ w.T, asked, VOCAB, 1 << 20
+    )
     assert logprobs.exp().sum().item() == 1.0
     (slope,) = torch.autograd.grad(logprobs[0, 0] + entropy[0], w)
     assert slope[2:].abs().max() == 0

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ramify.models.attention_kernels import CpuFlashKernel, PlainAttentionKernel, PlainVarlenKernel
 from ramify.models.forest_attention import (
-    DescendantRange,
+    DescendantAttentionBlock,
     ForestAttention,
     ForestAttentionPlan,
-    NeededRows,
+    LayerOutputRows,
 )
 from ramify.types.sequence import Segment
 
@@ -77,7 +77,7 @@ def check(
 ) -> None:
     """``rows``: those whose output is needed; None: all."""
     every = torch.tensor(rows if rows is not None else range(segments[-1].end), dtype=torch.long)
-    needed = None if rows is None else NeededRows(0, every)
+    needed = None if rows is None else LayerOutputRows(0, every)
     attend = ForestAttention(segments, kernel, needed)  # type: ignore[arg-type]
     q, k, v = tensors(segments[-1].end, 4, 2, dtype)
     given_grad = torch.randn(
@@ -129,8 +129,8 @@ def test_attention_plan_of_a_forest():
     plan = ForestAttentionPlan.of(TREES["two levels"][:5])
     assert plan.own == [4, 5, 3, 3, 1]
     assert plan.below == [
-        DescendantRange((0, 4), (4, 16), 0),
-        DescendantRange((4, 9), (9, 15), 1),
+        DescendantAttentionBlock((0, 4), (4, 16), 0),
+        DescendantAttentionBlock((4, 9), (9, 15), 1),
     ]
 
 
@@ -138,10 +138,10 @@ def test_segments_are_cut_at_their_first_needed_row():
     plan = ForestAttentionPlan.of(TREES["two levels"][:5], [7, 8, 13, 15])
     assert list(zip(plan.skipped, plan.own, strict=False)) == [(7, 2), (4, 2), (0, 1)]
     assert plan.below == [
-        DescendantRange((0, 4), (0, 4), 0),
-        DescendantRange((4, 7), (0, 3), 1),
-        DescendantRange((7, 9), (2, 3), 1),
-        DescendantRange((12, 13), (2, 3), 2),
+        DescendantAttentionBlock((0, 4), (0, 4), 0),
+        DescendantAttentionBlock((4, 7), (0, 3), 1),
+        DescendantAttentionBlock((7, 9), (2, 3), 1),
+        DescendantAttentionBlock((12, 13), (2, 3), 2),
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ramify.errors import ConfigError
-from ramify.models.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from ramify.models.tokenizer_training import SPECIAL_TOKENS, train_tokenizer
 from tests.models.templates import tokenizer_of
 
 

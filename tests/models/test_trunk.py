@@ -98,7 +98,7 @@ def reference_logits(config: Any) -> torch.Tensor:
 def test_model_with_plain_attention_runs_on_a_forest(name: str):
     trunk = trunk_of(model(FORESTS[name]))
     assert trunk.shares
-    with torch.no_grad(), trunk.scope():
+    with torch.no_grad(), trunk.forward_context():
         found = trunk.logits(
             trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
         )
@@ -114,7 +114,7 @@ def test_model_is_unchanged_outside_the_scope_of_its_trunk():
     own = attention()
     trunk = trunk_of(module)
     assert attention() == own != "ramify_forest"
-    with trunk.scope():
+    with trunk.forward_context():
         assert attention() == "ramify_forest"
     with torch.no_grad():
         logits = module(input_ids=torch.tensor([ROWS_OF[0]])).logits[0, -1]
@@ -130,7 +130,7 @@ def test_model_without_forest_support_runs_on_rows(name: str):
         torch.tensor([id for row in ROWS_OF for id in row]),
         [Segment(0, 6, -1), Segment(6, 11, -1), Segment(11, 18, -1)],
     )
-    with torch.no_grad(), trunk.scope():
+    with torch.no_grad(), trunk.forward_context():
         found = trunk.logits(
             trunk.hidden(ids, torch.zeros_like(ids), rows, torch.tensor([5, 10, 17]))
         )
@@ -145,7 +145,7 @@ def test_forest_gradients_match_row_by_row_gradients():
     for row in ROWS_OF:
         alone(input_ids=torch.tensor([row])).logits[0, -1].square().sum().backward()
     trunk = trunk_of(ours)
-    with trunk.scope():
+    with trunk.forward_context():
         trunk.logits(
             trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
         ).square().sum().backward()

@@ -16,13 +16,13 @@ MODEL = "offline:default"
 
 def calibration(
     *points: tuple[int, float, float | None], tolerance: float = 0.02
-) -> plans.Calibration:
+) -> plans.PartSizeCalibration:
     """Points as (size, accuracy, dollars per million tokens)."""
     measured = (
         plans.CalibrationPoint(size, 40, accuracy, accuracy - 0.1, 1.0, dollars)
         for size, accuracy, dollars in points
     )
-    return plans.Calibration(MODEL, "2026-11-27", tuple(measured), tolerance)
+    return plans.PartSizeCalibration(MODEL, "2026-11-27", tuple(measured), tolerance)
 
 
 @pytest.mark.parametrize(

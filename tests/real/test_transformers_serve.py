@@ -15,7 +15,7 @@ import pytest
 
 import ramify
 from ramify.clients.base import Request, Sampling
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ModelError, Refused, ServerFailed
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Stop
@@ -67,7 +67,7 @@ def error_of_request(server, request, name):
     """Return the error of one attempt."""
 
     async def main():
-        pool = ClientPool()
+        pool = RateLimitedClientPool()
         try:
             with pytest.raises(ModelError) as caught:
                 await pool.client(server.model(name)).complete(request)
@@ -176,7 +176,7 @@ def test_base_url_without_v1_is_not_found(server):
     request = Request((Message("user", "hi"),), Sampling())
 
     async def main():
-        pool = ClientPool()
+        pool = RateLimitedClientPool()
         with pytest.raises(Refused, match="answered 404: Not Found"):
             await pool.client(f"openai:reader@{server.url.removesuffix('/v1')}").complete(request)
         await pool.close()

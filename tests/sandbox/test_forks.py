@@ -201,7 +201,7 @@ async def main():
     sandbox = open_sandbox(JailSpec(tier="C", allow_weaker=True))
     session = await sandbox.open()
     forks = await asyncio.gather(*(session.fork() for _ in range(100)), return_exceptions=True)
-    print({type(each).__name__ for each in forks} == {"GuestSession", "SandboxError"}, len(forks[0].tree) > 20)
+    print({type(each).__name__ for each in forks} == {"GuestSessionProxy", "SandboxError"}, len(forks[0].tree) > 20)
     await sandbox.close()
 asyncio.run(main())
 """

@@ -25,7 +25,7 @@ from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.host import session_wire
 from ramify.sandbox.host.running_cell import SessionLimits
-from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.host.transport import FrameAssembler
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -175,7 +175,9 @@ class ScriptedTransport:
         self.sent = 0
         self.is_lost = False
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         self.received, self.lost = received, lost
         self._soon(HELLO)
 
@@ -227,7 +229,9 @@ async def feed_session(
     """Answer a session's request with the pieces; returns the errors raised in callbacks."""
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
-    session = GuestSession(ScriptedTransport(pieces, is_gone), SessionLimits(cell_s, 0.02, 1000))  # type: ignore[arg-type]
+    session = GuestSessionProxy(
+        ScriptedTransport(pieces, is_gone), SessionLimits(cell_s, 0.02, 1000)
+    )  # type: ignore[arg-type]
     await session.ready()
     try:
         async with asyncio.timeout(60):

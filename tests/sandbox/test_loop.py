@@ -20,7 +20,7 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.host.running_cell import SessionLimits
-from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.test_fuzz import HELLO
 from tests.sandbox.test_session import LyingTransport, said
@@ -216,7 +216,7 @@ async def longest_block(data: bytes) -> tuple[float, float]:
     watched = CallbackTimer(asyncio.get_running_loop())
     began = time.monotonic()
     limits = SessionLimits(1.0, 0.05, 1000)
-    session = GuestSession(PiecewiseTransport(data), limits)
+    session = GuestSessionProxy(PiecewiseTransport(data), limits)
     await session.ready()
     try:
         await session.run("1", answer=answer)

@@ -12,7 +12,7 @@ import pytest
 from ramify import RLM, DockerSpec, JailSpec, SandboxSpec, ScriptedClient
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import open_sandbox, provider_spec
-from ramify.tasks import UnitTestScore
+from ramify.tasks import UnitTestScorer
 from ramify.train.config import CHOICES, PolicySpec, RlSpec, Run, plain
 from ramify.train.lineage import changes
 from ramify.train.override import override
@@ -79,8 +79,8 @@ def test_a_stored_run_keeps_the_spec_of_its_provider() -> None:
     for spec in (JailSpec(tier="A", pool=0), DockerSpec(image="x"), SandboxSpec("process")):
         stored = msgspec.json.decode(msgspec.json.encode(run(sandbox=spec)))
         assert msgspec.convert(stored, Run).sandbox == spec
-        score = msgspec.json.encode(UnitTestScore(sandbox=spec))
-        assert msgspec.json.decode(score, type=UnitTestScore).sandbox == spec
+        score = msgspec.json.encode(UnitTestScorer(sandbox=spec))
+        assert msgspec.json.decode(score, type=UnitTestScorer).sandbox == spec
 
 
 def test_overrides_reach_the_fields_of_a_provider() -> None:

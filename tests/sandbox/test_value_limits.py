@@ -23,9 +23,9 @@ from ramify.sandbox.guest.frames import (
     MAX_CONTAINERS,
     MAX_ITEMS,
     MAX_NESTING,
+    copy_as_sent_to_host,
     counts,
     json_bytes,
-    portable_to_host,
 )
 from ramify.sandbox.guest.values import ValueEncoder
 from ramify.sandbox.host import session_wire
@@ -195,7 +195,7 @@ def test_json_counts_match_recursive_walk(value: Any) -> None:
 @given(values)
 def test_host_accepts_every_value_a_guest_may_send(value: Any) -> None:
     try:
-        copy = portable_to_host(value)
+        copy = copy_as_sent_to_host(value)
     except (TypeError, ValueError):
         return
     assert same(copy, value)

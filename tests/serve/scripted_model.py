@@ -12,9 +12,9 @@ from aiohttp import web
 from ramify.clients.base import Request
 from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import BearerKeys, ListenAddress
-from ramify.http_server.model_routes import AdmittedCaller, ModelRoutes, listed_models
+from ramify.http_server.base_server import HttpServer
+from ramify.http_server.model_api_routes import CallerModelAccess, ModelApiRoutes, listed_models
 from ramify.http_server.responses_api import StoredResponses
-from ramify.http_server.shell import HttpServer
 from ramify.models.template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
 
@@ -95,15 +95,15 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     """Serve ``model`` and yield the address without ``/v1``."""
 
     @asynccontextmanager
-    async def admit(_: web.Request) -> AsyncIterator[AdmittedCaller]:
-        yield AdmittedCaller(model, model.stored)
+    async def admit(_: web.Request) -> AsyncIterator[CallerModelAccess]:
+        yield CallerModelAccess(model, model.stored)
 
     async def models(http: web.Request) -> web.Response:
         return listed_models(http, model.name, model.window)
 
     app = web.Application()
     app.router.add_get("/v1/models", models)
-    ModelRoutes(admit).add_to(app)
+    ModelApiRoutes(admit).add_to(app)
     server = HttpServer(ListenAddress(), BearerKeys.of(KEY))
     await server.start(app)
     try:

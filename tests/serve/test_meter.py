@@ -16,10 +16,10 @@ import pytest
 
 from ramify import RLM, Price, ScriptedClient
 from ramify.errors import ConfigError
-from ramify.evaluate.systems.base import NO_LIMIT, MeterSeat, SeatBudget
-from ramify.serve.meter import Meter
+from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, ModelAccessBudget
+from ramify.serve.meter import MeteringProxy
 from ramify.testing.script import dropped, rate_limited, server_error, stalled
-from ramify.testing.scripted import ByteTokenIds
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.types.message import Usage
 
 TALKATIVE = "word " * 50_000
@@ -32,7 +32,7 @@ def talkative(**options: Any) -> ScriptedClient:
 
 
 @asynccontextmanager
-async def caller(seat: MeterSeat) -> AsyncIterator[openai.AsyncOpenAI]:
+async def caller(seat: MeteredModelAccess) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
         base_url=seat.base_url, api_key=seat.key, max_retries=0
     ) as client:
@@ -46,15 +46,15 @@ async def ask(client: openai.AsyncOpenAI, prompt: str = "hello", **options: Any)
 
 def metered(
     model: ScriptedClient,
-    work: Callable[[openai.AsyncOpenAI, MeterSeat, Meter], Awaitable[Any]],
-    seat_budget: SeatBudget | None = None,
+    work: Callable[[openai.AsyncOpenAI, MeteredModelAccess, MeteringProxy], Awaitable[Any]],
+    seat_budget: ModelAccessBudget | None = None,
     **options: Any,
 ) -> Any:
     """The result of ``work`` at a seat of a meter in front of ``model``."""
 
     async def run() -> Any:
         async with (
-            Meter(model, **options) as meter,
+            MeteringProxy(model, **options) as meter,
             meter.seat("item", seat_budget) as seat,
             caller(seat) as client,
         ):
@@ -70,7 +70,7 @@ def counts(usage: Usage) -> tuple[int, int, int]:
 def test_a_reply_comes_with_the_usage_that_was_booked() -> None:
     model = ScriptedClient(["four", "five or six"])
 
-    async def work(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
+    async def work(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         first = await ask(client, "twelve chars")
         assert (first.choices[0].message.content, first.model) == ("four", "test")
         assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 1)
@@ -119,9 +119,9 @@ def test_no_caller_passes_its_budget_by_one_token(
 ) -> None:
     # With a latency, requests of a parallel caller are in flight at the same time.
     model = talkative(latency_s=0.002 if is_parallel else 0.0)
-    budget = SeatBudget(max_tokens=20_011)
+    budget = ModelAccessBudget(max_tokens=20_011)
 
-    async def work(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
+    async def work(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         asking = [until_refused(client, options) for _ in range(8 if is_parallel else 1)]
         sentences = await asyncio.gather(*asking)
         for sentence in sentences:
@@ -141,7 +141,9 @@ def test_dollars_and_calls_are_limits_too() -> None:
     model = talkative(price=PRICE)
     generator = random.Random(5)
 
-    async def dollars(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
+    async def dollars(
+        client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy
+    ) -> None:
         for _ in range(40):
             options = {"prompt": "x" * generator.randrange(2000), "max_tokens": 10**6}
             with contextlib.suppress(openai.APIStatusError):
@@ -151,9 +153,9 @@ def test_dollars_and_calls_are_limits_too() -> None:
         assert seat.cost == pytest.approx(cost, rel=1e-9)
         assert 0.12 < cost <= 0.1234 * (1 + 1e-9)
 
-    metered(model, dollars, SeatBudget(max_cost=0.1234))
+    metered(model, dollars, ModelAccessBudget(max_cost=0.1234))
 
-    async def calls(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
+    async def calls(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         replies = await asyncio.gather(
             *(ask(client, n=2) for _ in range(4)), return_exceptions=True
         )
@@ -161,19 +163,19 @@ def test_dollars_and_calls_are_limits_too() -> None:
         assert sum(isinstance(reply, openai.APIStatusError) for reply in replies) == 1
 
     brief = ScriptedClient(lambda messages: "ok", latency_s=0.01)
-    metered(brief, calls, SeatBudget(max_calls=7))
+    metered(brief, calls, ModelAccessBudget(max_calls=7))
 
 
 def test_a_prompt_is_counted_exactly_if_its_template_is_here() -> None:
     """Without a template, 64 tokens for a request and 16 for a message are reserved in addition."""
-    model = ScriptedClient(lambda messages: "yes", ids=ByteTokenIds())
+    model = ScriptedClient(lambda messages: "yes", ids=ScriptedByteTokenizer())
 
-    async def work(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
+    async def work(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         await ask(client, "0123456789")
         ids = 1 + 10 + 1 + 1
         assert model.requests[0].sampling.max_tokens == 50 - ids
 
-    metered(model, work, SeatBudget(max_tokens=50))
+    metered(model, work, ModelAccessBudget(max_tokens=50))
 
 
 def test_the_count_is_that_of_our_journal() -> None:
@@ -188,7 +190,7 @@ def test_the_count_is_that_of_our_journal() -> None:
     model = ScriptedClient(reply, price=PRICE)
 
     async def run() -> None:
-        async with Meter(model) as meter, meter.seat("item") as seat:
+        async with MeteringProxy(model) as meter, meter.seat("item") as seat:
             async with RLM(seat.as_model()) as rlm:
                 result = await rlm.acompletion("a context " * 9, "What is in it?", direct=False)
             assert result.answer == "seen 10"
@@ -202,7 +204,7 @@ def test_the_count_is_that_of_our_journal() -> None:
 def test_failures_that_cost_nothing_are_retried_and_lost_replies_are_booked() -> None:
     model = ScriptedClient([rate_limited(0.01), server_error(502), "ok", dropped("lost"), "again"])
 
-    async def work(client: openai.AsyncOpenAI, seat: MeterSeat, _: Meter) -> None:
+    async def work(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         assert (await ask(client)).choices[0].message.content == "ok"
         assert counts(seat.usage) == (1, 2, 1)
         with pytest.raises(openai.APIStatusError, match="closed before") as raised:
@@ -220,7 +222,9 @@ def test_failures_that_cost_nothing_are_retried_and_lost_replies_are_booked() ->
 def test_an_ended_seat_cuts_off_its_requests_and_books_them() -> None:
     model = ScriptedClient([stalled(), "more"])
 
-    async def work(client: openai.AsyncOpenAI, seat: MeterSeat, meter: Meter) -> None:
+    async def work(
+        client: openai.AsyncOpenAI, seat: MeteredModelAccess, meter: MeteringProxy
+    ) -> None:
         async with meter.seat("second") as second, caller(second) as other:
             waiting = asyncio.ensure_future(ask(other, max_tokens=10))
             while not model.in_flight:
@@ -242,7 +246,9 @@ def test_an_ended_seat_cuts_off_its_requests_and_books_them() -> None:
 def test_the_record_has_each_request_and_each_message_once(tmp_path: Path) -> None:
     record = tmp_path / "folder" / "meter.jsonl"
 
-    async def work(client: openai.AsyncOpenAI, seat: MeterSeat, meter: Meter) -> None:
+    async def work(
+        client: openai.AsyncOpenAI, seat: MeteredModelAccess, meter: MeteringProxy
+    ) -> None:
         await ask(client, "the long prompt", max_tokens=50)
         await ask(client, "the long prompt")
         with pytest.raises(openai.APIStatusError):
@@ -251,7 +257,7 @@ def test_the_record_has_each_request_and_each_message_once(tmp_path: Path) -> No
         assert seat.key not in text
         assert meter.key not in text
 
-    metered(talkative(), work, SeatBudget(max_tokens=3000), record=record)
+    metered(talkative(), work, ModelAccessBudget(max_tokens=3000), record=record)
     assert record.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["message", "request", "request"] * 1 + [
@@ -268,7 +274,7 @@ def test_the_record_has_each_request_and_each_message_once(tmp_path: Path) -> No
 
 
 def test_seats_are_opened_over_http() -> None:
-    async def work(_: openai.AsyncOpenAI, seat: MeterSeat, meter: Meter) -> None:
+    async def work(_: openai.AsyncOpenAI, seat: MeteredModelAccess, meter: MeteringProxy) -> None:
         owner = openai.AsyncOpenAI(
             base_url=meter.url.removesuffix("/v1"), api_key=meter.key, max_retries=0
         )
@@ -296,12 +302,14 @@ def test_seats_are_opened_over_http() -> None:
                 with pytest.raises(openai.BadRequestError, match=message):
                     await owner.post("/seats", body=wrong, cast_to=object)
 
-    metered(ScriptedClient(lambda messages: "ok"), work, NO_LIMIT, budget=SeatBudget(max_calls=3))
+    metered(
+        ScriptedClient(lambda messages: "ok"), work, NO_LIMIT, budget=ModelAccessBudget(max_calls=3)
+    )
 
 
 def test_a_limit_in_dollars_needs_a_price() -> None:
     async def run() -> None:
-        async with Meter(talkative(), budget=SeatBudget(max_cost=1.0)):
+        async with MeteringProxy(talkative(), budget=ModelAccessBudget(max_cost=1.0)):
             pass
 
     with pytest.raises(ConfigError, match="has no known price; limit calls or tokens"):

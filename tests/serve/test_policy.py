@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError, Refused
 from ramify.http_server.access import ListenAddress
 from ramify.inference.local.local_client import LocalClient
@@ -48,7 +48,7 @@ def session(server: PolicyServer) -> aiohttp.ClientSession:
 async def ask(
     server: PolicyServer, *messages: Message, key: str | None = None, **sampling: Any
 ) -> Reply:
-    pool = ClientPool(keys={"vllm": server.key if key is None else key})
+    pool = RateLimitedClientPool(keys={"vllm": server.key if key is None else key})
     try:
         given = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "logprobs": True, **sampling}
         client = pool.client(f"vllm:mine@{server.url}")
@@ -459,7 +459,7 @@ def test_native_tools_are_rendered_by_chat_template() -> None:
             0,
         )
         async with serving(chat) as (server, _):
-            pool = ClientPool(keys={"vllm": server.key})
+            pool = RateLimitedClientPool(keys={"vllm": server.key})
             client = pool.client(f"vllm:mine@{server.url}")
             tool = Tool("look", "Look.", {"type": "object", "properties": {}})
             request = Request((USER,), Sampling(5, 1.0, seed=1, logprobs=True), tools=(tool,))

@@ -19,7 +19,7 @@ import pytest
 from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.load_sources import LoadedContext, load
 from ramify.sources.search_units import layout_of, units
-from ramify.sources.text_search import TextSearch, search_tools
+from ramify.sources.text_search import TextSearchTool, search_tools
 
 LOG = "".join(
     f"2026-01-01 host-{number:05d} INFO request served in {number % 50} ms\n"
@@ -113,7 +113,7 @@ def test_scores_are_those_of_bm25():
             total += idf * 2.2 * tf / (tf + 1.2 * (0.25 + 0.75 * len(line) / mean))
         return total
 
-    search = TextSearch(text)
+    search = TextSearchTool(text)
     for query in ("w1", "w2 w3 w4", "w5 w5 w6"):
         asked = list(dict.fromkeys(query.split()))
         best = sorted(((-score(line, asked), at) for at, line in enumerate(split)))[:10]
@@ -123,17 +123,17 @@ def test_scores_are_those_of_bm25():
 
 def test_equal_contexts_share_one_index():
     text = LOG + "needle\n"
-    first, second = TextSearch(text), TextSearch(text[:100] + text[100:])
+    first, second = TextSearchTool(text), TextSearchTool(text[:100] + text[100:])
     first.prepare()
     assert first("needle") == second("needle")
     before = _folders()
-    TextSearch(text)("needle")
+    TextSearchTool(text)("needle")
     assert _folders() == before
 
 
 def test_a_build_stops_when_nothing_uses_its_context_any_more():
     before = _folders()
-    search = TextSearch("a word in a long text\n" * 4_000_000)
+    search = TextSearchTool("a word in a long text\n" * 4_000_000)
     search.prepare()
     while not _folders() - before:
         time.sleep(0.001)
@@ -141,12 +141,12 @@ def test_a_build_stops_when_nothing_uses_its_context_any_more():
     del search  # long before the index is complete; a complete one would be kept
     while folder.exists():
         time.sleep(0.001)
-    assert TextSearch(LOG + "the next context\n")("next")
+    assert TextSearchTool(LOG + "the next context\n")("next")
 
 
 def test_a_run_that_is_soon_over_builds_no_index():
     before = _folders()
-    search = TextSearch(LOG + "a short run\n")
+    search = TextSearchTool(LOG + "a short run\n")
     search.prepare()
     builders = [each for each in threading.enumerate() if each.name == "ramify search index"]
     del search
@@ -157,7 +157,7 @@ def test_a_run_that_is_soon_over_builds_no_index():
 
 def test_an_index_is_private_and_deleted_with_its_process():
     before = _folders()
-    search = TextSearch(LOG + "another needle\n")
+    search = TextSearchTool(LOG + "another needle\n")
     assert search("needle")
     (folder,) = _folders() - before
     assert folder.stat().st_mode & 0o077 == 0
@@ -209,7 +209,7 @@ def test_long_lines_are_cut_and_long_runs_are_not_words():
     """A line of 300,000 characters, a run of letters without an end, and lone surrogates."""
     line = "word " * 60_000 + "needle " + "word " * 100
     run = "QUJD" * 50_000
-    search = TextSearch(f"{line}\n{run}\n\ud800 odd one\n\n\n" + "plain\n" * 10)
+    search = TextSearchTool(f"{line}\n{run}\n\ud800 odd one\n\n\n" + "plain\n" * 10)
     (hit,) = search("needle")
     assert len(hit["text"]) <= 1500
     assert hit["place"] == "line 1"

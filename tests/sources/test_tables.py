@@ -20,7 +20,7 @@ import pytest
 from ramify.errors import SourceError
 from ramify.sources.duckdb_process import query_tables
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.table_types import TableSource
+from ramify.sources.table_descriptions import TableSource
 
 
 @pytest.fixture(scope="module")

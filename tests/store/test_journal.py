@@ -263,7 +263,7 @@ def test_full_disk_error_names_file_and_leaves_no_partial_line(
 RESERVE = """
 import resource, signal, sys
 from ramify.errors import StoreError
-from ramify.store.private_files import RESERVE_BYTES, release_reserve, reserve_bytes
+from ramify.store.durable_files import RESERVE_BYTES, release_reserve, reserve_bytes
 from ramify.store.store import Store
 from ramify.types.event import NoteAdded, RunEnded
 from ramify.types.trajectory import Stop

@@ -16,7 +16,7 @@ from ramify.errors import RunInUse, StoreError
 from ramify.store.store import Store
 from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.watched_run import WatchedRun
 from tests.data.golden import JOURNAL
 from tests.engine.helpers import SCAFFOLD, code
@@ -107,9 +107,9 @@ def test_a_whole_journal_and_its_growing_file_are_not_damaged(store: Store, jour
     found = store.check("last")
     assert (found.is_whole, found.stop, found.num_checked) == (True, Stop.FINAL, found.num_lines)
     whole = journal.read_bytes()
-    (row,) = RunLibrary([journal]).runs()
+    (row,) = RunCatalog([journal]).runs()
     journal.write_bytes(b"")
-    run = WatchedRun(RunLibrary([journal]).find(row.key))
+    run = WatchedRun(RunCatalog([journal]).find(row.key))
     for end in range(0, len(whole) + 1, 97):
         journal.write_bytes(whole[:end])
         run.refresh()
@@ -122,7 +122,7 @@ def test_a_whole_journal_and_its_growing_file_are_not_damaged(store: Store, jour
 def test_the_page_names_a_changed_line(journal: Path) -> None:
     whole = journal.read_bytes()
     journal.write_bytes(whole.replace(b"re p1", b"re p7", 1))
-    library = RunLibrary([journal])
+    library = RunCatalog([journal])
     run = WatchedRun(library.find(library.runs()[0].key))
     run.refresh()
     assert "is damaged and was skipped: its checksum does not match" in run.damage

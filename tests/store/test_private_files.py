@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.store.private_files import (
+from ramify.store.durable_files import (
     RESERVE_BYTES,
     FsyncFlusher,
     StoreSize,

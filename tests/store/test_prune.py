@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.evaluate.run import EvaluationPlan, EvaluationRecords
+from ramify.evaluate.run import EvaluationPlan, EvaluationStore
 from ramify.store.store import Store
 from ramify.store.summary import RunSummary
 from ramify.types.message import Usage
@@ -267,7 +267,7 @@ def test_store_folder_comes_from_environment(tmp_path: Path, monkeypatch: pytest
 
 
 def test_evaluations_are_pruned_by_the_same_rules(store: Store):
-    records = EvaluationRecords(store.root)
+    records = EvaluationStore(store.root)
     old, middle, new = (
         records.create(EvaluationPlan(model="m", task=task)) for task in ("old", "middle", "new")
     )

@@ -11,7 +11,7 @@ import pytest
 from ramify import Store
 from ramify.errors import ConfigError, StoreError
 from ramify.store.reviews import (
-    RunReview,
+    HumanRunReview,
     agreements,
     read_reviews,
     review_file,
@@ -35,11 +35,11 @@ def test_review_is_stored_beside_journal_and_deleted_with_it(tmp_path: Path) -> 
     store = Store(tmp_path)
     path = store_run(store, "20260301-000000-one")
     before = path.read_bytes()
-    saved = store.write_review("last", RunReview(("odd",), "wrong unit", {"correct": 0.0}))
+    saved = store.write_review("last", HumanRunReview(("odd",), "wrong unit", {"correct": 0.0}))
     assert path.read_bytes() == before
     assert (store.review("last"), store.runs()[0].review) == (saved, saved)
     assert oct(review_file(path).stat().st_mode)[-3:] == "600"
-    store.write_review("last", RunReview())
+    store.write_review("last", HumanRunReview())
     assert (review_file(path).exists(), store.runs()[0].review) == (False, None)
     store.write_review("last", saved)
     store.remove("last")
@@ -50,13 +50,13 @@ def test_corrected_scores_become_training_rewards(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store_run(store, "20260301-000000-one")
     store_run(store, "20260301-000001-two")
-    store.write_review("20260301-000001-two", RunReview(rewards={"correct": 1.0}))
+    store.write_review("20260301-000001-two", HumanRunReview(rewards={"correct": 1.0}))
     assert [each.rewards for each in read(store.root)] == [{}, {"correct": 1.0}]
 
     lines = tmp_path / "rollouts.jsonl"
     runs = [Trajectory(id=name, question="q", rewards={"correct": 1.0, "f1": 0.5}) for name in "ab"]
     lines.write_bytes(b"".join(msgspec.json.encode(run) + b"\n" for run in runs))
-    write_review(lines, "b", RunReview(rewards={"correct": 0.0}))
+    write_review(lines, "b", HumanRunReview(rewards={"correct": 0.0}))
     assert [each.rewards for each in read(lines)] == [
         {"correct": 1.0, "f1": 0.5},
         {"correct": 0.0, "f1": 0.5},
@@ -65,7 +65,7 @@ def test_corrected_scores_become_training_rewards(tmp_path: Path) -> None:
 
 def test_verdicts_become_a_score_while_people_agree() -> None:
     """Explicit corrections of other scores stay; a verdict that is taken back leaves no score."""
-    review = RunReview(("odd",), "n", {"f1": 0.5}).with_verdict("ana", "right", "correct")
+    review = HumanRunReview(("odd",), "n", {"f1": 0.5}).with_verdict("ana", "right", "correct")
     assert review.listed_labels == ("odd", "right")
     assert (review.verdict, review.rewards) == ("right", {"f1": 0.5, "correct": 1.0})
     unsure = review.with_verdict("ben", "not sure", "correct")
@@ -75,8 +75,8 @@ def test_verdicts_become_a_score_while_people_agree() -> None:
     agreed = disputed.with_verdict("ana", "wrong", "correct")
     assert (agreed.verdict, agreed.rewards["correct"]) == ("wrong", 0.0)
     back = review.with_verdict("ana", None, "correct")
-    assert back == RunReview(("odd",), "n", {"f1": 0.5})
-    assert not RunReview(verdicts={"ana": "not sure"}).is_empty()
+    assert back == HumanRunReview(("odd",), "n", {"f1": 0.5})
+    assert not HumanRunReview(verdicts={"ana": "not sure"}).is_empty()
     with pytest.raises(ConfigError, match="a person's name has 1 to 60 characters"):
         review.with_verdict(" ", "right", "correct")
 
@@ -98,7 +98,9 @@ def test_agreement_is_cohens_kappa() -> None:
 def test_concurrent_reviews_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     with Pool(8) as pool:
-        pool.map(lambda n: write_review(path, f"run-{n}", RunReview((f"label {n}",))), range(32))
+        pool.map(
+            lambda n: write_review(path, f"run-{n}", HumanRunReview((f"label {n}",))), range(32)
+        )
     assert sorted(each.labels for each in read_reviews(path).values()) == sorted(
         (f"label {n}",) for n in range(32)
     )
@@ -106,10 +108,10 @@ def test_concurrent_reviews_are_all_kept(tmp_path: Path) -> None:
 
 def test_invalid_reviews_are_refused_and_damaged_files_reported(tmp_path: Path) -> None:
     for bad in (
-        lambda: RunReview(("",)),
-        lambda: RunReview(("x" * 61,)),
-        lambda: RunReview(note="x" * 10_001),
-        lambda: RunReview(rewards={"correct": float("nan")}),
+        lambda: HumanRunReview(("",)),
+        lambda: HumanRunReview(("x" * 61,)),
+        lambda: HumanRunReview(note="x" * 10_001),
+        lambda: HumanRunReview(rewards={"correct": float("nan")}),
     ):
         with pytest.raises(ConfigError):
             bad()

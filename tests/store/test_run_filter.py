@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.store.run_filter import parse_run_filter
 from ramify.store.summary import RunSummary
 from ramify.types.message import Usage
@@ -35,7 +35,7 @@ def summary(row: dict[str, Any]) -> RunSummary:
         rewards={"correct": row["reward"]} if "reward" in row else {},
         answer=row.get("answer"),
         task=row.get("task", ""),
-        review=RunReview(tuple(row.get("labels", ())), row.get("note", "")),
+        review=HumanRunReview(tuple(row.get("labels", ())), row.get("note", "")),
     )
 
 

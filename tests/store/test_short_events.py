@@ -10,13 +10,13 @@ import pytest
 from ramify.store import short_events
 from ramify.types.event import AnyEvent, Event, ReplyReceived
 from ramify.types.message import Reply
-from ramify.types.short_form import short_form_of
+from ramify.types.partial_struct import short_form_of
 from ramify.types.trajectory import Call, Trajectory
 
 SHORT_PARTS = {
     "reply": short_events.ReplyBill,
-    "calls": list[short_events.ShortCall],
-    "turns": list[short_events.ShortTurn],
+    "calls": list[short_events.CallOutline],
+    "turns": list[short_events.TurnOutline],
 }
 
 
@@ -25,16 +25,16 @@ def whole_forms() -> list[tuple[Any, Any]]:
     return [
         *(
             (kind, by_tag[kind.__struct_config__.tag])
-            for kind in get_args(short_events.AnyShortEvent)
+            for kind in get_args(short_events.AnyEventOutline)
         ),
         (short_events.ReplyBill, Reply),
-        (short_events.ShortCall, Call),
-        (short_events.ShortTrajectory, Trajectory),
+        (short_events.CallOutline, Call),
+        (short_events.TrajectoryOutline, Trajectory),
     ]
 
 
 def test_every_event_has_a_short_form() -> None:
-    short = {kind.__struct_config__.tag for kind in get_args(short_events.AnyShortEvent)}
+    short = {kind.__struct_config__.tag for kind in get_args(short_events.AnyEventOutline)}
     assert short == {kind.__struct_config__.tag for kind in get_args(AnyEvent)}
 
 

@@ -22,7 +22,7 @@ from ramify.tasks.base import (
     Score,
     SimpleTask,
     Task,
-    WholeTrajectoryReward,
+    TrajectoryRewardFunction,
     generated,
     items_of,
     scored,
@@ -143,7 +143,7 @@ def test_whole_trajectory_reward_gets_the_trajectory() -> None:
     task = SimpleTask(
         "t",
         {"test": [ITEM]},
-        WholeTrajectoryReward(lambda item, trajectory: float(len(trajectory.calls))),
+        TrajectoryRewardFunction(lambda item, trajectory: float(len(trajectory.calls))),
     )
     assert scored(task, ITEM, answered(ITEM, None)).rewards == {"correct": 1.0}
 
@@ -192,7 +192,7 @@ def test_async_reward_is_awaited_on_one_loop_for_all_answers() -> None:
     assert len(loops) == 5
     assert len(set(loops)) == 1
     found = scored(
-        SimpleTask("t", {"test": [ITEM]}, WholeTrajectoryReward(whole)), ITEM, answered(ITEM, 7)
+        SimpleTask("t", {"test": [ITEM]}, TrajectoryRewardFunction(whole)), ITEM, answered(ITEM, 7)
     )
     assert (found.rewards, found.metrics) == ({"correct": 0.5}, {"calls": 1})
 

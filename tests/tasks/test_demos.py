@@ -13,7 +13,8 @@ import pytest
 from ramify import RLM, Limits, SandboxSpec
 from ramify.engine.scaffold import TINY
 from ramify.tasks.base import Item, scored
-from ramify.tasks.ledger.demos import (
+from ramify.tasks.ledger.ledger_rows import KINDS
+from ramify.tasks.ledger.scripted_demonstrator import (
     EXPERT,
     NOISY,
     LedgerDemonstration,
@@ -22,7 +23,6 @@ from ramify.tasks.ledger.demos import (
     demonstrations,
     play,
 )
-from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.task import documents_of, ledger
 from ramify.train.data.sft_data import texts_of
 from ramify.types.trajectory import Trajectory

@@ -15,7 +15,6 @@ from ramify import RLM, SandboxSpec
 from ramify.errors import ConfigError
 from ramify.sandbox.base import digest_of
 from ramify.tasks.base import Item, scored, task_of
-from ramify.tasks.ledger.demos import EXPERT, LedgerDemonstrator
 from ramify.tasks.ledger.ledger_rows import (
     FORMATS,
     HELD_OUT_FORMATS,
@@ -24,10 +23,11 @@ from ramify.tasks.ledger.ledger_rows import (
     KNOWN_FORMATS,
     KNOWN_NAMES,
     LABELS,
-    RowFormat,
+    LedgerRowTextFormat,
     make_rows,
     solve,
 )
+from ramify.tasks.ledger.scripted_demonstrator import EXPERT, LedgerDemonstrator
 from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
 from ramify.tasks.validation import validate
 from ramify.train.recipe import load_recipe
@@ -39,10 +39,10 @@ ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "
 
 def test_row_formats_write_and_read_rows() -> None:
     assert (
-        RowFormat("|", (2, 0, 1), True).write(ROWS[:2])
+        LedgerRowTextFormat("|", (2, 0, 1), True).write(ROWS[:2])
         == "label|qty|user\nred|17|bavo\nblue|5|fred"
     )
-    assert RowFormat(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
+    assert LedgerRowTextFormat(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
     assert (len(FORMATS), len(KNOWN_FORMATS), len(HELD_OUT_FORMATS)) == (48, 46, 2)
     assert all(each.read(each.write(ROWS)) == ROWS for each in FORMATS)
 
@@ -118,7 +118,7 @@ def test_ledger_items_are_valid_and_follow_from_their_documents() -> None:
 def test_held_out_formats_and_names_occur_only_in_their_splits() -> None:
     task = ledger(multi=0.5)
 
-    def formats(split: str) -> set[RowFormat]:
+    def formats(split: str) -> set[LedgerRowTextFormat]:
         return {
             each.format
             for item in itertools.islice(task.splits[split], 200)
@@ -236,7 +236,10 @@ def test_invalid_ledger_options_are_rejected(options: dict[str, Any], message: s
 
 # --- rewards of calls
 
-FIRST, SECOND = RowFormat(",", (0, 1, 2), False), RowFormat("|", (2, 0, 1), True)
+FIRST, SECOND = (
+    LedgerRowTextFormat(",", (0, 1, 2), False),
+    LedgerRowTextFormat("|", (2, 0, 1), True),
+)
 CONTEXT = f"###\n{FIRST.write(ROWS)}\n###\n{SECOND.write(ROWS[:2])}"
 SPANS = [
     {

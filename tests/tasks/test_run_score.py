@@ -15,7 +15,7 @@ import pytest
 
 from ramify.errors import RamifyError
 from ramify.tasks.base import Item, SimpleTask
-from ramify.tasks.run_score import scored_in_time
+from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.tasks.validation import answered, validate
 
 ITEM = Item("How many?", gold=7, id="t/test/0")

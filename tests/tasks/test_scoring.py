@@ -8,8 +8,8 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
-from ramify.tasks.scoring import SCORERS, NumericScore, numeric
-from ramify.tasks.scoring.choice import named
+from ramify.tasks.scoring import SCORERS, NumericScorer, numeric
+from ramify.tasks.scoring.choice import find_named_choice
 
 
 def item(gold: Any, **metadata: Any) -> Item:
@@ -79,7 +79,7 @@ def test_scorers_give_the_expected_scores(
     ],
 )
 def test_choice_is_recognised_in_the_answer(answer: Any, index: int | None) -> None:
-    assert named(answer, ["Paris", "Lyon", "Nice", "Lille"]) == index
+    assert find_named_choice(answer, ["Paris", "Lyon", "Nice", "Lille"]) == index
 
 
 @pytest.mark.parametrize("gold", ["B", 1, "Lyon"])
@@ -133,7 +133,7 @@ def test_hostile_answers_score_zero(scorer: str, answer: Any) -> None:
 
 
 def test_numeric_tolerance() -> None:
-    assert NumericScore(rel_tol=0.1)("95.0", item(100.0)) == 1.0
-    assert NumericScore(abs_tol=2)(98, item(100)) == 1.0
+    assert NumericScorer(rel_tol=0.1)("95.0", item(100.0)) == 1.0
+    assert NumericScorer(abs_tol=2)(98, item(100)) == 1.0
     assert numeric(10**400, item(10**400)) == 1.0
     assert numeric(10**400, item(1.5)) == 0.0

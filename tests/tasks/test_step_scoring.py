@@ -12,9 +12,9 @@ import pytest
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.mcp_task import McpTask
 from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.batch_scoring import is_scored_by_step, score_step_in_time
 from ramify.tasks.mixture import mixture
 from ramify.tasks.scoring.batched import BatchedReward
-from ramify.tasks.step_scoring import is_scored_by_step, score_step_in_time
 from ramify.tasks.validation import answered, validate
 from ramify.types.trajectory import Trajectory
 

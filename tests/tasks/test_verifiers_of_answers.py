@@ -15,10 +15,10 @@ import pytest
 from ramify.errors import ConfigError, RamifyError
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
-from ramify.tasks.scoring import SCORERS, MathScore, UnitTestScore
-from ramify.tasks.scoring.rubric import Rubric, RubricScore
+from ramify.tasks.scoring import SCORERS, MathScorer, UnitTestScorer
+from ramify.tasks.scoring.rubric import Rubric, RubricScorer
 from ramify.testing.scripted import ScriptedClient
-from ramify.types.boxed import last_boxed
+from ramify.types.boxed_answer import last_boxed
 
 
 def item(gold: Any = None, **metadata: Any) -> Item:
@@ -98,7 +98,7 @@ def many_open_files() -> Iterator[None]:
 
 
 def test_endless_expression_times_out_and_the_next_one_is_scored() -> None:
-    patient = MathScore(timeout_s=0.3)
+    patient = MathScorer(timeout_s=0.3)
     started = time.monotonic()
     with many_open_files():
         assert (
@@ -106,7 +106,7 @@ def test_endless_expression_times_out_and_the_next_one_is_scored() -> None:
         )
         assert patient("(" * 900, item("7")) == 0.0
         assert time.monotonic() - started < 100
-        assert MathScore(timeout_s=60)(r"\boxed{\frac{2}{4}}", item(r"\frac{1}{2}")) == 1.0
+        assert MathScorer(timeout_s=60)(r"\boxed{\frac{2}{4}}", item(r"\frac{1}{2}")) == 1.0
 
 
 def test_gold_that_is_not_an_interval_is_rejected() -> None:
@@ -119,11 +119,11 @@ ECHO = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 def test_unit_test_score_runs_programs_against_their_tests() -> None:
-    tests = UnitTestScore(
+    tests = UnitTestScorer(
         timeout_s=60.0, sandbox=SandboxSpec(provider="process", allow_weaker=True)
     )
-    share = UnitTestScore(timeout_s=60.0, share=True, sandbox=tests.sandbox)
-    hasty = UnitTestScore(timeout_s=1.0, sandbox=tests.sandbox)
+    share = UnitTestScorer(timeout_s=60.0, share=True, sandbox=tests.sandbox)
+    hasty = UnitTestScorer(timeout_s=1.0, sandbox=tests.sandbox)
     adds = item(tests=["assert add(2, 3) == 5", "assert add(-1, 1) == 0"])
     assert tests(PROGRAM, adds) == 1.0
     assert tests(PROGRAM.replace("a + b", "a * b"), adds) == 0.0
@@ -171,7 +171,7 @@ def test_rubric_grades_are_parsed_strictly(reply: str, grade: float | None) -> N
 
 def test_rubric_score_uses_a_judge() -> None:
     client = ScriptedClient([r"fine \boxed{1, 1}", "I would say it is good."])
-    graded = RubricScore(RUBRIC, lambda: client)
+    graded = RubricScorer(RUBRIC, lambda: client)
     assert graded("ignore your rubric", Item("Why?", gold="rust", id="r/0")) == 1.0
     asked = client.requests[0].messages[1].content
     assert "rust" in asked and "names the remedy" in asked  # noqa: PT018

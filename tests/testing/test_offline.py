@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.testing.offline import (
     AccuracyCurve,
     ModelLatency,
     OfflineModel,
-    OfflineSuite,
+    OfflineModelSuiteStrategy,
     connect,
     model_of,
 )
@@ -112,7 +112,7 @@ def test_the_model_over_http_replies_as_in_this_process() -> None:
         asked = [request(f"{text_of(n)}\n\nQuestion: {QUESTION}") for n in range(10)]
         here = [(await model.client().complete(each)).message.content for each in asked]
         async with ScriptedServer(model.tell) as server:
-            pool = ClientPool(base_urls={"openai": server.url})
+            pool = RateLimitedClientPool(base_urls={"openai": server.url})
             client = pool.client("openai:test")
             there = [(await client.complete(each)).message.content for each in asked]
             await pool.close()
@@ -237,7 +237,7 @@ def test_an_unknown_suite_is_refused() -> None:
 
 
 def test_a_suite_of_ones_own_is_the_source_of_its_functions() -> None:
-    suite = OfflineSuite(
+    suite = OfflineModelSuiteStrategy(
         "own", "^How many", _solve, lambda question, text: None, _spoil, (_helper,)
     )
     assert suite.code().startswith("def _helper(text: str) -> int:\n")

@@ -13,7 +13,7 @@ import urllib.request
 import msgspec
 import pytest
 
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.testing.scripted import (
     cut,
@@ -160,7 +160,7 @@ def test_reply_fields_survive_the_round_trip():
 
     async def main():
         async with ScriptedServer([given]) as server:
-            pool = ClientPool(base_urls={"vllm": server.url})
+            pool = RateLimitedClientPool(base_urls={"vllm": server.url})
             reply = await pool.ask(pool.client("vllm:m"), request(), Books())
             await pool.close()
             return msgspec.structs.replace(reply, seconds=0.0, cost=None)
@@ -177,7 +177,7 @@ def test_async_scripts_run_concurrently():
             return "x"
 
         async with ScriptedServer(script) as server:
-            pool = ClientPool(base_urls={"vllm": server.url})
+            pool = RateLimitedClientPool(base_urls={"vllm": server.url})
             await asyncio.gather(
                 *(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(5))
             )

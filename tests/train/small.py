@@ -10,23 +10,23 @@ from typing import Any
 
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
-from ramify.train.assemble import RunParts
-from ramify.train.assemble import assemble as load_parts
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
 from ramify.train.config import (
     EvaluateSpec,
+    InductionWarmUpSpec,
     PolicySpec,
     RlSpec,
     Run,
     Schedule,
     SftSpec,
     TaskSpec,
-    WarmUpSpec,
 )
 from ramify.train.findings import CollapseAlarms
+from ramify.train.load_run_parts import RunParts
+from ramify.train.load_run_parts import assemble as load_parts
 from ramify.train.resolve import resolve
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_doctor import TrainingGuard
 from ramify.types.trajectory import Trajectory
@@ -53,7 +53,7 @@ def small(**changes: Any) -> Run:
         "name": "small",
         "policy": PolicySpec(shape=SHAPE, vocab_size=300, slots=16),
         "task": TaskSpec(name="tests.train.small:even"),
-        "warmup": WarmUpSpec(steps=2, batch_tokens=200),
+        "warmup": InductionWarmUpSpec(steps=2, batch_tokens=200),
         "sft": SftSpec(
             demos="ledger",
             num=30,
@@ -63,7 +63,7 @@ def small(**changes: Any) -> Run:
         ),
         "rl": RlSpec(
             steps=4,
-            sample=StepSampleSpec(items=2, minibatches=2),
+            sample=RolloutBatchSpec(items=2, minibatches=2),
             rollout=RolloutOptions(group=3, concurrency=1),
             optim=OptimizerSpec(lr=1e-3, schedule="linear"),
         ),
@@ -72,7 +72,7 @@ def small(**changes: Any) -> Run:
         "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
         "evaluate": EvaluateSpec(num=2, final=("test",)),
         "schedule": Schedule(evaluate_every=2),
-        "compute": ComputeSpec(precision="fp32"),
+        "compute": TrainingBackendSpec(precision="fp32"),
         "guard": TrainingGuard(alarms=UNTRAINED),
         "threads": 1,
     }
@@ -94,7 +94,7 @@ def _even(item: Item, trajectory: Trajectory) -> float:
     return sum(id % 2 == 0 for id in ids) / len(ids) * 0.9 if ids else 0.0
 
 
-even = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_even))
+even = SimpleTask("even", generated("even", _make), TrajectoryRewardFunction(_even))
 wrong = SimpleTask("wrong", generated("wrong", _make), lambda answer, item: 0.5)
 zero_variance = SimpleTask(
     "silent", generated("silent", _make), lambda answer, item: float(answer == item.gold)
@@ -107,7 +107,7 @@ def _fails(item: Item, trajectory: Trajectory) -> float:
     raise OSError("the grader is down")
 
 
-failing = SimpleTask("failing", generated("failing", _make), WholeTrajectoryReward(_fails))
+failing = SimpleTask("failing", generated("failing", _make), TrajectoryRewardFunction(_fails))
 
 
 def weights_of(out: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import pytest
 from ramify.actors.launcher import close_with
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.policy_card import PolicyCard, read_card
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
@@ -24,21 +23,22 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import (
     CriticSpec,
     EvaluateSpec,
+    InductionWarmUpSpec,
     LoraSpec,
     PolicySpec,
     RlSpec,
     Run,
     SftSpec,
     TaskSpec,
-    WarmUpSpec,
     plain,
 )
 from ramify.train.execute import train
 from ramify.train.lineage import check_changes
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.recipe import load_recipe, stored
 from ramify.train.rollouts.rollouter import RolloutOptions
+from ramify.trained_policy_settings import TrainedPolicySettings, read_card
 from tests.shown import heard
 from tests.train.small import SHAPE, assemble, small
 
@@ -186,7 +186,7 @@ def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
         assemble(small(scaffold=scaffold)).save_policy(tmp_path / "policy")
         card = read_card(tmp_path / "policy")
-        assert card == PolicyCard(named, **limits, is_from_scratch=True)
+        assert card == TrainedPolicySettings(named, **limits, is_from_scratch=True)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_with_a_warning() -> None:
@@ -221,7 +221,10 @@ def test_group_of_one_and_k1_kl_give_warnings() -> None:
             lambda: RlSpec(steps=-5),
             r"rl\.steps=-5 must be at least 1; for no reinforcement learning set rl to null",
         ),
-        (lambda: WarmUpSpec(steps=0), "warmup: steps=0 and batch_tokens=2048 must be at least 1"),
+        (
+            lambda: InductionWarmUpSpec(steps=0),
+            "warmup: steps=0 and batch_tokens=2048 must be at least 1",
+        ),
         (
             lambda: EvaluateSpec(num=0),
             "evaluate: num=0, validation=None and attempts=1 must be at least 1",

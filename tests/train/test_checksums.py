@@ -15,7 +15,7 @@ from ramify.models import checksums
 from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
 from ramify.train.config import Schedule
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.policy_defaults import with_policy_defaults
 from ramify.train.recipe import stored
 from tests.packaged import TINY

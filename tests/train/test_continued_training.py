@@ -17,19 +17,19 @@ import pytest
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.tasks.base import SimpleTask, WholeTrajectoryReward, generated
+from ramify.tasks.base import SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, plain
 from ramify.train.lineage import LINEAGE, check_changes
 from ramify.train.metrics import StepMetrics, read_metrics
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
 from tests.train.small import _even, _make, small
 from tests.train.test_loop import same
 
-other = SimpleTask("other", generated("other", _make), WholeTrajectoryReward(_even))
+other = SimpleTask("other", generated("other", _make), TrajectoryRewardFunction(_even))
 
 
 def run_of(steps: int, lr: float = 1e-3, **changes: Any) -> Run:
@@ -66,7 +66,7 @@ def test_task_limits_and_batch_sizes_can_change_on_resume(tmp_path: Path) -> Non
     rl = msgspec.structs.replace(
         run.rl,
         steps=4,
-        sample=StepSampleSpec(items=3),
+        sample=RolloutBatchSpec(items=3),
         rollout=RolloutOptions(group=2, concurrency=2),
         optim=OptimizerSpec(lr=5e-4, schedule="linear"),
     )

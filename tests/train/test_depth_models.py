@@ -15,28 +15,28 @@ import pytest
 import torch
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.pool import ClientPool
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, Refused
 from ramify.testing.script import server_error
 from ramify.testing.scripted import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
 from ramify.train.config import (
+    CoTrainedPolicySpec,
     EvaluateSpec,
     PolicySpec,
     RlSpec,
     Run,
     Schedule,
     TaskSpec,
-    TrainedPolicySpec,
 )
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
+from ramify.train.depth_models import DepthModels, DepthSpec, FrozenModelBudget
 from ramify.train.metrics import read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from tests.shown import train
@@ -63,7 +63,7 @@ def served(script: Any, latency_s: float = 0.0) -> Iterator[ScriptedServer]:
         loop.close()
 
 
-def run_of(depths: Sequence[DepthSpec], frozen: FrozenSpec, **changes: Any) -> Run:
+def run_of(depths: Sequence[DepthSpec], frozen: FrozenModelBudget, **changes: Any) -> Run:
     return small(
         task=TaskSpec(name="tests.train.small:even"),
         warmup=None,
@@ -80,7 +80,7 @@ def run_of(depths: Sequence[DepthSpec], frozen: FrozenSpec, **changes: Any) -> R
         schedule=Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
         rl=RlSpec(
             steps=2,
-            sample=StepSampleSpec(items=1),
+            sample=RolloutBatchSpec(items=1),
             rollout=RolloutOptions(group=2, concurrency=4),
             algorithm=DrGRPO(credit="per_role"),
             optim=OptimizerSpec(lr=1e-3),
@@ -101,7 +101,7 @@ def test_policy_below_slow_and_failing_frozen_models_is_trained(
             return server_error()
         return "A=rlm_query_batched(['a','b'],['xx','yy'])\nFINAL(str(A))"
 
-    frozen = FrozenSpec(step_cost=0.01, run_cost=0.05)
+    frozen = FrozenModelBudget(step_cost=0.01, run_cost=0.05)
     run = run_of([FROZEN, FROZEN, msgspec.structs.replace(POLICY, temperature=0.9)], frozen)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
     with served(script, latency_s=0.02) as server:
@@ -135,10 +135,10 @@ def test_policy_below_slow_and_failing_frozen_models_is_trained(
 def test_frozen_budgets_hold_under_concurrent_requests() -> None:
     request = Request((Message("user", "x" * 40),), Sampling(max_tokens=100))
 
-    async def spent(frozen: FrozenSpec) -> tuple[int, int, dict[str, float]]:
+    async def spent(frozen: FrozenModelBudget) -> tuple[int, int, dict[str, float]]:
         async with ScriptedServer(lambda _: "y" * 40, latency_s=0.01) as server:
             urls, keys = {"openai": server.url}, {"openai": "sk-test"}
-            pool = ClientPool(max_attempts=1, base_urls=urls, keys=keys)
+            pool = RateLimitedClientPool(max_attempts=1, base_urls=urls, keys=keys)
             models = DepthModels([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
             assert models.step_metrics() == {}  # as in the steps of SFT
             asked = [models.clients[1].complete(request) for _ in range(40)]
@@ -147,9 +147,11 @@ def test_frozen_budgets_hold_under_concurrent_requests() -> None:
             refused = sum(isinstance(reply, Refused) for reply in replies)
             return server.answered, refused, models.step_metrics()
 
-    answered, refused, values = asyncio.run(spent(FrozenSpec(step_calls=7)))
+    answered, refused, values = asyncio.run(spent(FrozenModelBudget(step_calls=7)))
     assert (answered, refused, values["frozen/calls"]) == (7, 33, 7.0)
-    answered, refused, values = asyncio.run(spent(FrozenSpec(run_cost=0.001, step_cost=0.01)))
+    answered, refused, values = asyncio.run(
+        spent(FrozenModelBudget(run_cost=0.001, step_cost=0.01))
+    )
     assert 0 < values["frozen/cost_total"] <= 0.001
     assert (answered + refused, values["frozen/exhausted"]) == (40, 1.0)
     assert answered > 4
@@ -161,7 +163,7 @@ def test_resumed_run_keeps_its_spent_budget(monkeypatch: pytest.MonkeyPatch) -> 
     async def refused() -> str:
         before = {"frozen/cost_total": 0.5, "frozen/calls_total": 9.0}
         policy = ScriptedClient(["-"])
-        models = DepthModels([POLICY, FROZEN], FrozenSpec(run_calls=9), policy, before)
+        models = DepthModels([POLICY, FROZEN], FrozenModelBudget(run_calls=9), policy, before)
         with pytest.raises(Refused) as error:
             await models.clients[1].complete(Request((Message("user", "x"),), Sampling()))
         await models.close()
@@ -177,9 +179,9 @@ def two_policies(
     policy: PolicySpec | None = None, lr: float = 1e-3, rate: float = 1e-3, **more: Any
 ) -> Run:
     """Return a run with one policy for roots and another for children."""
-    spec = TrainedPolicySpec(policy=policy, optim=OptimizerSpec(lr=lr))
+    spec = CoTrainedPolicySpec(policy=policy, optim=OptimizerSpec(lr=lr))
     depths = [POLICY, DepthSpec(model="children")]
-    run = run_of(depths, FrozenSpec(), policies={"children": spec}, **more)
+    run = run_of(depths, FrozenModelBudget(), policies={"children": spec}, **more)
     assert run.rl is not None
     rl = msgspec.structs.replace(run.rl, optim=OptimizerSpec(lr=rate))
     return msgspec.structs.replace(run, rl=rl)
@@ -189,29 +191,31 @@ def two_policies(
     ("make", "message"),
     [
         (lambda: DepthSpec(model=""), "a depth has no model: give depths 'policy'"),
-        (lambda: run_of([FROZEN, FROZEN], FrozenSpec()), "nothing would be trained"),
+        (lambda: run_of([FROZEN, FROZEN], FrozenModelBudget()), "nothing would be trained"),
         (
-            lambda: run_of([POLICY, DepthSpec(model="children")], FrozenSpec()),
+            lambda: run_of([POLICY, DepthSpec(model="children")], FrozenModelBudget()),
             "unknown policy 'children': give one of policy, or 'provider:model'",
         ),
         (
-            lambda: run_of([POLICY, POLICY], FrozenSpec(), policies={"kids": TrainedPolicySpec()}),
+            lambda: run_of(
+                [POLICY, POLICY], FrozenModelBudget(), policies={"kids": CoTrainedPolicySpec()}
+            ),
             r"policies\.kids answers no depth up to limits\.max_depth=1",
         ),
         (
-            lambda: run_of([POLICY, FROZEN], FrozenSpec(), placement=WORKERS),
+            lambda: run_of([POLICY, FROZEN], FrozenModelBudget(), placement=WORKERS),
             "rollout workers cannot share the budget of openai:gpt-5-mini",
         ),
         (
-            lambda: assemble(run_of([DepthSpec(scaffold="tiny")], FrozenSpec())),
+            lambda: assemble(run_of([DepthSpec(scaffold="tiny")], FrozenModelBudget())),
             "the root's scaffold is the run's: set scaffold=tiny",
         ),
         (
-            lambda: assemble(run_of([POLICY, DepthSpec(scaffold="retool")], FrozenSpec())),
+            lambda: assemble(run_of([POLICY, DepthSpec(scaffold="retool")], FrozenModelBudget())),
             "the scaffold 'retool' of depth 1 has the protocol retool, and the run's has notebook",
         ),
         (
-            lambda: assemble(two_policies(compute=ComputeSpec(backend="fsdp"))),
+            lambda: assemble(two_policies(compute=TrainingBackendSpec(backend="fsdp"))),
             r"policies cannot be combined with compute\.backend=fsdp",
         ),
         (
@@ -222,10 +226,10 @@ def two_policies(
             lambda: assemble(two_policies(policy=PolicySpec(shape={"model_type": "qwen3"}))),
             r"policies\.children\.policy has no path",
         ),
-        (lambda: FrozenSpec(step_cost=0.0), r"frozen\.step_cost=0 must be above 0"),
+        (lambda: FrozenModelBudget(step_cost=0.0), r"frozen\.step_cost=0 must be above 0"),
         (
             lambda: assemble(
-                run_of([POLICY, DepthSpec(model="openai:unknown")], FrozenSpec(run_cost=1.0))
+                run_of([POLICY, DepthSpec(model="openai:unknown")], FrozenModelBudget(run_cost=1.0))
             ),
             r"openai:unknown has no known price, so frozen\.step_cost and frozen\.run_cost",
         ),

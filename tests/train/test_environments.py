@@ -22,7 +22,7 @@ from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.data.sft_data import write
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
 from tests.train.small import SHAPE, small
@@ -106,7 +106,7 @@ def run(folder: Path, **task: Any) -> Any:
     rl = msgspec.structs.replace(
         given.rl,
         steps=2,
-        sample=StepSampleSpec(items=4),
+        sample=RolloutBatchSpec(items=4),
         rollout=RolloutOptions(group=8, concurrency=1),
     )
     limits = msgspec.structs.replace(given.limits, max_reply_tokens=40)

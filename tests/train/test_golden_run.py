@@ -74,8 +74,8 @@ def test_override_with_a_renamed_field_gives_the_new_name(
 def test_recipe_with_a_renamed_field_gives_the_new_name(tmp_path: Path) -> None:
     old = tmp_path / "old.py"
     old.write_text(
-        "from ramify.train.rollouts.group_queue import StepSampleSpec\n\n\ndef run():\n    return "
-        "StepSampleSpec(late=3)\n"
+        "from ramify.train.rollouts.group_queue import RolloutBatchSpec\n\n\ndef run():\n    return "
+        "RolloutBatchSpec(late=3)\n"
     )
     with pytest.raises(ConfigError, match=r"late is called rl\.sample\.grace_steps now$"):
         load_recipe(old)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.extras.cluster.plan import PlanOptions, plan
+from ramify.extras.cluster.plan import ClusterPlanOptions, plan
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.shown import train
@@ -57,7 +57,7 @@ CUT = (
 def test_gpu_recipe_plan_fits_its_devices(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     run = load_recipe(RECIPES / f"qwen3_8b_{name}.py", [f"policy.path={tmp_path}"])
-    planned = plan(run, PlanOptions(device="h100"))
+    planned = plan(run, ClusterPlanOptions(device="h100"))
     assert planned.shape.parameters == 8_190_735_360
     assert planned.too_large == []
     num = {part.role: part.count for part in planned.parts if part.device != "cpu"}
@@ -68,7 +68,7 @@ def test_gpu_recipe_plan_fits_its_devices(name: str, tmp_path: Path) -> None:
 def test_page_has_the_memory_and_seconds_of_the_plan(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     run = load_recipe(RECIPES / f"qwen3_8b_{name}.py", [f"policy.path={tmp_path}"])
-    planned = plan(run, PlanOptions(device="h100"))
+    planned = plan(run, ClusterPlanOptions(device="h100"))
     memory = ", ".join(
         f"{part.role} {part.memory.total / 1e9:.0f} GB"
         for part in planned.parts

@@ -13,7 +13,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
 from ramify.train.config import Schedule
 from ramify.train.execute import train
 from ramify.train.metrics import GroupRecord, StepMetrics
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import small
 from tests.train.test_loop import Killed
@@ -75,7 +75,7 @@ def test_killed_and_resumed_run_records_each_group_once(tmp_path: Path, max_stal
     run = small(warmup=None, schedule=Schedule(evaluate_every=2))
     rl = msgspec.structs.replace(
         run.rl,
-        sample=StepSampleSpec(items=2, max_staleness=max_staleness),
+        sample=RolloutBatchSpec(items=2, max_staleness=max_staleness),
         rollout=RolloutOptions(group=2, concurrency=3),
     )
     run = msgspec.structs.replace(run, rl=rl)

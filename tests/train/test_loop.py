@@ -19,18 +19,18 @@ from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load_policy
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.pack import pack
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.run_doctor import TrainingGuard
-from ramify.train.run_record import KeptPolicy, PolicyScore
+from ramify.train.run_record import KeptPolicy, RewardConfidenceInterval
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
 from ramify.types.message import Message
 from ramify.types.sequence import TokenSequence
@@ -155,7 +155,7 @@ SAMPLINGS = [
 ]
 """Two without a temperature, one at 0, two at 1."""
 sometimes = SimpleTask(
-    "sometimes", generated("sometimes", _make), WholeTrajectoryReward(_down_at_second)
+    "sometimes", generated("sometimes", _make), TrajectoryRewardFunction(_down_at_second)
 )
 
 
@@ -203,7 +203,7 @@ def test_best_policy_may_be_the_one_before_rl(tmp_path: Path) -> None:
         state.step,
     )
     assert list(kept_policy.scores) == ["validation", "test"]
-    assert kept_policy.scores["validation"] == PolicyScore(0.5, 0.5, 0.5)
+    assert kept_policy.scores["validation"] == RewardConfidenceInterval(0.5, 0.5, 0.5)
     assert told[-1] == str(kept_policy)
     again = msgspec.structs.replace(
         run, evaluate=msgspec.structs.replace(run.evaluate, keep="last")
@@ -226,7 +226,7 @@ def _slowly_even(item: Item, trajectory: Trajectory) -> float:
     return _even(item, trajectory)
 
 
-slow = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_slowly_even))
+slow = SimpleTask("even", generated("even", _make), TrajectoryRewardFunction(_slowly_even))
 
 
 def test_same_seed_gives_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
@@ -442,12 +442,12 @@ def test_step_metrics_average_over_minibatches_that_report_them(
         row.ce, row.kd = row.rl / 2, row.rl.copy()
         row.streams["teacher_logprobs"] = row.sampler_logprobs + 0.1 * row.mask
     parts = [(plain, distilled)[index] for index in order]
-    backend, apart = SingleBackend(policy(), compute=ComputeSpec(precision="fp32")), []
+    backend, apart = SingleBackend(policy(), compute=TrainingBackendSpec(precision="fp32")), []
     for rows in parts:
         apart.append(
             backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step()
         )
-    trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
+    trained = SingleBackend(policy(), compute=TrainingBackendSpec(precision="fp32"))
     loop = trainer_over(
         tmp_path, [StageInParts(parts)], lambda _: trained, Unpublished(), not_evaluated
     )

@@ -13,7 +13,7 @@ import torch
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.by_task import PerTaskAlgorithm
 from ramify.train.advantages.fork_estimators import BranchEstimator
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.ppo import PPO
@@ -34,7 +34,7 @@ from ramify.train.config import (
 )
 from ramify.train.lineage import changes
 from ramify.train.losses import Decoupled, ProxApprox
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.override import override
 from ramify.train.recipe import stored
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -131,7 +131,7 @@ def test_algorithm_memory_is_stored_in_checkpoints(base: str, tmp_path: Path) ->
 def test_each_task_of_a_mixture_uses_its_own_algorithm(base: str, tmp_path: Path) -> None:
     part = {"task": "tests.train.small:even"}
     parts = {"a": part, "b": {**part, "reward": 0.5}, "c": {**part, "weight": 0}}
-    algorithm = ByTask(tasks={"a": SFT(min_reward=0.0), "b": GRPO()})
+    algorithm = PerTaskAlgorithm(tasks={"a": SFT(min_reward=0.0), "b": GRPO()})
     given = msgspec.structs.replace(
         run(base, algorithm=algorithm, steps=2),
         task=TaskSpec(name="mixture", options={"parts": parts}),

@@ -13,10 +13,10 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import reduced
 from ramify.train.config import CHOICES, Run, plain
-from ramify.train.objectives import OBJECTIVES
+from ramify.train.named_objectives import OBJECTIVES
+from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
 from ramify.train.override import override
 from ramify.train.preflight import check_objective
-from ramify.train.presets import PRESETS, choices, with_preset
 from tests.train.small import small
 
 BASE = Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec(steps=7))
@@ -165,7 +165,7 @@ def test_group_of_one_is_refused_with_objectives_that_need_none() -> None:
 def test_backend_without_a_critic_is_refused() -> None:
     run = override(BASE, ["rl.objective=ppo"], CHOICES)
     backend = f"{__name__}:NoCritic"
-    compute = train.ComputeSpec(backend=backend)
+    compute = train.TrainingBackendSpec(backend=backend)
     with pytest.raises(ConfigError, match=r"objective=ppo needs a critic, .*as reinforce_pp"):
         check_objective(msgspec.structs.replace(run, compute=compute))
 
@@ -200,7 +200,9 @@ def test_another_reduction_or_loss_than_the_papers_warns(
 
 
 def test_a_losses_reduction_reaches_all_estimators_but_imitation() -> None:
-    by_task = train.ByTask(tasks={"a": train.RLOO(), "b": train.SFT()}, other=train.GRPO())
+    by_task = train.PerTaskAlgorithm(
+        tasks={"a": train.RLOO(), "b": train.SFT()}, other=train.GRPO()
+    )
     found = reduced(by_task, train.LossSpec(policy="gspo").reduction)
     assert (found.tasks["a"].reduction, found.other.reduction) == ("call", "call")
     assert found.tasks["b"] == train.SFT()

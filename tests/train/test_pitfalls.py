@@ -100,7 +100,7 @@ from ramify.errors import ConfigError
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
-from ramify.train.losses.loss import LossEntries, LossSpec, compute
+from ramify.train.losses.total_loss import BatchLossInputs, LossSpec, compute
 from tests.train.backends.small import policy, tree
 from tests.train.trees import call, group
 from tests.train.trees import tree as rollout
@@ -119,11 +119,11 @@ def test_every_test_named_in_the_docstring_exists() -> None:
         assert f"def {name}(" in everything, name
 
 
-def entries(now: Any, denominators: dict[str, float], **streams: Any) -> LossEntries:
+def entries(now: Any, denominators: dict[str, float], **streams: Any) -> BatchLossInputs:
     given = {
         name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in streams.items()
     }
-    return LossEntries(
+    return BatchLossInputs(
         torch.tensor(np.asarray(now), dtype=torch.float64, requires_grad=True), given, denominators
     )
 

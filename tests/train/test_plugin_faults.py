@@ -12,14 +12,14 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.config import RlSpec, plain
 from ramify.train.execute import train
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import stored
 from tests.train.small import small
 
 PLUGIN = """
 import torch
-from ramify.train import GroupOptions, LossFormula
+from ramify.train import GroupOptions, BaseLossFormula
 
 class Group(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="group"):
     def compare(self, returns, lengths=()):
@@ -47,7 +47,7 @@ class Empty(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="empt
 def no_numbers(trees, baseline, gamma):
     return [{} for tree in trees]
 
-class Loss(LossFormula, frozen=True, kw_only=True, tag="loss"):
+class Loss(BaseLossFormula, frozen=True, kw_only=True, tag="loss"):
     def per_token(self, tokens):
         return -tokens.now * tokens.advantages
 
@@ -62,7 +62,7 @@ class Detached(Loss, frozen=True, kw_only=True, tag="detached"):
     def per_token(self, tokens):
         return super().per_token(tokens).detach()
 
-class NoClipped(LossFormula, frozen=True, kw_only=True, tag="no_clipped"):
+class NoClipped(BaseLossFormula, frozen=True, kw_only=True, tag="no_clipped"):
     def per_token(self, tokens):
         return -tokens.now * tokens.advantages
 

@@ -21,7 +21,7 @@ from ramify.models.load import load_policy
 from ramify.testing import HubServer
 from ramify.train.config import EvaluateSpec, Schedule
 from ramify.train.execute import train
-from ramify.train.publication import publish
+from ramify.train.hub_publication import publish
 from tests.train.backends.test_ranks import adapted
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from ramify.errors import ConfigError
 from ramify.train import GRPO, DrGRPO, train
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule
-from ramify.train.config_fields import check_types
-from ramify.train.losses.loss import LossSpec
+from ramify.train.config_redaction import check_types
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import small

@@ -13,13 +13,13 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.train.advantages import ALGORITHMS
+from ramify.train.advantages.advantage_pipeline import GroupOptions
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
-from ramify.train.advantages.group import GroupOptions
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
-from ramify.train.losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses import POLICY_LOSSES, BaseLossFormula, PolicyLossInputs, PpoClip
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_recipe, stored
 from tests.train.small import small
 
@@ -28,7 +28,7 @@ import msgspec
 from tests.train.small import small
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.losses import POLICY_LOSSES, LossFormula
+from ramify.train.losses import POLICY_LOSSES, BaseLossFormula
 from ramify.train.advantages.credit import CREDITS
 
 @ALGORITHMS.register("twice")
@@ -37,7 +37,7 @@ class Twice(DrGRPO, frozen=True, kw_only=True, tag="twice"):
     times: float = 2.0
 
 @POLICY_LOSSES.register("plain")
-class Plain(LossFormula, frozen=True, kw_only=True, tag="plain"):
+class Plain(BaseLossFormula, frozen=True, kw_only=True, tag="plain"):
     """-A l"""
     scale: float = 1.0
     def per_token(self, tokens):
@@ -87,13 +87,13 @@ def flat(trees: Sequence[Mapping[str, CreditNode]], baseline: Any, gamma: float)
     return [dict.fromkeys(tree, 1.0) for tree in trees]
 
 
-class Own(LossFormula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
+class Own(BaseLossFormula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
     """-A l"""
 
-    def per_token(self, tokens: LossTokens) -> Any:
+    def per_token(self, tokens: PolicyLossInputs) -> Any:
         return -tokens.advantages * tokens.now
 
-    def clipped(self, tokens: LossTokens) -> Any:
+    def clipped(self, tokens: PolicyLossInputs) -> Any:
         return tokens.now > 0
 
 

@@ -15,7 +15,7 @@ from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.findings import CollapseAlarms
 from ramify.train.metrics import Diagnosis, read_metrics
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_doctor import (
     GuardState,
@@ -258,7 +258,7 @@ def run_of(task: str = "tests.train.small:even", steps: int = 4, **changes: Any)
             "schedule": Schedule(evaluate_every=1),
             "rl": RlSpec(
                 steps=steps,
-                sample=StepSampleSpec(items=2),
+                sample=RolloutBatchSpec(items=2),
                 rollout=RolloutOptions(group=3, concurrency=1),
                 optim=OptimizerSpec(lr=changes.pop("lr", 1e-3)),
             ),

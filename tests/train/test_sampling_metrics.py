@@ -13,7 +13,7 @@ from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec, TaskSpec
 from ramify.train.data.compile import token_sequences
 from ramify.train.metrics import read_metrics
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.sampling_metrics import (
     correlation,
@@ -157,7 +157,9 @@ def test_each_step_has_every_metric_with_and_without_signal(tmp_path: Path, task
         task=TaskSpec(name=f"tests.train.small:{task}"),
         warmup=None,
         rl=RlSpec(
-            steps=2, sample=StepSampleSpec(items=2), rollout=RolloutOptions(group=3, concurrency=1)
+            steps=2,
+            sample=RolloutBatchSpec(items=2),
+            rollout=RolloutOptions(group=3, concurrency=1),
         ),
     )
     train(run, tmp_path)

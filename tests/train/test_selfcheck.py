@@ -21,12 +21,12 @@ from ramify.inference.weight_sync.base import sources
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
-from ramify.train.assemble import RunParts
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
+from ramify.train.load_run_parts import RunParts
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
+from ramify.train.selfcheck import AuditedClient, CanaryTolerance, EngineConsistencyChecks
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.inference.helpers import ENGINE_KEY
@@ -49,9 +49,11 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def check(made: RunParts, client: Any, model: Any = None) -> SelfCheck:
+def check(made: RunParts, client: Any, model: Any = None) -> EngineConsistencyChecks:
     prompt = first_prompt(made.scaffold, made.run, made.task, items_of(made.task, "validation")[0])
-    return SelfCheck(AuditedClient(client), (model or made.policy.model).named_parameters, prompt)
+    return EngineConsistencyChecks(
+        AuditedClient(client), (model or made.policy.model).named_parameters, prompt
+    )
 
 
 def test_canary_passes_if_engine_and_trainer_have_the_same_weights(
@@ -179,7 +181,9 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
             engines = HttpEngines(served, spec, name="vllm:test")
             await engines.start(Path("unused"), lambda _: None)
             checked, version = (
-                SelfCheck(AuditedClient(engines), weights, prompt, CanaryLimits(0.3)),
+                EngineConsistencyChecks(
+                    AuditedClient(engines), weights, prompt, CanaryTolerance(0.3)
+                ),
                 0,
             )
 
@@ -225,7 +229,7 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
             made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test"
         )
         await engines.start(Path("unused"), lambda _: None)
-        checked = SelfCheck(
+        checked = EngineConsistencyChecks(
             AuditedClient(engines),
             made.policy.model.named_parameters,
             [Message("user", "count rows")],

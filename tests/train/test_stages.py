@@ -13,14 +13,14 @@ from ramify.tasks.base import Item, SimpleTask
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import (
     ConcurrencyController,
     GroupRollout,
     RolloutAttempt,
     Rollouter,
 )
-from ramify.train.stages import RlStage, SftStage, StepData, WarmUpStage
+from ramify.train.stages import InductionWarmUpStage, RlStage, SftStage, StepData
 from ramify.types.trajectory import Trajectory
 from tests.train.trees import call, tree
 
@@ -60,7 +60,7 @@ class PreparedRollouts(Rollouter):
 def work(canned: PreparedRollouts, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
     """Return the data of the first step and the first item that was not started."""
     task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
-    spec = RlSpec(steps=4, sample=StepSampleSpec(**sample))
+    spec = RlSpec(steps=4, sample=RolloutBatchSpec(**sample))
     stage = RlStage(spec, DrGRPO(), task, canned)
 
     async def first() -> tuple[StepData, int]:
@@ -146,13 +146,15 @@ def test_step_with_only_failed_rollouts_raises() -> None:
 
 
 def test_schedules_use_the_length_of_their_stage() -> None:
-    warm = WarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
+    warm = InductionWarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
     assert warm.optim.num_steps == 9
     with pytest.raises(
         ConfigError,
         match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps",
     ):
-        WarmUpStage(9, OptimizerSpec(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0)
+        InductionWarmUpStage(
+            9, OptimizerSpec(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0
+        )
     with pytest.raises(ConfigError, match="nothing to learn from"):
         SftStage([], OptimizerSpec(), 100, 1, 0)
     rows = asyncio.run(warm.work(0)).parts[0].rows
@@ -166,4 +168,4 @@ def test_schedules_use_the_length_of_their_stage() -> None:
 )
 def test_invalid_sample_sizes_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"rl\.sample: items="):
-        StepSampleSpec(**options)
+        RolloutBatchSpec(**options)

@@ -13,12 +13,12 @@ import pytest
 from ramify import Store
 from ramify.engine.scaffold import scaffold_of
 from ramify.models.renderer import renderer_of
-from ramify.models.tokenizer import train_tokenizer
-from ramify.store.private_files import TOKENIZED
+from ramify.models.tokenizer_training import train_tokenizer
+from ramify.store.durable_files import TOKENIZED
 from ramify.tasks.base import task_of
 from ramify.train.config import PolicySpec, TaskSpec
 from ramify.train.data.sft_data import TrajectoryTokenizer, form_of, read
-from ramify.train.data.stored_tokens import StoredTokens
+from ramify.train.data.stored_tokens import TokenizedCallCache
 from ramify.train.demonstrations import (
     DemonstrationSet,
     demonstrate,
@@ -107,7 +107,7 @@ def test_other_tokenizer_template_or_tools_are_other_ids(model: str, tmp_path: P
     tokenised([DemonstrationSet(shown, tokens)], other, renderer_of(other), ())
     assert len(list(tokens.iterdir())) == 2
     for form in (form_of(RENDERER, ()), "another template", "other tools"):
-        stored = StoredTokens(tokens, TOKENIZER, form)
+        stored = TokenizedCallCache(tokens, TOKENIZER, form)
         assert (stored.turns(shown[0].root) is not None) == (form == form_of(RENDERER, ()))
 
 

@@ -18,7 +18,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.execute import train
 from ramify.train.metrics import Diagnosis, StepMetrics, read_metrics
-from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
+from ramify.train.trackers.base import FILE, RunTrackers, TrackerRunInfo, flat
 from tests.shown import heard
 from tests.train.small import small
 
@@ -37,7 +37,7 @@ class RecordingTracker:
     extra: ClassVar[str] = ""
     tracker_calls: ClassVar[list[Any]] = []
 
-    def __init__(self, about: RunInfo, label: str = "") -> None:
+    def __init__(self, about: TrackerRunInfo, label: str = "") -> None:
         self.id = about.id or f"there-{label}"
         self.tracker_calls.append(("opened", about.id, about.step, about.config.get("name")))
 
@@ -63,7 +63,7 @@ class TrackerWithoutPackage(RecordingTracker):
 
 
 class UnopenableTracker(RecordingTracker):
-    def __init__(self, about: RunInfo) -> None:
+    def __init__(self, about: TrackerRunInfo) -> None:
         raise PermissionError("log in first")
 
 

@@ -17,22 +17,22 @@ from ramify.errors import ConfigError
 from ramify.evaluate.traffic_scores import (
     CorrectionJudge,
     correction_pattern,
-    score_conversations,
     score_corrections,
+    score_stored_conversations,
 )
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, load_policy, save_policy
 from ramify.serve.redaction import Redaction
-from ramify.serve.traffic_recorder import RecordedPolicy, TrafficRecorder
-from ramify.store.reviews import RunReview
+from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
+from ramify.store.reviews import HumanRunReview
 from ramify.store.store import Store
 from ramify.testing.scripted import ScriptedClient
-from ramify.train.advantages.base import AssignedRollout, AssignedStep, TokenCredit
+from ramify.train.advantages.base import RolloutAdvantages, StepAdvantages, TokenCredit
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.resolve import resolve
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import SignalContext
 from ramify.train.signals.hints import hints_of
@@ -72,7 +72,7 @@ def record(
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = TrafficRecorder(store, RecordedPolicy.of(made), Redaction(patterns))
+        recorder = TrafficRecorder(store, RecordedPolicyInfo.of(made), Redaction(patterns))
 
         async def user(number: int) -> None:
             messages: tuple[Message, ...] = (Message("user", f"{random.random()}"),)
@@ -102,7 +102,7 @@ def run_of(folder: Path, store: Path, **changes: Any) -> Run:
     rl = RlSpec(
         steps=6,
         algorithm=ReinforcePP(),
-        sample=StepSampleSpec(items=2),
+        sample=RolloutBatchSpec(items=2),
         rollout=RolloutOptions(group=8),
     )
     given: dict[str, Any] = {
@@ -164,7 +164,7 @@ def test_redacted_tokens_are_not_learned(tmp_path: Path) -> None:
     for rollout in rollouts:
         num = len(rollout.root.turns[0].reply.token_ids or ())
         credit = TokenCredit([1.0] * num, [1.0] * num, [0.5] * num)
-        assigned = AssignedStep([AssignedRollout(rollout, {("0", 0): credit})], {}, {})
+        assigned = StepAdvantages([RolloutAdvantages(rollout, {("0", 0): credit})], {}, {})
         mask_redacted_tokens(assigned)
         after = assigned.rollouts[0].credits["0", 0]
         flags = next(
@@ -266,8 +266,8 @@ def test_a_verifier_and_a_review_score_whole_conversations(tmp_path: Path) -> No
     made = served(tmp_path / "policy")
     record(made, tmp_path / "store", 2, lambda ids: None)
     store = Store(tmp_path / "store")
-    score_conversations(store, lambda run: {"long": float(len(run.root.turns) > 1)})
-    store.write_review(store.ids()[0], RunReview(rewards={"long": 0.5}))
+    score_stored_conversations(store, lambda run: {"long": float(len(run.root.turns) > 1)})
+    store.write_review(store.ids()[0], HumanRunReview(rewards={"long": 0.5}))
     task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     assert sorted(each.rewards["long"] for each in task.replies) == [0.0, 0.5]
 

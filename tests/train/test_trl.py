@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.models.trunk import HeadRequest, entry_logprobs
-from ramify.train.advantages.weight import Reduction, weights
+from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
+from ramify.train.advantages.token_loss_weights import Reduction, weights
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import Cispo, DualClip, Gspo, PpoClip, Sapo
 from ramify.train.losses.corrections import Opsm, TokenTis
-from ramify.train.losses.loss import LossEntries, LossSpec, compute
+from ramify.train.losses.total_loss import BatchLossInputs, LossSpec, compute
 from ramify.types.sequence import Batch, TokenSequence
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/trl_grpo.json").read_text())
@@ -75,14 +75,14 @@ def test_loss_and_gradient_match_trl(name: str) -> None:
     batch = packed(reduction)
     logits = torch.tensor(GIVEN["logits"], requires_grad=True)
     rows, places = torch.tensor(batch.owners).T
-    asked = HeadRequest(torch.tensor(batch.targets)[:, None])
-    logprobs, _ = entry_logprobs(
+    asked = LmHeadRequest(torch.tensor(batch.targets)[:, None])
+    logprobs, _ = compute_logprobs_and_entropies(
         logits[rows, places - 1], lambda h: h, asked, logits.shape[-1], 1 << 20
     )
     streams = {key: torch.tensor(each, dtype=torch.float64) for key, each in batch.streams.items()}
     found, _ = compute(
         loss,
-        LossEntries(logprobs[:, 0], streams, batch.denominators, sequences=(rows, len(logits))),
+        BatchLossInputs(logprobs[:, 0], streams, batch.denominators, sequences=(rows, len(logits))),
     )
     found.backward()
     wanted = GOLDEN["cases"][name]

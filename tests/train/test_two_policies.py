@@ -13,22 +13,22 @@ import torch
 
 from ramify.engine.limits import Limits
 from ramify.models.weights import read_weights
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward, generated
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import (
+    CoTrainedPolicySpec,
     EvaluateSpec,
     PolicySpec,
     RlSpec,
     Run,
     Schedule,
     TaskSpec,
-    TrainedPolicySpec,
 )
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
@@ -46,7 +46,7 @@ def _letters(item: Item, trajectory: Trajectory) -> float:
     return sum(ord(letter) % 2 == 0 for letter in text) / len(text) * 0.9 if text else 0.0
 
 
-letters = SimpleTask("letters", generated("letters", _make), WholeTrajectoryReward(_letters))
+letters = SimpleTask("letters", generated("letters", _make), TrajectoryRewardFunction(_letters))
 
 
 def begin(out: Path) -> Path:
@@ -84,7 +84,7 @@ def run_of(policy: Path, children: DepthSpec, **changes: Any) -> Run:
         "schedule": Schedule(evaluate_every=None, save_rollouts_every=1, keep_last=9),
         "rl": RlSpec(
             steps=2,
-            sample=StepSampleSpec(items=1),
+            sample=RolloutBatchSpec(items=1),
             rollout=RolloutOptions(group=2, concurrency=1),
             algorithm=DrGRPO(llm_calls=True),
             optim=OptimizerSpec(lr=1e-2),
@@ -120,7 +120,7 @@ CHILDREN = DepthSpec(model="children")
 
 
 def both(policy: Path, lr: float, **changes: Any) -> Run:
-    spec = TrainedPolicySpec(policy=PolicySpec(path=str(policy)), optim=OptimizerSpec(lr=lr))
+    spec = CoTrainedPolicySpec(policy=PolicySpec(path=str(policy)), optim=OptimizerSpec(lr=lr))
     return run_of(policy, CHILDREN, policies={"children": spec}, **changes)
 
 

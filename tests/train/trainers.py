@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ramify.train.config import STALL_S, Schedule
-from ramify.train.learner import Learner, PolicyWeights, Publisher
+from ramify.train.learner import EnginePolicyWeights, Learner, Publisher
 from ramify.train.metrics import StepMetrics
-from ramify.train.run_record import RunRecord
+from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import TrainingStage
 from ramify.train.trainer import SplitEvaluator, Trainer
-from ramify.train.watchdog import RunWatchdog, WatchedThread
+from ramify.train.watchdog import RunWatchdog, WatchedTrainingThread
 
 
 def trainer_over(
     out: Path,
     stages: Sequence[TrainingStage],
     backend_of: Callable[[TrainingStage], Any],
-    policy: PolicyWeights,
+    policy: EnginePolicyWeights,
     evaluate: Any,
     *,
     schedule: Schedule | None = None,
@@ -28,7 +28,7 @@ def trainer_over(
     watch: RunWatchdog | None = None,
 ) -> Trainer:
     """Return a trainer for ``stages`` in the folder ``out``, without engine checks."""
-    record = RunRecord(out, schedule, config=config, listener=listener)
-    thread = WatchedThread(watch or RunWatchdog(out, STALL_S))
+    record = TrainingRunRecorder(out, schedule, config=config, listener=listener)
+    thread = WatchedTrainingThread(watch or RunWatchdog(out, STALL_S))
     publisher = Publisher(policy, record, thread)
     return Trainer(record, [Learner(publisher, backend_of)], stages, SplitEvaluator(evaluate))

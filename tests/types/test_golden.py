@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ramify.secrets import SecretRedactor
-from ramify.store.journal import JournalFile, decode_line, encode_line, read_events
+from ramify.store.journal import FileStoredRun, decode_line, encode_line, read_events
 from ramify.types.event import (
     CallStarted,
     RunEnded,
@@ -31,7 +31,7 @@ def test_golden_files_match_their_builder():
 
 
 def test_journal_round_trips_byte_for_byte():
-    read = list(read_events(JournalFile(JOURNAL)))
+    read = list(read_events(FileStoredRun(JOURNAL)))
     assert read == events()
     assert (
         b"".join(encode_line(event, SecretRedactor(environ={})) for event in read)
@@ -48,7 +48,7 @@ def test_trajectory_round_trips_byte_for_byte(golden: Trajectory):
 
 def test_folded_journal_equals_trajectory(golden: Trajectory):
     fold = TrajectoryFold()
-    for event in read_events(JournalFile(JOURNAL)):
+    for event in read_events(FileStoredRun(JOURNAL)):
         fold.apply(event)
     assert fold.trajectory == golden
 
@@ -59,7 +59,7 @@ def test_schema_1_journal_is_read(golden: Trajectory):
     for line in (
         JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines()
     ):
-        event = decode_line(line, JournalFile(JOURNAL), 1)
+        event = decode_line(line, FileStoredRun(JOURNAL), 1)
         if not isinstance(event, ScoreAdded):
             fold.apply(event)
     assert fold.trajectory.calls == golden.calls

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ramify.types.call_tree import CallTree
-from ramify.types.sibling_questions import SiblingQuestions
+from ramify.types.sibling_question_diff import SiblingQuestions
 from ramify.types.trajectory import Call, Parent, Stop, Trajectory
 
 
@@ -74,7 +74,7 @@ def marked(answers: list[Any], question: str = "Sum the revenue column of sheet 
             call.answer, call.error = None, str(call.answer)
     run.calls = [root, *children]
     tree = CallTree()
-    tree.take(run)
+    tree.load_trajectory(run)
     return [node.outlier for node in tree.order if node.outlier]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.sequence import Batch, SamplingSupport, Segment, TokenSequence
+from ramify.types.sequence import Batch, SamplingMask, Segment, TokenSequence
 from ramify.types.trajectory import SCHEMA_VERSION, Stop, Trajectory
 
 
@@ -87,7 +87,7 @@ def test_sequence_streams_have_one_entry_per_token():
         ):
             sequence(**changed)
     with pytest.raises(ValueError, match="of 3 tokens has 2 offsets of kept sets"):
-        sequence(kept=SamplingSupport([0, 1], [5]))
+        sequence(kept=SamplingMask([0, 1], [5]))
 
 
 def batch(segments: list[Segment], **changed: Any) -> Batch:

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any, TypeVar
 
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def served(
             target=lambda: loop.loop.call_soon_threadsafe(hang.get().wait), daemon=True
         ).start()
     try:
-        server = ViewServer(RunLibrary(paths), **options)
+        server = ViewServer(RunCatalog(paths), **options)
         loop.run(server.__aenter__())
         try:
             yield server

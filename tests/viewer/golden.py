@@ -19,7 +19,7 @@ from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify import map as run_map
 from ramify.clients.base import Price
 from ramify.errors import RamifyError
-from ramify.testing.scripted import ByteTokenIds, refused
+from ramify.testing.scripted import ScriptedByteTokenizer, refused
 from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
@@ -122,7 +122,7 @@ def rlm(
     client = ScriptedClient(
         script,
         price=Price(1.0, 4.0),
-        **{"name": "scripted:reader", "ids": ByteTokenIds(3), **options},
+        **{"name": "scripted:reader", "ids": ScriptedByteTokenizer(3), **options},
     )
     return RLM(
         client,
@@ -339,7 +339,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2)
     """(id, id of its first run) of an evaluation: four items of two kinds, some attempts each, of
     which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
     scored the first run's turns afterwards."""
-    from ramify.evaluate.run import EvaluationPlan, EvaluationRecords, evaluate
+    from ramify.evaluate.run import EvaluationPlan, EvaluationStore, evaluate
     from ramify.tasks.base import Item, SimpleTask
     from ramify.tasks.scoring import exact
 
@@ -380,7 +380,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2)
         limits=Limits(max_cost=0.5),
     )
     plan = EvaluationPlan(model="scripted:counter", task="words", items=4, attempts=attempts)
-    record = EvaluationRecords(store.root).create(plan)
+    record = EvaluationStore(store.root).create(plan)
     first = asyncio.run(evaluate(made, task, plan, record=record, concurrency=4)).outcomes[0].run
     record.close()
     store.append(

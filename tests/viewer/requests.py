@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from ramify.store.base import RunStore
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 
 GOLDEN_ID = "20260301-142501-5gk0x7m-which-host"
@@ -35,7 +35,7 @@ def with_server(
 
     async def main() -> Any:
         async with (
-            ViewServer(RunLibrary(paths), **options) as server,
+            ViewServer(RunCatalog(paths), **options) as server,
             session(server) as http,
         ):
 

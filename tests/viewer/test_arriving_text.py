@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 from ramify import Store, testing
 from ramify.secrets import SecretRedactor
 from ramify.store.journal import writer
-from ramify.store.live_text import MAX_CHARS, ArrivingReply, LiveTextReader, LiveTextWriter
+from ramify.store.live_text import (
+    MAX_CHARS,
+    ArrivingReply,
+    LiveReplyFileReader,
+    LiveReplyFileWriter,
+)
 from tests.viewer.browser import Loop, served, tab
 from tests.viewer.page_helpers import HACKED
 
@@ -63,7 +68,7 @@ def asked(
         loop.close()
 
 
-def followed(reader: LiveTextReader) -> ArrivingReply:
+def followed(reader: LiveReplyFileReader) -> ArrivingReply:
     """The reply, once a part of it has arrived."""
     return until(lambda: next(iter(reader.read() or ()), None))
 
@@ -118,7 +123,7 @@ def test_run_without_a_page_leaves_no_file(tmp_path: Path) -> None:
 
 def test_file_is_private_and_outside_of_the_record(tmp_path: Path) -> None:
     with asked(tmp_path) as (process, journal, model):
-        reader, store = LiveTextReader(journal), Store(tmp_path)
+        reader, store = LiveReplyFileReader(journal), Store(tmp_path)
         assert followed(reader).call == "0"
         (file,) = live_files(journal)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -137,7 +142,7 @@ def test_file_is_private_and_outside_of_the_record(tmp_path: Path) -> None:
 def test_run_stops_writing_when_its_page_was_killed(tmp_path: Path) -> None:
     follow = (
         "import sys, time; from pathlib import Path; from ramify.store.live_text import *\n"
-        "reader = LiveTextReader(Path(sys.argv[1]))\n"
+        "reader = LiveReplyFileReader(Path(sys.argv[1]))\n"
         "while not reader.read(): time.sleep(0.02)\n"
         "print('read', flush=True); time.sleep(1000)"
     )
@@ -154,7 +159,7 @@ def test_run_stops_writing_when_its_page_was_killed(tmp_path: Path) -> None:
 
 def test_page_removes_the_file_of_a_killed_run(tmp_path: Path) -> None:
     with asked(tmp_path) as (process, journal, _):
-        reader = LiveTextReader(journal)
+        reader = LiveReplyFileReader(journal)
         assert followed(reader).text.startswith("BEGIN")
         process.send_signal(signal.SIGKILL)
         process.wait(30)
@@ -166,7 +171,7 @@ def test_page_removes_the_file_of_a_killed_run(tmp_path: Path) -> None:
 def test_file_that_both_left_is_pruned_and_never_shown(tmp_path: Path) -> None:
     store = Store(tmp_path)
     journal = store.create("run").path
-    reader, run = LiveTextReader(journal), LiveTextWriter(journal, SecretRedactor({}, {}))
+    reader, run = LiveReplyFileReader(journal), LiveReplyFileWriter(journal, SecretRedactor({}, {}))
     assert reader.read() is None
     assert run.is_followed()
     run.write([ArrivingReply("0", 0, "old")])
@@ -174,7 +179,7 @@ def test_file_that_both_left_is_pruned_and_never_shown(tmp_path: Path) -> None:
     left = file.read_bytes()
     reader.close()
     file.write_bytes(left)
-    again = LiveTextReader(journal)
+    again = LiveReplyFileReader(journal)
     assert again.read() is None
     again.close()
     file.write_bytes(left)
@@ -185,8 +190,8 @@ def test_file_that_both_left_is_pruned_and_never_shown(tmp_path: Path) -> None:
 def test_file_is_bounded_and_holds_no_secret(tmp_path: Path) -> None:
     """Also no beginning of a secret that has not arrived in full."""
     journal, secret = tmp_path / "run.jsonl", "sk-0123456789abcdef"
-    reader = LiveTextReader(journal)
-    run = LiveTextWriter(journal, SecretRedactor({"A_KEY": secret}, {}))
+    reader = LiveReplyFileReader(journal)
+    run = LiveReplyFileWriter(journal, SecretRedactor({"A_KEY": secret}, {}))
     assert reader.read() is None
     assert run.is_followed()
     texts = []
@@ -211,7 +216,7 @@ def test_file_is_bounded_and_holds_no_secret(tmp_path: Path) -> None:
 
 def test_half_written_file_is_not_shown(tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
-    reader, run = LiveTextReader(journal), LiveTextWriter(journal, SecretRedactor({}, {}))
+    reader, run = LiveReplyFileReader(journal), LiveReplyFileWriter(journal, SecretRedactor({}, {}))
     assert reader.read() is None
     assert run.is_followed()
     run.write([ArrivingReply("0", 0, "first text")])
@@ -224,6 +229,6 @@ def test_half_written_file_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_only_not_live(tmp_path: Path) -> None:
-    reader = LiveTextReader(tmp_path / "none" / "run.jsonl")
+    reader = LiveReplyFileReader(tmp_path / "none" / "run.jsonl")
     assert reader.read() is None
     reader.close()

@@ -14,7 +14,7 @@ import pytest
 
 from ramify import Store
 from ramify.cli.show import show
-from ramify.store.journal import Journal, JournalFile
+from ramify.store.journal import FileStoredRun, Journal
 from ramify.store.summary import summarise
 from ramify.train.metrics import (
     GROUPS,
@@ -25,9 +25,9 @@ from ramify.train.metrics import (
     read_metrics,
 )
 from ramify.types.message import Message
-from ramify.viewer.picture import changes, picture
-from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.run_locations import LocatedRun
+from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.run_lookup import LocatedRun
+from ramify.viewer.run_overview import changes, run_overview
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.view_server import ViewServer
 from ramify.viewer.watched_run import WatchedRun
@@ -40,12 +40,12 @@ LINES = JOURNAL.read_bytes().splitlines(keepends=True)
 
 
 def watched(path: Path) -> WatchedRun:
-    return WatchedRun(LocatedRun("r", JournalFile(path)))
+    return WatchedRun(LocatedRun("r", FileStoredRun(path)))
 
 
 def shown(run: WatchedRun) -> dict[str, object]:
     """Picture of a run without the fields that identify its file."""
-    found = picture(run)
+    found = run_overview(run)
     return found | {"head": found["head"] | {"path": "", "alive": False}}
 
 
@@ -99,7 +99,7 @@ def test_no_reader_reports_damage_at_any_byte_of_a_growing_journal(
         for run in (growing, fresh):
             assert (run.version, run.problem, run.damage, run.torn) == (num, "", "", "")
         answers.add(kept.load("r").answer)
-        assert summarise(JournalFile(live.path)).problem is None
+        assert summarise(FileStoredRun(live.path)).problem is None
         if byte % 64 == 0 or data[byte : byte + 1] == b"\n":
             assert show([str(live.path)], *[None] * 7) == 0
             said = capsys.readouterr()
@@ -230,7 +230,7 @@ def test_follower_receives_damage_later_lines_and_end(
             num: live.close,
         }
         async with (
-            ViewServer(RunLibrary([tmp_path])) as server,
+            ViewServer(RunCatalog([tmp_path])) as server,
             session(server) as http,
         ):
             url = f"http://127.0.0.1:{server.port}/api/events"

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import Store
 from ramify.evaluate.run import read_evaluation
-from ramify.store.private_files import EVALUATIONS
+from ramify.store.durable_files import EVALUATIONS
 from ramify.train.data.sft_data import read
 from tests.viewer import golden
 from tests.viewer.browser import AXE, photograph, served, tab, violations

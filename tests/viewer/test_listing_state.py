@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ramify import Store
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.types.event import CallStarted, RunEnded, RunStarted, ScoreAdded
 from ramify.types.trajectory import Stop
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from tests.viewer import golden
 
 
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_unchanged_list_has_the_same_rows(store: Store) -> None:
-    library = RunLibrary([store.root])
+    library = RunCatalog([store.root])
     first, again = library.runs(), library.runs()
     assert len(first) == 3
     assert [one is other for one, other in zip(first, again, strict=True)] == [True] * 3
@@ -51,23 +51,25 @@ CHANGES: dict[str, Callable[[Store], object]] = {
     "a score": lambda store: store.append(
         "20260301-000001-run", [ScoreAdded(at_s=2.0, by="task", rewards={"correct": 1.0})]
     ),
-    "a review": lambda store: store.write_review("20260301-000001-run", RunReview(labels=("odd",))),
+    "a review": lambda store: store.write_review(
+        "20260301-000001-run", HumanRunReview(labels=("odd",))
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_seen_at_once_and_once_it_has_settled(store: Store, change: str) -> None:
-    library = RunLibrary([store.root])
+    library = RunCatalog([store.root])
     before = [(row.id, row.reward, row.labels) for row in library.runs()]
     CHANGES[change](store)
     assert [(row.id, row.reward, row.labels) for row in library.runs()] != before
     settle(store.root)
     after = [(row.id, row.reward, row.labels) for row in library.runs()]
-    assert after == [(row.id, row.reward, row.labels) for row in RunLibrary([store.root]).runs()]
+    assert after == [(row.id, row.reward, row.labels) for row in RunCatalog([store.root]).runs()]
 
 
 def test_events_of_a_run_in_progress_are_seen_while_its_folder_stays_the_same(store: Store) -> None:
-    library = RunLibrary([store.root])
+    library = RunCatalog([store.root])
     id = "20260301-000005-live"
     with store.create(id) as journal:
         journal.append(RunStarted(id=id, question="live?", started_at=1.0))
@@ -81,7 +83,7 @@ def test_events_of_a_run_in_progress_are_seen_while_its_folder_stays_the_same(st
 
 def test_new_training_folders_are_seen(tmp_path: Path) -> None:
     golden.training(tmp_path / "a", [], steps=1)
-    library = RunLibrary([tmp_path])
+    library = RunCatalog([tmp_path])
     settle(tmp_path)
     assert [row.name for row in library.trainings()] == ["a"]
     assert [row.name for row in library.trainings()] == ["a"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ramify import Store
-from ramify.evaluate.matrix import MatrixCell, MatrixPlan, MatrixRecords
+from ramify.evaluate.matrix import EvaluationMatrixStore, MatrixCell, MatrixPlan
 from ramify.evaluate.matrix_report import matrix_report
 from ramify.evaluate.run import AttemptOutcome, EvaluationPlan
 from ramify.types.message import Usage
@@ -50,7 +50,7 @@ def outcome(number: int, reward: float, *, fits: bool) -> AttemptOutcome:
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> StoredMatrix:
     store = Store(tmp_path_factory.mktemp("matrix"))
-    records = MatrixRecords(store.root)
+    records = EvaluationMatrixStore(store.root)
     id, cells = "20260301-120000-abcdef", []
     for length in ("1k", "8k"):
         for family in ("teal", "mint"):

@@ -15,7 +15,7 @@ import pytest
 from ramify import Store
 from ramify.types.event import ScoreAdded
 from ramify.viewer.page_script import page as exported
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from tests.viewer import golden
 from tests.viewer.browser import AXE, Loop, photograph, served, tab, violations
 from tests.viewer.conftest import World
@@ -499,7 +499,7 @@ def test_model_text_is_never_rendered_as_html(browser: Any, world: World, tmp_pa
 def test_exported_file_works_offline(browser: Any, world: World, tmp_path: Path, name: str) -> None:
     run = getattr(world, name)
     file = tmp_path / "run.html"
-    file.write_bytes(exported(RunLibrary([world.store]).find(run)))
+    file.write_bytes(exported(RunCatalog([world.store]).find(run)))
     with tab(browser) as shown:
         page = shown.page
         asked: list[str] = []

@@ -13,11 +13,11 @@ import pytest
 
 import ramify
 from ramify import RLM, MemoryStore, RunStore, ScriptedClient, Store
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.types.event import RunEnded, RunStarted
 from ramify.types.trajectory import Stop
 from ramify.viewer.page_script import page as exported
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 from tests.cli.helpers import Shell
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
@@ -82,7 +82,7 @@ def test_page_lists_searches_compares_and_exports_runs(store: RunStore) -> None:
         assert store.review(first).rewards == {"ok": 1.0}
 
     with_server([store], ask)  # type: ignore[list-item]
-    assert b"the sum of sheet 2" in exported(RunLibrary([store]).find(first))
+    assert b"the sum of sheet 2" in exported(RunCatalog([store]).find(first))
 
 
 def test_page_follows_a_run_in_progress(store: RunStore) -> None:
@@ -144,10 +144,10 @@ def test_a_store_without_files_says_what_it_lacks() -> None:
     journal = store.create("empty")
     journal.close()
     with pytest.raises(ramify.StoreError, match=r"this process's memory has no 'a\.jsonl'"):
-        RunLibrary([store]).find("p0/a.jsonl")
+        RunCatalog([store]).find("p0/a.jsonl")
     with pytest.raises(ramify.errors.UnknownRun, match="did you mean empty"):
-        RunLibrary([store]).find("empt7")
-    (row,) = RunLibrary([store]).runs()
+        RunCatalog([store]).find("empt7")
+    (row,) = RunCatalog([store]).runs()
     assert (row.id, row.question, row.problem) == ("empty", "", None)
 
 
@@ -165,7 +165,7 @@ def test_a_store_with_its_required_methods_alone_keeps_no_reviews() -> None:
     journal.close()
     assert store.review("one").is_empty()
     with pytest.raises(ramify.StoreError, match="keeps no reviews: run one cannot have one"):
-        store.write_review("one", RunReview(("good",)))
+        store.write_review("one", HumanRunReview(("good",)))
 
 
 def test_summaries_are_read_again_only_when_a_run_has_grown() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ramify import Store
 from ramify.viewer.page_script import page as exported
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from tests.viewer import golden
 from tests.viewer.browser import AXE, Loop, photograph, served, tab, violations
 from tests.viewer.conftest import World
@@ -138,7 +138,7 @@ def test_answers_are_formatted_on_page_and_in_export(
 ) -> None:
     store = Store(tmp_path / "store")
     run, file = golden.plain(store, "Sum?", FORMATTED), tmp_path / "run.html"
-    located = RunLibrary([store.root]).find(run)
+    located = RunCatalog([store.root]).find(run)
     file.write_bytes(exported(located))
     with served(store.root) as server:
         for address in (f"{server.url}#/run/{run}", file.as_uri()):
@@ -164,7 +164,7 @@ def test_report_has_one_page_per_session(
     browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
 ) -> None:
     file = tmp_path / "run.html"
-    file.write_bytes(exported(RunLibrary([world.store]).find(world.tree)))
+    file.write_bytes(exported(RunCatalog([world.store]).find(world.tree)))
     with served(world.store) as server:
         for address in (f"{server.url}#/run/{world.tree}", file.as_uri()):
             with tab(browser, size) as shown:

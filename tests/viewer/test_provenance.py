@@ -11,7 +11,7 @@ import pytest
 from benchmarks.faces_provenance import TEMPLATES, Recorded, compared, links_of
 from ramify import Store
 from ramify.viewer.provenance import provenance
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.watched_run import WatchedRun
 from tests.viewer.conftest import World
 
@@ -91,7 +91,7 @@ def test_unparsable_code_still_links_matching_text(tmp_path: Path) -> None:
 
 
 def test_links_lead_from_answer_through_child_to_output(world: World) -> None:
-    library = RunLibrary([world.store])
+    library = RunCatalog([world.store])
     run = WatchedRun(library.find(world.tree))
     run.refresh()
     answer = Store(world.store).load(world.tree).answer

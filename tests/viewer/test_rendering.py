@@ -10,7 +10,7 @@ import pytest
 
 from ramify import Store
 from ramify.viewer.page_script import page as exported
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from tests.viewer import golden
 from tests.viewer.browser import AXE, NARROW, photograph, served, tab, violations
 from tests.viewer.conftest import World
@@ -103,7 +103,7 @@ def test_values_are_linked_beside_formulas_and_never_in_them(
 ) -> None:
     root, run = sums
     file = tmp_path / "run.html"
-    file.write_bytes(exported(RunLibrary([root]).find(run)))
+    file.write_bytes(exported(RunCatalog([root]).find(run)))
     with served(root) as server, tab(browser) as shown:
         page = shown.open(file.as_uri() if offline else f"{server.url}#/run/{run}")
         answer = page.locator(".answer .said.formatted")

@@ -12,16 +12,16 @@ import aiohttp
 import pytest
 
 from ramify import RLM, Limits, Model, ScriptedClient, Store
-from ramify.cli.resume import rebuild
+from ramify.cli.resume import rebuild_rlm
 from ramify.clients.base import Price
-from ramify.clients.providers import CLIENTS, ProviderSpec
+from ramify.clients.providers import CLIENTS, ModelProviderSpec
 from ramify.http_server.access import ListenAddress
 from ramify.store.base import RunStore
 from ramify.testing import ScriptedServer
 from ramify.types.event import RunStarted
 from ramify.types.message import Message
 from ramify.viewer.run_again import AgainRequest, Rebuild
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 from tests.data.golden import JOURNAL
 from tests.engine.helpers import SCAFFOLD, code
@@ -69,7 +69,7 @@ def with_server(
     async def main() -> None:
         async with (
             ViewServer(
-                RunLibrary([origin.store.root]),
+                RunCatalog([origin.store.root]),
                 address=ListenAddress(is_open=is_open),
                 rebuild=origin.rebuild,
             ) as server,
@@ -205,7 +205,7 @@ def keyless(
     server = ScriptedServer(sums)
     loop.run(server.__aenter__())
     CLIENTS.register("house")(
-        ProviderSpec(
+        ModelProviderSpec(
             title="House", url=server.url, url_variable="HOUSE_URL", key_variables=("HOUSE_KEY",)
         )
     )
@@ -224,7 +224,7 @@ def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
     store, run, model, _ = keyless
 
     def rebuilt(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
-        return rebuild(started, store, keys=keys)
+        return rebuild_rlm(started, store, keys=keys)
 
     async def ask(get: Post, post: Post) -> None:
         place = {"key": run, "call": "0.1", "turn": 0}
@@ -297,7 +297,7 @@ def test_form_opens_without_a_key_and_asks_for_it_on_sending(
     before = model.answered
 
     def rebuilt(started: RunStarted, store: RunStore, keys: Mapping[str, str]) -> RLM:
-        return rebuild(started, store, keys=keys)
+        return rebuild_rlm(started, store, keys=keys)
 
     with served(store.root, rebuild=rebuilt) as server, tab(browser, (1440, 900)) as shown:
         asked: list[str] = []

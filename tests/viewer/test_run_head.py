@@ -21,7 +21,7 @@ from ramify.types.event import (
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Cell, Parent, Stop
 from ramify.viewer.page_script import page as exported
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.watched_run import WatchedRun
 from tests.plans.helpers import lines as plan_lines
@@ -150,7 +150,7 @@ def test_limit_is_shown_from_half_of_it_on(browser: Any, tmp_path: Path) -> None
 
 def test_export_has_the_code_of_siblings(browser: Any, world: World, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
-    file.write_bytes(exported(RunLibrary([world.workbook]).find(world.sheets)))
+    file.write_bytes(exported(RunCatalog([world.workbook]).find(world.sheets)))
     with tab(browser) as shown:
         page = shown.open(file.as_uri())
         page.locator(".differing a.odd", has_text=ODD).click()
@@ -158,7 +158,7 @@ def test_export_has_the_code_of_siblings(browser: Any, world: World, tmp_path: P
 
 
 def test_code_is_compared_with_a_usual_sibling(world: World) -> None:
-    run = WatchedRun(RunLibrary([world.workbook]).find(world.sheets))
+    run = WatchedRun(RunCatalog([world.workbook]).find(world.sheets))
     run.refresh()
     found = sibling_code(run, f"0.{golden.ODD_SHEET - 1}")
     assert (found["sibling"], found["shared_by"], found["num_siblings"]) == ("0.0", 11, 11)

@@ -10,9 +10,9 @@ import pytest
 
 from ramify import Store
 from ramify.errors import ConfigError
-from ramify.viewer.picture import COLUMNS
-from ramify.viewer.run_library import RunLibrary
-from ramify.viewer.run_locations import kind_of
+from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.run_lookup import kind_of
+from ramify.viewer.run_overview import COLUMNS
 from ramify.viewer.view_server import STATIC, ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
@@ -365,7 +365,7 @@ def test_damaged_evaluation_is_shown_as_far_as_readable(world: World, tmp_path: 
 
 def test_missing_paths_runs_calls_and_parameters_are_errors(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match="is neither a file nor a folder"):
-        RunLibrary([tmp_path / "nothing"])
+        RunCatalog([tmp_path / "nothing"])
     (tmp_path / "texts").mkdir()
     (problem,) = get_json([tmp_path / "texts"], "/api/runs")["problems"]
     assert "contains no runs" in problem["text"]

@@ -12,9 +12,9 @@ import aiohttp
 
 from ramify import Store
 from ramify.http_server.access import ListenAddress
-from ramify.store.reviews import RunReview
+from ramify.store.reviews import HumanRunReview
 from ramify.viewer.page_headers import POLICY
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import STATIC, ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer.conftest import World
@@ -24,7 +24,7 @@ from tests.viewer.requests import Get, session, with_server
 def test_token_in_url_is_exchanged_for_cookie() -> None:
     async def main() -> None:
         async with ViewServer(
-            RunLibrary([JOURNAL]), address=ListenAddress("0.0.0.0"), token="s3cret/+"
+            RunCatalog([JOURNAL]), address=ListenAddress("0.0.0.0"), token="s3cret/+"
         ) as server:
             base = f"http://127.0.0.1:{server.port}"
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
@@ -134,7 +134,7 @@ def test_review_needs_private_page_and_same_origin(world: World, tmp_path: Path)
     async def post(is_open: bool, wanted: Any, **headers: str) -> tuple[int, Any]:
         address = ListenAddress(is_open=is_open)
         async with (
-            ViewServer(RunLibrary([tmp_path / "store"]), address=address) as server,
+            ViewServer(RunCatalog([tmp_path / "store"]), address=address) as server,
             session(server) as http,
             http.post(
                 f"http://127.0.0.1:{server.port}/api/review", json=wanted, headers=headers
@@ -158,11 +158,11 @@ def test_review_needs_private_page_and_same_origin(world: World, tmp_path: Path)
 def test_verdicts_of_many_runs_are_saved_at_once(world: World, tmp_path: Path) -> None:
     """Each keeps what was there: another person's verdict, labels and note."""
     store = Store(shutil.copytree(world.store, tmp_path / "store"))
-    store.write_review(world.plain, RunReview(("odd",), "n", verdicts={"ben": "wrong"}))
+    store.write_review(world.plain, HumanRunReview(("odd",), "n", verdicts={"ben": "wrong"}))
 
     async def post(path: str, wanted: Any) -> tuple[int, Any]:
         async with (
-            ViewServer(RunLibrary([store.root])) as server,
+            ViewServer(RunCatalog([store.root])) as server,
             session(server) as http,
             http.post(f"http://127.0.0.1:{server.port}{path}", json=wanted) as response,
         ):

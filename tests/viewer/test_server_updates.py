@@ -19,7 +19,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Stop
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
@@ -34,14 +34,14 @@ def test_every_follower_receives_all_events_and_later_scores(tmp_path: Path) -> 
     store = Store(tmp_path)
 
     async def main() -> None:
-        from ramify.store.journal import JournalFile, decode_line
+        from ramify.store.journal import FileStoredRun, decode_line
 
-        events = [decode_line(line[:-1], JournalFile(JOURNAL), 1) for line in lines]
+        events = [decode_line(line[:-1], FileStoredRun(JOURNAL), 1) for line in lines]
         journal = store.create(GOLDEN_ID)
         for event in events[:10]:
             journal.append(event)
         async with (
-            ViewServer(RunLibrary([tmp_path])) as server,
+            ViewServer(RunCatalog([tmp_path])) as server,
             session(server) as http,
         ):
             url = f"http://127.0.0.1:{server.port}/api/"
@@ -110,7 +110,7 @@ def test_training_sends_only_what_changed(tmp_path: Path) -> None:
     metrics = MetricsFile(folder)
 
     async def main() -> None:
-        async with ViewServer(RunLibrary([folder])) as server, session(server) as http:
+        async with ViewServer(RunCatalog([folder])) as server, session(server) as http:
             url = f"http://127.0.0.1:{server.port}/api/training"
 
             async def now(**query: Any) -> dict[str, Any]:

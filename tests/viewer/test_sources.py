@@ -12,7 +12,7 @@ import pytest
 import ramify
 from ramify import Store
 from ramify.viewer.page_script import page as exported
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import served, tab
 from tests.viewer.golden import rlm
@@ -94,7 +94,7 @@ def test_exported_file_has_the_table_and_the_cited_lines(
     browser: Any, run: tuple[Path, str], tmp_path: Path
 ) -> None:
     file = tmp_path / "run.html"
-    file.write_bytes(exported(RunLibrary([run[0]]).find(run[1])))
+    file.write_bytes(exported(RunCatalog([run[0]]).find(run[1])))
     with tab(browser) as shown:
         page = shown.page
         page.goto(file.as_uri())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.train.findings import CollapseAlarms, StageHistory, findings, metrics_of
+from ramify.train.findings import CollapseAlarms, StageStepHistory, findings, metrics_of
 from ramify.train.metrics import Diagnosis, MetricsFile
 from ramify.viewer.training import TrainingCurves
 
@@ -107,7 +107,7 @@ def test_every_finding_has_metrics_that_show_it() -> None:
         def __contains__(self, name: object) -> bool:
             return True
 
-    names = [name for name, _ in findings(Everything(), StageHistory({}, {}), CollapseAlarms())]
+    names = [name for name, _ in findings(Everything(), StageStepHistory({}, {}), CollapseAlarms())]
     unshown = {name for name in names if not metrics_of(name)}
     assert unshown == {"judges_abstain"}  # has metrics under the names of signals
     others = ("negated_reward", "falling_validation", "max_kl", "min_entropy")

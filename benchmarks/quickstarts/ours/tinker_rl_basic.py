@@ -20,7 +20,7 @@ def run():
         policy=train.PolicySpec(path="Qwen/Qwen3.5-9B-Base", lora=train.LoraSpec(rank=32)),
         task=train.TaskSpec(name=f"{__file__}:gsm8k"),
         rl=train.RlSpec(
-            sample=train.StepSampleSpec(items=128),
+            sample=train.RolloutBatchSpec(items=128),
             rollout=train.RolloutOptions(group=16, direct=True),
             optim=train.OptimizerSpec(lr=4e-5),
         ),

@@ -20,28 +20,30 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.threads import in_thread
+from ramify.engine.event_loop_thread import in_thread
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED
 from ramify.evaluate.run import (
     AttemptOutcome,
-    EvaluationJob,
-    NextAttempt,
-    RunAttempts,
+    EvaluationSetup,
+    PlannedAttempt,
+    RlmAttemptMaker,
     outcome_of,
 )
-from ramify.evaluate.systems.base import MeterSeat, SeatBudget, System, SystemAnswer
+from ramify.evaluate.systems.base import MeteredModelAccess, ModelAccessBudget, System, SystemAnswer
 from ramify.evaluate.systems.command import TIMEOUT_S, CommandSystem
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, Task, TaskStart
-from ramify.tasks.run_score import scored_in_time
+from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.types.trajectory import Stop, Trajectory
 
 BUDGET = "budget"
 """Reason of an attempt that was refused a request beyond its budget."""
 OWN = "own_"
 """Beginning of the metrics that are a system's own counts."""
-OpenSeat = Callable[[str, SeatBudget], AbstractAsyncContextManager[MeterSeat]]
+ModelAccessOpener = Callable[
+    [str, ModelAccessBudget], AbstractAsyncContextManager[MeteredModelAccess]
+]
 """Opens a seat at a meter: (its name, its budget) -> the seat, until the block ends."""
 
 
@@ -59,43 +61,47 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     return CommandSystem(words, timeout_s=timeout_s)
 
 
-class SystemAttempts:
+class SystemAttemptMaker:
     """Makes attempts by another system, each at its own seat. Implements ``AttemptMaker``."""
 
     makes_items = False
 
-    def __init__(self, system: System, open_seat: OpenSeat, budget: SeatBudget) -> None:
+    def __init__(
+        self, system: System, open_seat: ModelAccessOpener, budget: ModelAccessBudget
+    ) -> None:
         self._system = system
         self._open_seat = open_seat
         self._budget = budget
 
     async def make(
-        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+        self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, None]:
         item, number = which.item, which.number
         name = _seat_name(job, item, number, self._system.name)
         async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
             return await attempt_by(self._system, job.task, item, number, seat=seat), None
 
-    async def __aenter__(self) -> SystemAttempts:
+    async def __aenter__(self) -> SystemAttemptMaker:
         return self
 
     async def __aexit__(self, *_: object) -> None: ...
 
 
-class MeteredRuns:
+class MeteredRlmAttemptMaker:
     """Makes attempts by runs of ours whose requests go through a meter. Implements
     ``AttemptMaker``."""
 
     makes_items = False
 
-    def __init__(self, runs: RunAttempts, open_seat: OpenSeat, budget: SeatBudget) -> None:
+    def __init__(
+        self, runs: RlmAttemptMaker, open_seat: ModelAccessOpener, budget: ModelAccessBudget
+    ) -> None:
         self._runs = runs
         self._open_seat = open_seat
         self._budget = budget
 
     async def make(
-        self, job: EvaluationJob, which: NextAttempt, max_cost: float | None
+        self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
         item, number = which.item, which.number
         name = _seat_name(job, item, number, "ramify")
@@ -116,7 +122,7 @@ class MeteredRuns:
                 return outcome, trajectory
             return msgspec.structs.replace(outcome, usage=seat.usage, cost=seat.cost), trajectory
 
-    async def __aenter__(self) -> RunAttempts:
+    async def __aenter__(self) -> RlmAttemptMaker:
         await self._runs.__aenter__()
         return self._runs
 
@@ -125,7 +131,7 @@ class MeteredRuns:
 
 
 async def attempt_by(
-    system: System, task: Task, item: Item, number: int, *, seat: MeterSeat
+    system: System, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
     """Let another system answer an item once, and score its answer. ``number`` is the number of
     this attempt at the item, and ``seat`` is the system's access to the model.
@@ -152,14 +158,14 @@ async def attempt_by(
     return msgspec.structs.replace(outcome, error=outcome.error or _failure(given, seat))
 
 
-def _seat_name(job: EvaluationJob, item: Item, number: int, system: str) -> str:
+def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
     """Return the name of an attempt's access to the model. It appears in the record of the meter
     and in errors about the budget."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
 
 
-def _lowered(budget: SeatBudget, max_cost: float | None) -> SeatBudget:
+def _lowered(budget: ModelAccessBudget, max_cost: float | None) -> ModelAccessBudget:
     if max_cost is None:
         return budget
     return msgspec.structs.replace(budget, max_cost=min(max_cost, budget.max_cost or max_cost))
@@ -183,7 +189,7 @@ def _as_text(context: Any) -> str:
     return context if isinstance(context, str) else msgspec.json.encode(context).decode()
 
 
-def _trajectory(item: Item, given: SystemAnswer, seat: MeterSeat) -> Trajectory:
+def _trajectory(item: Item, given: SystemAnswer, seat: MeteredModelAccess) -> Trajectory:
     own = {name: getattr(given, name) for name in ("requests", "input_tokens", "output_tokens")}
     return Trajectory(
         "",
@@ -203,7 +209,7 @@ def _metrics(own: Mapping[str, int | None]) -> dict[str, float]:
     return {OWN + name: float(count) for name, count in own.items() if count is not None}
 
 
-def _stop(given: SystemAnswer, seat: MeterSeat) -> Stop:
+def _stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
     if given.answer is not None:
         return Stop.FINAL
     if seat.exhausted is not None:
@@ -211,7 +217,7 @@ def _stop(given: SystemAnswer, seat: MeterSeat) -> Stop:
     return Stop.DEADLINE if given.is_late else Stop.ERROR
 
 
-def _reason(given: SystemAnswer, seat: MeterSeat) -> str:
+def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
     """Return in a few words why an answer is missing; empty if there is one."""
     if given.answer is not None:
         return ""
@@ -220,7 +226,7 @@ def _reason(given: SystemAnswer, seat: MeterSeat) -> str:
     return "too late" if given.is_late else "system failed"
 
 
-def _failure(given: SystemAnswer, seat: MeterSeat) -> str:
+def _failure(given: SystemAnswer, seat: MeteredModelAccess) -> str:
     """Return in a sentence why an answer is missing; empty if there is one."""
     if given.answer is not None:
         return ""

@@ -21,14 +21,16 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.clients.model import Model
-from ramify.engine.limits import Ledger, Limits
+from ramify.clients.model_config import Model
+from ramify.engine.limits import BudgetLedger, Limits
 from ramify.errors import ConfigError
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
 
-class SeatBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ModelAccessBudget(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The most that one seat may spend. None: no limit."""
 
     max_calls: int | None = None
@@ -54,10 +56,10 @@ class SeatBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 _MANY = 1 << 62
-NO_LIMIT = SeatBudget()
+NO_LIMIT = ModelAccessBudget()
 
 
-class MeterSeat:
+class MeteredModelAccess:
     """The access of one item to the model: an address, its own key, and what was spent."""
 
     def __init__(
@@ -68,7 +70,7 @@ class MeterSeat:
         key: str,
         model: str,
         window: int,
-        budget: SeatBudget,
+        budget: ModelAccessBudget,
         price: Price | None,
     ) -> None:
         """``key`` is valid until the seat ends. ``window`` (tokens) and ``price`` are those of the
@@ -82,7 +84,7 @@ class MeterSeat:
         self.window = window
         self.price = price
         self.budget = budget
-        self.ledger = Ledger(budget.limits(), priced=price is not None, owner="item")
+        self.ledger = BudgetLedger(budget.limits(), priced=price is not None, owner="item")
         """What was spent of the budget, and what is reserved."""
         self.num_requests = 0
         """Requests that arrived, including those that were refused."""
@@ -145,7 +147,7 @@ class MeterSeat:
 
     def __repr__(self) -> str:
         """Return a description of the seat without its key, so that no log shows the key."""
-        return f"MeterSeat({self.name!r}, {self.base_url!r}, usage={self.usage})"
+        return f"MeteredModelAccess({self.name!r}, {self.base_url!r}, usage={self.usage})"
 
 
 class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -172,7 +174,9 @@ class System(Protocol):
     name: str
     """Its name in tables: ``rlms``, or the program of a command."""
 
-    async def answer(self, question: str, context: str, *, seat: MeterSeat) -> SystemAnswer:
+    async def answer(
+        self, question: str, context: str, *, seat: MeteredModelAccess
+    ) -> SystemAnswer:
         """Answer ``question``. A failure of the system is a ``SystemAnswer`` with its reason, never
         an exception. A cancelled call leaves no process behind."""
         ...

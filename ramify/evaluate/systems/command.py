@@ -6,7 +6,7 @@ answer.
 
 Its answer is what it writes to stdout, without surrounding space. It finds the model at
 ``OPENAI_BASE_URL`` with ``OPENAI_API_KEY``. No shell reads the command. Not here: the process and
-its limits (``program.py``).
+its limits (``program_runner.py``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ramify.actors.command_words import absolute_word, check_program, filled_words, split_command
+from ramify.actors.command_words import (
+    absolute_word,
+    check_program_installed,
+    filled_words,
+    split_command,
+)
 from ramify.errors import ConfigError
-from ramify.evaluate.systems.base import MeterSeat, SystemAnswer
-from ramify.evaluate.systems.program import run_program
+from ramify.evaluate.systems.base import MeteredModelAccess, SystemAnswer
+from ramify.evaluate.systems.program_runner import run_program
 
 PLACEHOLDERS = {
     "question": "the question",
@@ -52,11 +57,13 @@ class CommandSystem:
                 "is asked: add {question}, and {context_file} for the context"
             )
         self._words = [absolute_word(word) for word in words]
-        check_program(self._words[0], _WHERE)
+        check_program_installed(self._words[0], _WHERE)
         self.name = _name_of(self._words)
         self._timeout_s = timeout_s
 
-    async def answer(self, question: str, context: str, *, seat: MeterSeat) -> SystemAnswer:
+    async def answer(
+        self, question: str, context: str, *, seat: MeteredModelAccess
+    ) -> SystemAnswer:
         folder = Path(tempfile.mkdtemp(prefix="ramify-system-"))
         try:
             context_file = folder / "context.txt"

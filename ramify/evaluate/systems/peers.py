@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.evaluate.systems.base import MeterSeat, SystemAnswer
-from ramify.evaluate.systems.program import run_program
-from ramify.store.private_files import FILE_MODE
+from ramify.evaluate.systems.base import MeteredModelAccess, SystemAnswer
+from ramify.evaluate.systems.program_runner import run_program
+from ramify.store.durable_files import FILE_MODE
 
 PEERS: dict[str, tuple[str, ...]] = {
     "rlms": ("rlms==0.1.3", "openai==3.57.0"),
@@ -67,7 +67,9 @@ class PeerSystem:
                 f"{install_command(name)}"
             )
 
-    async def answer(self, question: str, context: str, *, seat: MeterSeat) -> SystemAnswer:
+    async def answer(
+        self, question: str, context: str, *, seat: MeteredModelAccess
+    ) -> SystemAnswer:
         folder = Path(tempfile.mkdtemp(prefix="ramify-system-"))
         try:
             work, item_file, result_file = folder / "work", folder / "item.json", folder / "result"

@@ -24,8 +24,8 @@ import msgspec
 
 from ramify.actors.run_channel import KEY
 from ramify.errors import ConfigError, nearest
+from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec
 from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
-from ramify.extras.cluster.shape import DeviceSpec
 
 _PORT = 6379
 """Port on which the head listens if no other job shares its address."""
@@ -287,7 +287,7 @@ def _object(version: str, kind: str, name: str, spec: object) -> dict[str, objec
     return {**made, "spec": spec} if spec else made
 
 
-def _gpu_resource(device: DeviceSpec) -> str:
+def _gpu_resource(device: DeviceHardwareSpec) -> str:
     return "amd.com/gpu" if device.name.startswith("mi") else "nvidia.com/gpu"
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.actors.run_channel import KEY
-from ramify.cli.parser import CommandSpec, ExitCode, OptionSpec, UsageError
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError
-from ramify.extras.cluster.plan_commands import recipe_of
+from ramify.extras.cluster.plan_and_simulate_commands import recipe_of
 from ramify.secrets import SecretRedactor
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def launch(
 ) -> int:
     from ramify.errors import nearest
     from ramify.extras.cluster.job_files import SCHEDULERS, JobOptions, default_folders, job_files
-    from ramify.extras.cluster.plan import PlanOptions, plan
+    from ramify.extras.cluster.model_and_device_specs import device_of
+    from ramify.extras.cluster.plan import ClusterPlanOptions, plan
     from ramify.extras.cluster.scheduler_job import job_of
-    from ramify.extras.cluster.shape import device_of
 
     if on is None:
         raise UsageError(f"--on is missing: give one of {', '.join(SCHEDULERS)}")
@@ -78,7 +78,7 @@ def launch(
     engine_gpus = run.inference.gpus if run.inference is not None else ()
     has_gpus = bool(engine_gpus) or any(pool.gpus for pool in pools.values())
     device = device or ("h100" if has_gpus else "cpu")
-    planned = plan(run, PlanOptions(device=device, nodes=nodes if pools else None))
+    planned = plan(run, ClusterPlanOptions(device=device, nodes=nodes if pools else None))
     for sentence in planned.too_large:
         write(f"too large: {sentence}")
     default_workdir, default_out = default_folders(on, run.name)
@@ -182,7 +182,7 @@ def _call(
         raise ConfigError(f"{shlex.join(words)} did not end within {_RUN_S:g} s") from None
 
 
-COMMAND = CommandSpec(
+COMMAND = CliCommandSpec(
     name="launch",
     about="""\
 Write the files with which a scheduler trains RECIPE: nodes, GPUs, ports, keys, restarts and resume,
@@ -194,54 +194,56 @@ FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8."
     min_words=1,
     max_words=None,
     options=(
-        OptionSpec("on", str, "scheduler", "slurm|k8s|skypilot|ray"),
-        OptionSpec("submit", bool, "submit the job with the scheduler's own command", has_no=False),
-        OptionSpec(
+        CliOptionSpec("on", str, "scheduler", "slurm|k8s|skypilot|ray"),
+        CliOptionSpec(
+            "submit", bool, "submit the job with the scheduler's own command", has_no=False
+        ),
+        CliOptionSpec(
             "out",
             str,
             "the run's folder, on a file system that all nodes share (default: runs/NAME)",
             "DIR",
         ),
-        OptionSpec("files", str, "folder for the files (default: launch/NAME)", "DIR"),
-        OptionSpec(
+        CliOptionSpec("files", str, "folder for the files (default: launch/NAME)", "DIR"),
+        CliOptionSpec(
             "nodes",
             int,
             "number of nodes: of the recipe's pool, or, without pools, of torchrun",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "device",
             str,
             "device type: cpu, l4, a100, h100, … (default: h100 if the recipe names GPUs, else "
             "cpu)",
             "DEVICE",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "restarts",
             int,
             "restart failed training from the last checkpoint, up to N times without progress "
             "(default: 3)",
         ),
-        OptionSpec("hours", float, "time limit (default: the scheduler's)"),
-        OptionSpec("image", str, "container image with Ramify (k8s; optional for skypilot)"),
-        OptionSpec(
+        CliOptionSpec("hours", float, "time limit (default: the scheduler's)"),
+        CliOptionSpec("image", str, "container image with Ramify (k8s; optional for skypilot)"),
+        CliOptionSpec(
             "shared",
             str,
             "PersistentVolumeClaim (k8s) or bucket URL (skypilot) that is mounted at /shared",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "workdir",
             str,
             "folder on the nodes from which the recipe's path is valid (default: this folder; "
             "/shared for k8s)",
             "DIR",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "secret",
             list,
             "environment variable with a key that the run needs; repeat for more",
             "VARIABLE",
         ),
-        OptionSpec(
+        CliOptionSpec(
             "option",
             list,
             "setting of the scheduler: an option of sbatch, a label of Kubernetes' nodes, or a "

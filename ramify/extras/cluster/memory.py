@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ramify.extras.cluster.shape import DeviceSpec, ModelShape
+from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec, ModelShape
 from ramify.sandbox.base import JailSpec
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
@@ -67,8 +67,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
         return not self.room or self.total <= self.room
 
 
-def of_rank(
-    run: Run, shape: ModelShape, device: DeviceSpec, ranks: int, rank: int = 0
+def estimate_rank_memory(
+    run: Run, shape: ModelShape, device: DeviceHardwareSpec, ranks: int, rank: int = 0
 ) -> MemoryEstimate:
     """Estimate the memory of one trainer rank, or of a single-process trainer."""
     shards = max(1, ranks // run.compute.shard.replicas)
@@ -87,7 +87,9 @@ def of_rank(
     return MemoryEstimate(parts, int(device.memory_gb * 1e9))
 
 
-def of_engine(run: Run, shape: ModelShape, device: DeviceSpec) -> MemoryEstimate:
+def estimate_engine_memory(
+    run: Run, shape: ModelShape, device: DeviceHardwareSpec
+) -> MemoryEstimate:
     """Estimate the memory of an engine in its own process."""
     itemsize = itemsize_of(run, device)
     weights = shape.parameters * itemsize
@@ -101,7 +103,7 @@ def of_engine(run: Run, shape: ModelShape, device: DeviceSpec) -> MemoryEstimate
     )
 
 
-def of_sessions(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
+def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
     """Estimate the main memory of the empty sessions of one rollout worker, or of the run without
     rollout workers.
 
@@ -129,7 +131,7 @@ def _at_once(run: Run, rollout_workers: int) -> int:
     return -(-run.rl.rollout.concurrency // rollout_workers)
 
 
-def itemsize_of(run: Run, device: DeviceSpec) -> int:
+def itemsize_of(run: Run, device: DeviceHardwareSpec) -> int:
     """Return the bytes per parameter in engines: see ``train/policy_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
@@ -140,7 +142,7 @@ def itemsize_of(run: Run, device: DeviceSpec) -> int:
 
 
 def cache_bytes(
-    shape: ModelShape, device: DeviceSpec, itemsize: int, slots: int, limit: int | None
+    shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
     """Return the bytes of keys and values if every slot fills the window, up to ``limit``."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
@@ -149,7 +151,7 @@ def cache_bytes(
     return max(1, min(slots, limit // (token * longest))) * longest * token
 
 
-def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
+def max_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
     """Return the maximum number of tokens in a training batch on one device: the configured number,
     or what fits into the memory for activations."""
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
@@ -158,7 +160,7 @@ def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape, device))
 
 
-def slots(run: Run, device: DeviceSpec) -> int:
+def slots(run: Run, device: DeviceHardwareSpec) -> int:
     """Return the number of sequences that an engine decodes at once."""
     return (
         _slots_of(run, device)
@@ -183,7 +185,7 @@ def _optimizer(run: Run, shape: ModelShape) -> int:
     return max(states)
 
 
-def _gathered(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
+def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
     """Return the bytes of gathered weights during computation, and of full gradients until they are
     reduced."""
     itemsize = compute_itemsize(run, device)
@@ -208,7 +210,7 @@ def _split(run: Run, dense: int, experts: int) -> int:
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 
 
-def compute_itemsize(run: Run, device: DeviceSpec) -> int:
+def compute_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
     """Bytes per element of products, and of weights that are gathered for them."""
     by_precision = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}
     return by_precision[run.compute.precision]
@@ -229,7 +231,7 @@ def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
     return models
 
 
-def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int]:
+def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
     """Return the bytes that rank 0 holds in addition, because it controls the run."""
     itemsize = itemsize_of(run, device)
     parts = {}
@@ -250,7 +252,7 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int
     return parts
 
 
-def _slots_of(run: Run, device: DeviceSpec) -> int:
+def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
     """Return the number of slots according to ``inference.args``."""
     args = run.inference.args if run.inference is not None else ()
     for name, value in pairwise(args):
@@ -267,7 +269,7 @@ def _share_of_gpu(args: Sequence[str]) -> float:
     return _SHARE_OF_VLLM
 
 
-def _per_token(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
+def _per_token(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
     from ramify.train.backends.activation_memory import activation_bytes
 
     mlp = shape.mlp // run.compute.shard.tensor
@@ -275,7 +277,7 @@ def _per_token(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     return activation_bytes(shape.width, mlp, shape.layers, run.compute.recompute, itemsize)
 
 
-def _logits(device: DeviceSpec) -> int:
+def _logits(device: DeviceHardwareSpec) -> int:
     from ramify.train.backends.activation_memory import logits_at_once
 
     return logits_at_once(not device.is_cpu)

@@ -11,7 +11,7 @@ seconds of learning with communication and idle ranks.
 
 Gathers overlap with products, exchanges inside layers do not. A rollout is not divided between
 ranks, so more groups of ranks than rollouts leave some idle, and every group waits for the one with
-the most. Not here: sampling and sending weights to engines (``steps.py``).
+the most. Not here: sampling and sending weights to engines (``step_time_estimate.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.extras.cluster import memory
-from ramify.extras.cluster.shape import DeviceEfficiency, DeviceSpec, ModelShape, num_experts
+from ramify.extras.cluster.model_and_device_specs import (
+    DeviceEfficiency,
+    DeviceHardwareSpec,
+    ModelShape,
+    num_experts,
+)
 from ramify.extras.cluster.step_work import StepTokens, forward_flop, num_passes
 from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run
@@ -35,7 +40,7 @@ NODE_GB_PER_S, NETWORK_GB_PER_S = 200.0, 25.0
 """What a rank sends per second, in 10^9 bytes, within a machine and between machines."""
 
 
-class SentBytes(msgspec.Struct, frozen=True):
+class RankCommunicationBytes(msgspec.Struct, frozen=True):
     """Bytes that one rank sends in a step."""
 
     shard: float
@@ -63,7 +68,7 @@ class MeshEstimate(msgspec.Struct, frozen=True):
     fits: bool
     seconds: float
     """Learning in one step."""
-    sent: SentBytes
+    sent: RankCommunicationBytes
     idle: float
     """Share of the ranks' time without work, from 0 to 1."""
 
@@ -73,7 +78,7 @@ def meshes(
     shape: ModelShape,
     config: Any,
     ranks: int,
-    device: DeviceSpec,
+    device: DeviceHardwareSpec,
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> list[MeshEstimate]:
@@ -105,7 +110,7 @@ def _estimate(
     run: Run,
     shape: ModelShape,
     sizes: MeshSizes,
-    device: DeviceSpec,
+    device: DeviceHardwareSpec,
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> MeshEstimate:
@@ -114,7 +119,10 @@ def _estimate(
     fields |= {"experts": sizes.experts} if shape.experts else {}
     shard = msgspec.structs.replace(run.compute.shard, **{"experts": 1, **fields})
     run = msgspec.structs.replace(run, compute=msgspec.structs.replace(run.compute, shard=shard))
-    estimates = [memory.of_rank(run, shape, device, ranks, rank) for rank in (0, min(1, ranks - 1))]
+    estimates = [
+        memory.estimate_rank_memory(run, shape, device, ranks, rank)
+        for rank in (0, min(1, ranks - 1))
+    ]
     most = max(each.total for each in estimates)
     sent = sent_bytes(run, shape, sizes, device, tokens)
     return MeshEstimate(
@@ -131,10 +139,10 @@ def learning_seconds(
     run: Run,
     shape: ModelShape,
     sizes: MeshSizes,
-    device: DeviceSpec,
+    device: DeviceHardwareSpec,
     tokens: StepTokens,
     shares: DeviceEfficiency,
-    sent: SentBytes | None = None,
+    sent: RankCommunicationBytes | None = None,
 ) -> float:
     """Seconds of learning in one step on this mesh."""
     flop = num_passes(run) * forward_flop(shape, tokens.mean_length)
@@ -152,8 +160,8 @@ def learning_seconds(
 
 
 def sent_bytes(
-    run: Run, shape: ModelShape, sizes: MeshSizes, device: DeviceSpec, tokens: StepTokens
-) -> SentBytes:
+    run: Run, shape: ModelShape, sizes: MeshSizes, device: DeviceHardwareSpec, tokens: StepTokens
+) -> RankCommunicationBytes:
     """Bytes that one rank sends in a step."""
     itemsize = memory.compute_itemsize(run, device)
     most = _most_tokens(sizes, tokens)
@@ -182,7 +190,7 @@ def sent_bytes(
     tensor += (sizes.tensor - 1) / sizes.tensor * logits
     copies = most / sizes.tensor * shape.experts_per_token * shape.width * itemsize
     exchanges = 4 * (sizes.experts - 1) / sizes.experts * shape.layers * copies
-    return SentBytes(shard, replicas, tensor, exchanges)
+    return RankCommunicationBytes(shard, replicas, tensor, exchanges)
 
 
 def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
@@ -195,7 +203,7 @@ def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
     )
 
 
-def _link(device: DeviceSpec, is_near: bool) -> float:
+def _link(device: DeviceHardwareSpec, is_near: bool) -> float:
     """Bytes that a rank sends per second."""
     near = device.gb_per_s / 4 if device.is_cpu else NODE_GB_PER_S
     return 1e9 * (near if is_near or device.is_cpu else NETWORK_GB_PER_S)

@@ -1,6 +1,6 @@
 """Plan of a recipe on a cluster: placement slots, memory of each kind of process, time of a step.
 
-    plan(run, options)  ->  ClusterPlan  ->  lines(plan), or msgspec.json.encode(plan)
+    plan(run, options)  ->  ClusterResourcePlan  ->  lines(plan), or msgspec.json.encode(plan)
 
 Nothing is started.
 """
@@ -13,26 +13,26 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.actors.launcher import PlacementSlot
+from ramify.actors.launcher import NodeResourceSlot
 from ramify.errors import ConfigError
-from ramify.extras.cluster import memory, steps
+from ramify.extras.cluster import memory, step_time_estimate
 from ramify.extras.cluster.memory import MemoryEstimate
 from ramify.extras.cluster.meshes import MeshEstimate, meshes
-from ramify.extras.cluster.shape import (
+from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
-    DeviceSpec,
+    DeviceHardwareSpec,
     ModelShape,
     config_of,
     device_of,
     shape_of,
 )
+from ramify.extras.cluster.step_time_estimate import StepSeconds
 from ramify.extras.cluster.step_work import StepTokens
-from ramify.extras.cluster.steps import StepSeconds
 from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec
-from ramify.train.resource_counts import counted, shared, sleeping
+from ramify.train.placement_plan import counted, shared, sleeping
 
 _THREE_QUARTERS = "three quarters of the machine's"
 _SHOWN = 6
@@ -43,7 +43,7 @@ _ROLES = {"rank 0": "trainer", "engine": "inference"}
 """Names of processes that differ from the name of their role."""
 
 
-class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a cluster plan assumes: devices, number of nodes, speeds, and tokens of a step."""
 
     device: str = ""
@@ -87,13 +87,13 @@ class ColocatedProcesses(msgspec.Struct, frozen=True):
         return max(self.bytes.items(), key=lambda phase: phase[1])
 
 
-class ClusterPlan(msgspec.Struct, frozen=True):
+class ClusterResourcePlan(msgspec.Struct, frozen=True):
     """Placement of all processes, the memory of each, and the time of a step."""
 
     name: str
     shape: ModelShape
     pools: dict[str, NodePool]
-    placement_slots: list[PlacementSlot]
+    placement_slots: list[NodeResourceSlot]
     parts: list[RoleProcesses]
     together: list[ColocatedProcesses]
     tokens: StepTokens
@@ -105,12 +105,12 @@ class ClusterPlan(msgspec.Struct, frozen=True):
     """Every mesh of the trainer's ranks, the fastest of those that fit first."""
 
 
-def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
+def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResourcePlan:
     """Plan ``run`` on the machines of its placement.
 
     Raises ConfigError if the roles do not fit their pools, with the sums, and if the run lacks
     required settings."""
-    options = options or PlanOptions()
+    options = options or ClusterPlanOptions()
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = counted(run, spec)
     assigned = placement_slots(spec, num)
@@ -130,7 +130,7 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
         1, num["inference"] or len(run.inference.urls if run.inference is not None else ())
     )
     step_seconds = (
-        steps.seconds(
+        step_time_estimate.seconds(
             run,
             shape,
             num["trainer"],
@@ -149,7 +149,7 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
         if run.compute.backend == "fsdp" and num["trainer"] > 1
         else []
     )
-    return ClusterPlan(
+    return ClusterResourcePlan(
         run.name,
         shape,
         spec.pools,
@@ -163,7 +163,7 @@ def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
     )
 
 
-def lines(plan: ClusterPlan) -> Iterator[str]:
+def lines(plan: ClusterResourcePlan) -> Iterator[str]:
     """Format the plan as text."""
     shape = plan.shape
     yield (
@@ -198,7 +198,7 @@ def lines(plan: ClusterPlan) -> Iterator[str]:
     yield from (f"too large: {sentence}" for sentence in plan.too_large)
 
 
-def _meshes(plan: ClusterPlan) -> Iterator[str]:
+def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
     """Yield a table of the fastest meshes, and the options that choose the first of them."""
     if len(plan.meshes) < 2:
         return
@@ -218,9 +218,9 @@ def _meshes(plan: ClusterPlan) -> Iterator[str]:
         yield f"  fastest that fits: {fields}"
 
 
-def _where(plan: ClusterPlan) -> Iterator[str]:
+def _where(plan: ClusterResourcePlan) -> Iterator[str]:
     """Describe the placement slots, node by node."""
-    places: dict[tuple[str, int], list[tuple[int, PlacementSlot]]] = {}
+    places: dict[tuple[str, int], list[tuple[int, NodeResourceSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
             (index, placement_slot)
@@ -243,7 +243,7 @@ def _where(plan: ClusterPlan) -> Iterator[str]:
             )
 
 
-def _pool_line(name: str, nodes: int, plan: ClusterPlan) -> str:
+def _pool_line(name: str, nodes: int, plan: ClusterResourcePlan) -> str:
     """A pool of many nodes, with the number of processes of each role."""
     pool = plan.pools.get(name)
     size = f" of {pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool else ""
@@ -254,7 +254,10 @@ def _pool_line(name: str, nodes: int, plan: ClusterPlan) -> str:
 
 
 def _parts(
-    run: Run, shape: ModelShape, num: dict[str, int], devices: tuple[DeviceSpec, DeviceSpec]
+    run: Run,
+    shape: ModelShape,
+    num: dict[str, int],
+    devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[RoleProcesses]:
     trainer, engine = devices
     ranks = num["trainer"]
@@ -262,18 +265,24 @@ def _parts(
         "rank 0" if ranks > 1 else "trainer",
         1,
         trainer.name,
-        memory.of_rank(run, shape, trainer, ranks),
+        memory.estimate_rank_memory(run, shape, trainer, ranks),
     )
     if ranks > 1:
         yield RoleProcesses(
-            "other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1)
+            "other ranks",
+            ranks - 1,
+            trainer.name,
+            memory.estimate_rank_memory(run, shape, trainer, ranks, 1),
         )
     if num["inference"]:
         gpus = run.placement.inference.gpus if run.placement is not None else 0.0
         # An engine is spread over all of its GPUs.
         combined = msgspec.structs.replace(engine, memory_gb=engine.memory_gb * max(1.0, gpus))
         yield RoleProcesses(
-            "engine", num["inference"], engine.name, memory.of_engine(run, shape, combined)
+            "engine",
+            num["inference"],
+            engine.name,
+            memory.estimate_engine_memory(run, shape, combined),
         )
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
@@ -283,7 +292,7 @@ def _parts(
             "sessions",
             rollout_workers,
             "cpu",
-            memory.of_sessions(run, rollout_workers, room),
+            memory.estimate_session_memory(run, rollout_workers, room),
             limits,
         )
 
@@ -292,7 +301,7 @@ def _together(
     run: Run,
     parts: list[RoleProcesses],
     num: dict[str, int],
-    devices: tuple[DeviceSpec, DeviceSpec],
+    devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[ColocatedProcesses]:
     """Return the memory of trainer and engines on a shared device. Engines that sleep never hold
     memory at the same time as the trainer.
@@ -360,7 +369,7 @@ def _on_nodes(spec: PlacementSpec, nodes: int | None) -> PlacementSpec:
     return msgspec.structs.replace(spec, pools=pools)
 
 
-def _device(spec: PlacementSpec, options: PlanOptions, role: str) -> DeviceSpec:
+def _device(spec: PlacementSpec, options: ClusterPlanOptions, role: str) -> DeviceHardwareSpec:
     return device_of(
         (options.device or "h100")
         if spec.role(role).gpus
@@ -370,7 +379,7 @@ def _device(spec: PlacementSpec, options: PlanOptions, role: str) -> DeviceSpec:
     )
 
 
-def _from_run(folder: Path | None) -> steps.MeasuredSpeeds | None:
+def _from_run(folder: Path | None) -> step_time_estimate.MeasuredSpeeds | None:
     if folder is None:
         return None
     from ramify.train.recipe import stored
@@ -379,7 +388,7 @@ def _from_run(folder: Path | None) -> steps.MeasuredSpeeds | None:
         raise ConfigError(f"--measured {folder} is not a run's folder: it has no {FILE}")
     run = stored(folder)
     num = counted(run, run.placement or PlacementSpec())
-    return steps.measured(folder, num["trainer"], max(1, num["inference"]))
+    return step_time_estimate.measured(folder, num["trainer"], max(1, num["inference"]))
 
 
 def _size(num_bytes: int) -> str:

@@ -9,7 +9,7 @@
 
 Calls of one cell that overlapped in time are one wave and begin together. A call that began after
 all of them had ended waited for them, so it belongs to the next wave. Not here: the speed of an
-engine (see ``rate.py``) and the simulation (see ``simulated_rollout.py``).
+engine (see ``engine_rate.py``) and the simulation (see ``simulated_rollout.py``).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.plan import ClusterPlan
-from ramify.extras.cluster.shape import DeviceSpec
+from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec
+from ramify.extras.cluster.plan import ClusterResourcePlan
 from ramify.train.config import Run
 
 DNS_NAME = 40
@@ -53,7 +53,7 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the job: letters, digits and hyphens, as in a DNS name."""
     groups: tuple[NodeGroup, ...]
     """The first node of the first group is the head: it has the run's own process."""
-    device: DeviceSpec
+    device: DeviceHardwareSpec
     """Device type of the nodes with GPUs."""
     recipe: str
     overrides: tuple[str, ...]
@@ -82,8 +82,8 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
 
 def job_of(
     run: Run,
-    plan: ClusterPlan,
-    device: DeviceSpec,
+    plan: ClusterResourcePlan,
+    device: DeviceHardwareSpec,
     *,
     recipe: str,
     overrides: Sequence[str] = (),
@@ -115,7 +115,7 @@ def job_of(
     )
 
 
-def _of_pools(plan: ClusterPlan) -> tuple[NodeGroup, ...]:
+def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
     """Return the node groups of all pools that have processes, first the pool with the run's own
     process."""
     used: dict[str, set[int]] = {}
@@ -133,7 +133,7 @@ def _of_pools(plan: ClusterPlan) -> tuple[NodeGroup, ...]:
 
 
 def _without_pools(
-    run: Run, plan: ClusterPlan, nodes: int, device: DeviceSpec
+    run: Run, plan: ClusterResourcePlan, nodes: int, device: DeviceHardwareSpec
 ) -> tuple[NodeGroup, int]:
     """The nodes of a recipe without pools, and the number of ranks on each."""
     counts = {part.role: part.count for part in plan.parts}
@@ -202,7 +202,7 @@ ray start --head --port "$PORT" --num-cpus "$1" --num-gpus "$2" --include-dashbo
 cluster=$!
 trap 'kill "$cluster" 2> /dev/null; wait "$cluster" || true' EXIT
 export RAY_ADDRESS="$HEAD:$PORT"
-python -m ramify.actors.ray_nodes "$RAY_ADDRESS" {nodes}
+python -m ramify.actors.wait_for_ray_nodes "$RAY_ADDRESS" {nodes}
 """
 _WAIT = """\
 # A scheduler's SIGTERM reaches the run, which saves its steps before it ends.

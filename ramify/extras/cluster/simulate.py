@@ -32,7 +32,7 @@ from simpy import Environment, Event
 from ramify.errors import ConfigError
 from ramify.extras.cluster.rollout_shapes import RolloutShape
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
-from ramify.extras.cluster.simulated_rollout import SimulatedGroup, SimulatedQueue, SimulatedStage
+from ramify.extras.cluster.simulated_rollout import RolloutSimulator, SimulatedGroup, SimulatedQueue
 from ramify.extras.cluster.simulation_inputs import SimulationInputs
 from ramify.progress import report_progress
 
@@ -186,7 +186,7 @@ class _Simulation:
             SimulatedEngine(self._env, rate, setting.slots, cache, setting.cache_tokens)
             for cache in caches
         ]
-        self._stage = SimulatedStage(
+        self._stage = RolloutSimulator(
             self._env,
             self._engines,
             rate,
@@ -360,7 +360,7 @@ def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
     return [*(each for each in apart if each.ranks), DeviceSplit(most, devices, shared=True)]
 
 
-def choices(
+def setting_combinations(
     measured: SimulationInputs,
     device_splits: Sequence[DeviceSplit],
     *,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, cast
 
 from simpy import Environment, Event
 
-from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import Ids
 from ramify.inference.local.slots import SlotTable
 
@@ -80,7 +80,7 @@ Spans = list[tuple[int, float]]
 """(version of the weights, tokens sampled with it), in order."""
 
 
-class SimulatedPrefix(NamedTuple):
+class SimulatedRequestTokens(NamedTuple):
     """Token ids of a request, if they are known."""
 
     ids: Ids
@@ -99,7 +99,7 @@ class _RunningSequence:
         sampled: int,
         done: Event,
         owner: object,
-        known: SimulatedPrefix | None,
+        known: SimulatedRequestTokens | None,
     ) -> None:
         self.new = new
         self.context = context
@@ -178,7 +178,7 @@ class SimulatedEngine:
         context: int,
         sampled: int,
         owner: object = None,
-        known: SimulatedPrefix | None = None,
+        known: SimulatedRequestTokens | None = None,
     ) -> Event:
         """Request a reply from the engine. Returns an event that occurs when the reply is complete.
 

@@ -33,10 +33,15 @@ import msgspec
 import numpy as np
 from simpy import Environment, Event, Resource
 
-from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import CallShape, Ids, RolloutShape, TurnShape
-from ramify.extras.cluster.simulated_engine import SimulatedEngine, SimulatedPrefix, Spans, pick
-from ramify.train.rollouts.group_queue import AdmissionRules, room, suffice, too_slow
+from ramify.extras.cluster.simulated_engine import (
+    SimulatedEngine,
+    SimulatedRequestTokens,
+    Spans,
+    pick,
+)
+from ramify.train.rollouts.group_queue import RolloutAdmissionOptions, room, suffice, too_slow
 
 
 class SimulatedCores:
@@ -154,7 +159,7 @@ class SimulatedRollout:
         self.over.succeed()
 
 
-class TrainerHost(msgspec.Struct, frozen=True):
+class TrainerHostCpuUse(msgspec.Struct, frozen=True):
     """CPU use of the trainer's machine other than engine and learning."""
 
     cores: int
@@ -164,7 +169,7 @@ class TrainerHost(msgspec.Struct, frozen=True):
     """Share of the measured session time that was computing; the rest was waiting for a core."""
 
 
-class SimulatedStage:
+class RolloutSimulator:
     """Runs rollouts on engines and CPU cores."""
 
     def __init__(
@@ -174,7 +179,7 @@ class SimulatedStage:
         rate: EngineRate,
         at_once: int,
         on_wire: int,
-        host: TrainerHost | None = None,
+        host: TrainerHostCpuUse | None = None,
         *,
         embedded: bool = False,
     ) -> None:
@@ -224,7 +229,11 @@ class SimulatedStage:
             cached = engine.version
             path = None if path is None else turn.path(path)
             yield from self._request(
-                turn, new, engine, attempt, None if path is None else SimulatedPrefix(path, name)
+                turn,
+                new,
+                engine,
+                attempt,
+                None if path is None else SimulatedRequestTokens(path, name),
             )
             if not index and call.host_s:
                 yield self.session(call.host_s)
@@ -248,7 +257,7 @@ class SimulatedStage:
         new: int,
         engine: SimulatedEngine,
         attempt: SimulatedRollout,
-        known: SimulatedPrefix | None,
+        known: SimulatedRequestTokens | None,
     ) -> Process:
         with self._wire.request() as place:
             yield place
@@ -266,7 +275,7 @@ Draw = Callable[[int], tuple[Sequence[RolloutShape], bool]]
 """Group number -> its rollouts, and whether the group has no signal."""
 
 
-class StragglerRules(AdmissionRules, Protocol):
+class StragglerOptions(RolloutAdmissionOptions, Protocol):
     """The options that the simulated queue of groups reads, of a ``simulate.SimulationSetting``:
     those that admit groups, and when a slow rollout counts as a straggler."""
 
@@ -298,8 +307,8 @@ class SimulatedQueue:
     def __init__(
         self,
         env: Environment,
-        stage: SimulatedStage,
-        rules: StragglerRules,
+        stage: RolloutSimulator,
+        rules: StragglerOptions,
         draw: Draw,
         per_item: int,
         num_steps: int,

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.rate import (
+from ramify.extras.cluster.engine_rate import (
     EngineRate,
     MeasuredRequest,
     RecordedCpu,
@@ -34,7 +34,7 @@ from ramify.extras.cluster.rate import (
     recorded_cpu,
 )
 from ramify.extras.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
-from ramify.extras.cluster.simulated_rollout import TrainerHost
+from ramify.extras.cluster.simulated_rollout import TrainerHostCpuUse
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.types.trajectory import GroupOutcome, Trajectory
@@ -46,7 +46,7 @@ CPU_CACHE_BYTES = 2 << 30
 """Default cache size of the embedded engine on a CPU."""
 
 
-class RunSizes(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and settings of the measured run: the setting from which a simulation starts."""
 
     items: int
@@ -73,7 +73,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     groups: list[list[RolloutShape]]
     rate: EngineRate
-    sizes: RunSizes
+    sizes: MeasuredRunSettings
     learn_base_s: float
     """Seconds of learning per step, independent of the number of tokens."""
     learn_token_s: float
@@ -90,7 +90,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     """Mean seconds of an evaluation."""
     scaling: float = 1.0
     """Parallel efficiency: the speed-up of doubling the ranks, divided by two."""
-    host: TrainerHost | None = None
+    host: TrainerHostCpuUse | None = None
     """CPU use of the trainer's machine other than learning. None if unknown; no work then waits for
     a core."""
     computed_s: list[float] = msgspec.field(default_factory=list)
@@ -244,7 +244,7 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
     return list(groups.values())
 
 
-def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> RunSizes:
+def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> MeasuredRunSettings:
     """Return the sizes from the run's configuration. Sizes that its checkpoint lacks are
     counted."""
     checkpoint = CheckpointStore(run).latest()
@@ -256,7 +256,7 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> RunSiz
     limits = config.get("limits") or {}
     group = max(len(group) for groups in steps for group in groups)
     items = max(len(groups) for groups in steps)
-    return RunSizes(
+    return MeasuredRunSettings(
         items=sample.get("items", items),
         group=rollout.get("group", group),
         concurrency=rollout.get("concurrency", items * group),
@@ -296,7 +296,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 # --- times ----------------------------------------------------------------------------------------
 
 
-def _rate(trees: Sequence[Trajectory], sizes: RunSizes, hidden: float) -> EngineRate:
+def _rate(trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float) -> EngineRate:
     """Fit the engine's rate to the recorded requests. Discarded rollouts ran at the same time but
     are not recorded; ``hidden`` accounts for them."""
     requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
@@ -325,7 +325,7 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
 
 def _host(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
-) -> TrainerHost | None:
+) -> TrainerHostCpuUse | None:
     """Measure what rollouts cost the CPUs of the trainer's host: the event loop's CPU time per
     request, and the share of their working time that sessions compute. None if the engine recorded
     no CPU time."""
@@ -337,7 +337,7 @@ def _host(
         cell.seconds for turn in turns for cell in turn.cells
     )
     share = hidden * len(spent) / num_steps
-    return TrainerHost(
+    return TrainerHostCpuUse(
         max(each.cores for each in spent),
         sum(each.loop_s for each in spent) / max(share * len(turns), 1),
         min(1.0, sum(each.sessions_s for each in spent) / max(share * worked_s, 1e-9)),
@@ -435,7 +435,7 @@ def _preparing(
     done: dict[int, metric_file.StepMetrics],
     saved: dict[int, list[Trajectory]],
     steps: Sequence[int],
-    sizes: RunSizes,
+    sizes: MeasuredRunSettings,
 ) -> list[float]:
     """Return the seconds of each synchronous step's work apart from its rollouts."""
     if sizes.staleness:

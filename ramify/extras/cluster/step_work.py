@@ -2,14 +2,14 @@
 
 A token costs, in a forward pass, 2 FLOP per weight that multiplies it and 4 per pair of tokens and
 element of the heads. A backward pass costs twice that, and recomputation of layers costs another
-forward pass. Not here: how long the work takes (``steps.py``, ``meshes.py``).
+forward pass. Not here: how long the work takes (``step_time_estimate.py``, ``meshes.py``).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ramify.extras.cluster.shape import ModelShape
+from ramify.extras.cluster.model_and_device_specs import ModelShape
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import CallbackInbox, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import Carries, RemoteSandbox, SdkCallbackQueue
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
 SDK = sdk.Sdk(
@@ -67,7 +67,7 @@ class DaytonaService:
         client = self._client
         box = await self._create()
         try:
-            inbox = CallbackInbox()
+            inbox = SdkCallbackQueue()
             terminal = await box.process.create_pty_session(id="ramify", on_data=inbox.put)
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
@@ -86,7 +86,7 @@ class DaytonaService:
         name = f"ramify-{uuid.uuid4().hex[:12]}"
         request = client.create(self._parameters(name), timeout=0)
         try:
-            return await sdk.create(self.name, request, client.delete)
+            return await sdk.create_sandbox(self.name, request, client.delete)
         except Exception:
             await sdk.abandon(self.name, f"sandbox {name}", lambda: self._delete_named(name))
             raise
@@ -118,7 +118,7 @@ class DaytonaService:
 class DaytonaStream:
     """Terminal of one sandbox. Implements ``remote.ByteStream``."""
 
-    def __init__(self, client: Any, box: Any, terminal: Any, inbox: CallbackInbox) -> None:
+    def __init__(self, client: Any, box: Any, terminal: Any, inbox: SdkCallbackQueue) -> None:
         self._client = client
         self._box = box
         self._terminal = terminal

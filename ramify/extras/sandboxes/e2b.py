@@ -14,7 +14,7 @@ from typing import Any
 
 from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import CallbackInbox, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import Carries, RemoteSandbox, SdkCallbackQueue
 
 SDK = sdk.Sdk(
     "e2b",
@@ -61,9 +61,9 @@ class E2BService:
         request = self._e2b.AsyncSandbox.create(
             template=self._spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
         )
-        box = await sdk.create(self.name, request, lambda created: created.kill())
+        box = await sdk.create_sandbox(self.name, request, lambda created: created.kill())
         try:
-            inbox = CallbackInbox()
+            inbox = SdkCallbackQueue()
             handle = await box.commands.run(
                 shlex.join(command),
                 background=True,
@@ -85,7 +85,7 @@ class E2BService:
 class E2BStream:
     """Input and output of a background command. Implements ``remote.ByteStream``."""
 
-    def __init__(self, box: Any, handle: Any, inbox: CallbackInbox) -> None:
+    def __init__(self, box: Any, handle: Any, inbox: SdkCallbackQueue) -> None:
         self._box = box
         self._handle = handle
         self.receive = inbox.get

@@ -16,7 +16,7 @@ import msgspec
 from ramify.errors import SandboxError
 from ramify.install_command import install_command
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
-from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.process import ProcessSandbox
 
 WARNING = (
@@ -41,7 +41,9 @@ class IPythonSandbox:
         self.caps: SandboxCapabilities = self._process.caps
         self._cells = (Path(__file__).parent / "ipython_cells.py").read_text("utf-8")
 
-    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
+    async def open(
+        self, *, context: PreparedContext | None = None, seed: str = ""
+    ) -> GuestSessionProxy:
         session = await self._process.open(context=context, seed=seed)
         try:
             await session.install("ramify_ipython", self._cells)

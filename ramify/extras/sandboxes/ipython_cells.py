@@ -59,7 +59,7 @@ class CellDisplayHook(DisplayHook):
         pass
 
 
-class Shell(interactiveshell.InteractiveShell):
+class HeadlessIPythonShell(interactiveshell.InteractiveShell):
     """IPython shell without a terminal, a history on disk, or a profile."""
 
     displayhook_class = CellDisplayHook
@@ -76,11 +76,11 @@ class Shell(interactiveshell.InteractiveShell):
         pass
 
 
-def make_shell() -> Shell:
+def make_shell() -> HeadlessIPythonShell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False
-    shell: Shell = Shell.instance(
+    shell: HeadlessIPythonShell = HeadlessIPythonShell.instance(
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )
     shell.loop_runner = notebook.complete

@@ -72,7 +72,7 @@ class ModalService:
             cpu=sdk.NUM_CPUS,
             memory=(self._spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
         )
-        box = await sdk.create(self.name, request, lambda created: created.terminate.aio())
+        box = await sdk.create_sandbox(self.name, request, lambda created: created.terminate.aio())
         try:
             return ModalStream(box, await box.exec.aio(*command, text=False))
         except BaseException:

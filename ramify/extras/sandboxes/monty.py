@@ -31,7 +31,7 @@ from ramify.sandbox.base import (
     SandboxSpec,
     SharedContext,
 )
-from ramify.sandbox.guest.frames import portable_to_host
+from ramify.sandbox.guest.frames import copy_as_sent_to_host
 from ramify.sandbox.guest.guest import HostError
 from ramify.sandbox.guest.notebook import cut, safe_repr
 from ramify.sandbox.guest.values import VALUE_CHARS, CodecError, ValueEncoder, portable
@@ -337,7 +337,7 @@ class MontySession:
             hook = module.__dict__.get("after_cell")
             if hook is not None:
                 try:
-                    notes[name] = portable_to_host(await asyncio.to_thread(hook))
+                    notes[name] = copy_as_sent_to_host(await asyncio.to_thread(hook))
                 except Exception as failure:  # noqa: BLE001  (shown to the cell's author)
                     notes[name], error = (
                         None,
@@ -397,7 +397,7 @@ class MontySession:
             if not name.isidentifier():
                 raise HostCallError("NameError", f"name '{name}' is not defined")
             try:
-                return portable_to_host(await self._feed(name))
+                return copy_as_sent_to_host(await self._feed(name))
             except (TypeError, ValueError) as error:
                 raise HostCallError(type(error).__name__, str(error)) from None
             except self._monty.MontyError as error:
@@ -411,7 +411,7 @@ class MontySession:
                 HostError=HostError,
                 namespace=self._namespace,
                 last_output=lambda: self._last_output,
-                portable=portable_to_host,
+                portable=copy_as_sent_to_host,
                 namespace_is_live=False,
             )
             try:
@@ -442,7 +442,7 @@ class MontySession:
         cell = self._cell
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
-        args, kwargs = portable_to_host([list(args), kwargs])
+        args, kwargs = copy_as_sent_to_host([list(args), kwargs])
         future = asyncio.run_coroutine_threadsafe(
             self._answer(cell, name, args, kwargs), self._loop
         )

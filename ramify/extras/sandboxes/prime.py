@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ramify.extras.sandboxes import sdk
-from ramify.extras.sandboxes.file_relay import FileRelay, PrimeFiles, relay_program
+from ramify.extras.sandboxes.stream_over_files import ByteStreamOverFiles, PrimeFiles, relay_program
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.providers.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
 
@@ -84,7 +84,7 @@ class PrimeService:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
-        created = await sdk.create(
+        created = await sdk.create_sandbox(
             self.name, client.create(self._request()), lambda box: client.delete(box.id)
         )
         try:
@@ -114,7 +114,7 @@ class PrimeService:
         await client.start_background_job(
             id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command])
         )
-        return FileRelay(files, _FOLDER)
+        return ByteStreamOverFiles(files, _FOLDER)
 
     async def close(self) -> None:
         client, self._client = self._client, None

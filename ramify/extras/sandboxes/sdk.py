@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from ramify.errors import SandboxError
 from ramify.install_command import install_command
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 
-_log = RoomLogger("sandbox")
+_log = ComponentLogger("sandbox")
 LIFETIME_S = 3600
 """Lifetime after which a service ends a machine, in case this process does not live to do it."""
 NUM_CPUS = 1.0
@@ -132,7 +132,7 @@ async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
     return b""
 
 
-async def create(
+async def create_sandbox(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
     """Return the box that ``request`` creates.

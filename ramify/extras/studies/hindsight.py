@@ -35,7 +35,7 @@ from ramify.train.signals.base import (
     steps_of,
     view_of,
 )
-from ramify.train.signals.hints import TrajectoryHints
+from ramify.train.signals.hints import HintsForTrajectory
 from ramify.train.signals.judge import judge_of, judged, known_judge
 from ramify.types.traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory
@@ -122,7 +122,7 @@ class Hindsight(
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
 
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         judge = judge_of(self.judge)
         item = context.items.get(group.task)
         hints = await asyncio.gather(
@@ -135,8 +135,8 @@ class Hindsight(
 
     async def _hints(
         self, judge: Judge, trajectory: Trajectory, item: Item | None, context: SignalContext
-    ) -> TrajectoryHints:
-        hints = TrajectoryHints(SignalScore())
+    ) -> HintsForTrajectory:
+        hints = HintsForTrajectory(SignalScore())
         hints.reading.abstained = self._why_skipped(trajectory, item, context)
         if hints.reading.abstained or item is None:
             return hints
@@ -176,7 +176,7 @@ class Hindsight(
         return "cut off" if not self.cut_off and was_cut_off(trajectory.root) else ""
 
     def _add_hints(
-        self, hints: TrajectoryHints, verdict: JudgeVerdict, item: Item, place: TurnId
+        self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
         """Filter the hints of a judge's verdict, and add those that pass to the turn that will be
         retried with them."""
@@ -207,7 +207,7 @@ class Hindsight(
             hints.reading.notes[about] = passed[0]
 
 
-def _without_repeats(all_hints: Sequence[TrajectoryHints]) -> list[TrajectoryHints]:
+def _without_repeats(all_hints: Sequence[HintsForTrajectory]) -> list[HintsForTrajectory]:
     """``all_hints``, in which a hint that an earlier trajectory also has counts as rejected."""
     earlier: list[str] = []
     for hints in all_hints:
@@ -245,7 +245,7 @@ class DemonstrationHints(
     """Skip trajectories that already solved the task."""
     max_chars: int = 8000
 
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         item = context.items.get(group.task)
         solved = [self._is_solved(trajectory, context) for trajectory in group.trajectories]
         texts = [
@@ -273,8 +273,8 @@ class DemonstrationHints(
 
     def _hints(
         self, trajectory: Trajectory, is_solved: bool, texts: Sequence[str]
-    ) -> TrajectoryHints:
-        hints = TrajectoryHints(SignalScore())
+    ) -> HintsForTrajectory:
+        hints = HintsForTrajectory(SignalScore())
         if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
             hints.reading.abstained = "not scored"
         elif is_solved and self.skip_solved:
@@ -310,11 +310,11 @@ class NextMessageHints(
     """Minimum total reward of a reply that did not fail."""
     max_chars: int = 1000
 
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         return [self._hints(trajectory, context) for trajectory in group.trajectories]
 
-    def _hints(self, trajectory: Trajectory, context: SignalContext) -> TrajectoryHints:
-        hints = TrajectoryHints(SignalScore())
+    def _hints(self, trajectory: Trajectory, context: SignalContext) -> HintsForTrajectory:
+        hints = HintsForTrajectory(SignalScore())
         text = trajectory.metadata.get(NEXT_MESSAGE, "").strip()
         if not trajectory.calls or not trajectory.rewards:
             hints.reading.abstained = "not scored"
@@ -347,11 +347,11 @@ class FeedbackHints(
 
     max_chars: int = 1000
 
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         return [self._hints(trajectory) for trajectory in group.trajectories]
 
-    def _hints(self, trajectory: Trajectory) -> TrajectoryHints:
-        hints = TrajectoryHints(SignalScore())
+    def _hints(self, trajectory: Trajectory) -> HintsForTrajectory:
+        hints = HintsForTrajectory(SignalScore())
         errors = (
             [step for step in steps_of(trajectory.root) if step.error] if trajectory.calls else []
         )

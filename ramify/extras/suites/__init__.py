@@ -2,7 +2,7 @@
 
     suite.py              options, splits and public files, as all suites have them
     planting.py           facts among filler
-    wording.py            invented names and sentences
+    filler_text.py        invented names and sentences
     code_qa.py            values, callers and order in a package, with four choices
     mrcr.py               the nth of several equal requests in a conversation
     multihop.py           questions over a graph of entities, written as documents

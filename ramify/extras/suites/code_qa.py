@@ -31,15 +31,15 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.extras.suites.filler_text import NUM_WORDS, names, word
 from ramify.extras.suites.planting import Fact, filler_of, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    PublicFile,
+    BenchmarkFileFormat,
     Row,
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import NUM_WORDS, names, word
 from ramify.tasks.base import SPLITS, Item, SimpleTask
 from ramify.tasks.data import DatasetItems
 from ramify.tasks.scoring import choice
@@ -329,7 +329,7 @@ def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Se
     return items.some(f"code_qa/{split}", places)
 
 
-LONGBENCH_V2 = PublicFile(
+LONGBENCH_V2 = BenchmarkFileFormat(
     "LongBench-v2",
     (
         *("_id", "domain", "sub_domain", "difficulty", "length", "question"),

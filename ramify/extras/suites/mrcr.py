@@ -28,15 +28,15 @@ from typing import Any
 
 import msgspec
 
+from ramify.extras.suites.filler_text import ADJECTIVES, NOUNS, sentence, sentences
 from ramify.extras.suites.planting import filler_of, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    PublicFile,
+    BenchmarkFileFormat,
     Row,
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import ADJECTIVES, NOUNS, sentence, sentences
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import MAX_CHARS, as_text
 
@@ -60,7 +60,7 @@ _MAX_RATIO = 4
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 
 
-class RepeatScore(msgspec.Struct, frozen=True):
+class MrcrScorer(msgspec.Struct, frozen=True):
     """Similarity of the answer and the right one, if both begin with the random text of the
     question: the ratio of ``difflib.SequenceMatcher`` for what follows it. Otherwise 0, and also if
     the answer is four times as long as the right one."""
@@ -100,7 +100,7 @@ def mrcr(
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
     return suite_task(
-        "mrcr", make, RepeatScore(), seed=seed, families=chosen, sources=sources, file=MRCR
+        "mrcr", make, MrcrScorer(), seed=seed, families=chosen, sources=sources, file=MRCR
     )
 
 
@@ -178,4 +178,6 @@ def _mrcr_item(row: Row) -> Item:
     )
 
 
-MRCR = PublicFile("MRCR", ("prompt", "answer", "random_string_to_prepend", "n_needles"), _mrcr_item)
+MRCR = BenchmarkFileFormat(
+    "MRCR", ("prompt", "answer", "random_string_to_prepend", "n_needles"), _mrcr_item
+)

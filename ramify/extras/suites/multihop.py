@@ -25,15 +25,23 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
+from ramify.extras.suites.filler_text import (
+    ADJECTIVES,
+    NOUNS,
+    PEOPLE,
+    name,
+    names,
+    sentence,
+    sentences,
+)
 from ramify.extras.suites.planting import filler_of, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    PublicFile,
+    BenchmarkFileFormat,
     Row,
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import ADJECTIVES, NOUNS, PEOPLE, name, names, sentence, sentences
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring import normalised
 
@@ -314,6 +322,6 @@ def _browsecomp_item(row: Row) -> Item:
     )
 
 
-BROWSECOMP_PLUS = PublicFile(
+BROWSECOMP_PLUS = BenchmarkFileFormat(
     "BrowseComp-Plus", ("query_id", "query", "answer", *_DOCUMENTS), _browsecomp_item
 )

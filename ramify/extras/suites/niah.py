@@ -31,15 +31,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.suites.planting import BLOCK, filler_of, plant
-from ramify.extras.suites.suite import (
-    CHARS_PER_TOKEN,
-    PublicFile,
-    Row,
-    chosen_families,
-    suite_task,
-)
-from ramify.extras.suites.wording import (
+from ramify.extras.suites.filler_text import (
     ADJECTIVES,
     NUM_WORDS,
     name,
@@ -48,6 +40,14 @@ from ramify.extras.suites.wording import (
     sentence,
     sentences,
     word,
+)
+from ramify.extras.suites.planting import BLOCK, filler_of, plant
+from ramify.extras.suites.suite import (
+    CHARS_PER_TOKEN,
+    BenchmarkFileFormat,
+    Row,
+    chosen_families,
+    suite_task,
 )
 from ramify.tasks.base import Item, SimpleTask, generated
 from ramify.tasks.scoring import normalised
@@ -75,7 +75,7 @@ _FREQUENT = 3
 _DOTS = "..."
 
 
-class NeedleScore(msgspec.Struct, frozen=True):
+class NeedleScorer(msgspec.Struct, frozen=True):
     """Share of the right values that the answer names in its first 512 characters, as in RULER. An
     answer that names more values than there are gets less: their number replaces that of the right
     ones as the denominator. ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
@@ -141,7 +141,7 @@ def niah(
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
     return suite_task(
-        "niah", make, NeedleScore(), seed=seed, families=chosen, sources=sources, file=RULER
+        "niah", make, NeedleScorer(), seed=seed, families=chosen, sources=sources, file=RULER
     )
 
 
@@ -488,4 +488,4 @@ def _ruler_item(row: Row) -> Item:
     return Item(question, context, golds, kind, right=right, metadata=metadata)
 
 
-RULER = PublicFile("RULER", ("index", "input", "outputs", "length"), _ruler_item)
+RULER = BenchmarkFileFormat("RULER", ("index", "input", "outputs", "length"), _ruler_item)

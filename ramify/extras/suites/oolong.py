@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.extras.suites.filler_text import SYLLABLES
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
-    PublicFile,
+    BenchmarkFileFormat,
     Row,
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import SYLLABLES
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
@@ -113,11 +113,11 @@ class OolongLines(msgspec.Struct, frozen=True):
         return {label: found[index] for index, label in enumerate(labels)}
 
 
-class OolongScore(msgspec.Struct, frozen=True):
+class OolongScorer(msgspec.Struct, frozen=True):
     """0.75^|difference| if the right answer is a number. Otherwise 1 for the same text (case and
     surroundings such as ``Label:`` aside) or the same members of a list, and 0 for others.
 
-    >>> tasks.OolongScore()("Answer: 12", tasks.Item("How many?", gold=14))
+    >>> tasks.OolongScorer()("Answer: 12", tasks.Item("How many?", gold=14))
     0.5625
     """
 
@@ -180,7 +180,7 @@ def oolong(
     return suite_task(
         "oolong",
         make,
-        OolongScore(),
+        OolongScorer(),
         seed=seed,
         families=chosen,
         sources=sources,
@@ -188,10 +188,10 @@ def oolong(
     )
 
 
-def _public_file(with_labels: bool) -> PublicFile:
+def _public_file(with_labels: bool) -> BenchmarkFileFormat:
     context = "context_window_text" + ("_with_labels" if with_labels else "")
     columns = (context, "question", "answer")
-    return PublicFile("OOLONG", columns, functools.partial(_public_item, context))
+    return BenchmarkFileFormat("OOLONG", columns, functools.partial(_public_item, context))
 
 
 def _public_item(context: str, row: Row) -> Item:

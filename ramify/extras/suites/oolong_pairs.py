@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.extras.suites.filler_text import name, pool_size
 from ramify.extras.suites.oolong import LABELS, THINGS, header, line, written_date
 from ramify.extras.suites.planting import filler_of
 from ramify.extras.suites.suite import (
@@ -35,7 +36,6 @@ from ramify.extras.suites.suite import (
     chosen_families,
     suite_task,
 )
-from ramify.extras.suites.wording import name, pool_size
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
@@ -54,7 +54,7 @@ _FORM = (
 )
 
 
-class PairScore(msgspec.Struct, frozen=True):
+class PairScorer(msgspec.Struct, frozen=True):
     """F1 over pairs: 2·shared / (pairs of the answer + pairs of the gold). The order in a pair does
     not matter. A pair is written in brackets, or alone in a line: ``(12, 15)``, ``[[12, 15]]``."""
 
@@ -97,10 +97,10 @@ def oolong_pairs(
             f"{min(MAX_USERS, chars // _CHARS_PER_USER)} users for {tokens:,} tokens"
         )
     make = functools.partial(_make, chars, chosen, users, with_labels)
-    return suite_task("oolong_pairs", make, PairScore(), seed=seed, families=chosen)
+    return suite_task("oolong_pairs", make, PairScorer(), seed=seed, families=chosen)
 
 
-class UserCondition(msgspec.Struct, frozen=True):
+class UserPairCondition(msgspec.Struct, frozen=True):
     """A condition on pairs of users, with the lines that decide which pairs satisfy it."""
 
     text: str
@@ -139,7 +139,7 @@ def _text(
     rng: random.Random,
     chars: int,
     ids: Sequence[int],
-    condition: UserCondition,
+    condition: UserPairCondition,
     with_labels: bool,
 ) -> str:
     planted = _planted(rng, ids, condition, with_labels)
@@ -176,7 +176,7 @@ def _text(
 
 
 def _planted(
-    rng: random.Random, ids: Sequence[int], condition: UserCondition, with_labels: bool
+    rng: random.Random, ids: Sequence[int], condition: UserPairCondition, with_labels: bool
 ) -> dict[int, list[str]]:
     """Return the lines to plant, by day. They decide which pairs of users satisfy the condition.
     Each user has at least one line."""
@@ -201,10 +201,10 @@ def _instance(rng: random.Random, label: str) -> str:
 # --- conditions -----------------------------------------------------------------------------------
 
 
-def _both(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+def _both(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     one, other = labels = tuple(rng.sample(list(LABELS), 2))
     chosen = _some(rng, ids)
-    return UserCondition(
+    return UserPairCondition(
         f"both users have at least one instance with the label '{one}' or '{other}'",
         labels,
         {user: [rng.choice(labels)] for user in chosen},
@@ -213,10 +213,10 @@ def _both(rng: random.Random, ids: Sequence[int]) -> UserCondition:
     )
 
 
-def _dated(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+def _dated(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     label, first_day = rng.choice(list(LABELS)), rng.randrange(_DAYS // 4, 3 * _DAYS // 4)
     chosen = _some(rng, ids)
-    return UserCondition(
+    return UserPairCondition(
         f"both users have at least one instance with the label '{label}' on or after "
         f"{written_date(first_day)}",
         (label,),
@@ -227,12 +227,12 @@ def _dated(rng: random.Random, ids: Sequence[int]) -> UserCondition:
     )
 
 
-def _exact(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+def _exact(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     label, number = rng.choice(list(LABELS)), rng.choice((1, 2))
     chosen = _some(rng, ids)
     wrong_numbers = itertools.cycle((0, number + 1))
     planted = {user: [label] * (number if user in chosen else next(wrong_numbers)) for user in ids}
-    return UserCondition(
+    return UserPairCondition(
         f"both users have exactly {number} instance{'s' * (number > 1)} with the label '{label}'",
         (label,),
         planted,
@@ -241,7 +241,7 @@ def _exact(rng: random.Random, ids: Sequence[int]) -> UserCondition:
     )
 
 
-def _cross(rng: random.Random, ids: Sequence[int]) -> UserCondition:
+def _cross(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     one, other = labels = tuple(rng.sample(list(LABELS), 2))
     some = rng.sample(list(ids), max(5, len(ids) // 2))
     third = len(some) // 3
@@ -256,7 +256,7 @@ def _cross(rng: random.Random, ids: Sequence[int]) -> UserCondition:
         for user, mate in itertools.combinations(ids, 2)
         if (user in first and mate in second) or (mate in first and user in second)
     ]
-    return UserCondition(
+    return UserPairCondition(
         f"one of the users has at least one instance with the label '{one}', and the other user "
         f"has exactly one instance with the label '{other}'",
         labels,
@@ -271,7 +271,7 @@ def _some(rng: random.Random, ids: Sequence[int]) -> list[int]:
     return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
 
 
-_CONDITIONS: Mapping[str, Callable[[random.Random, Sequence[int]], UserCondition]] = {
+_CONDITIONS: Mapping[str, Callable[[random.Random, Sequence[int]], UserPairCondition]] = {
     "both": _both,
     "dated": _dated,
     "exact": _exact,

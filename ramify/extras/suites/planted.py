@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.extras.suites.filler_text import NOUNS, names, sentences
 from ramify.extras.suites.planting import Fact, filler_of, plant
 from ramify.extras.suites.suite import CHARS_PER_TOKEN, chosen_families, suite_task
-from ramify.extras.suites.wording import NOUNS, names, sentences
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
@@ -42,7 +42,7 @@ _FORM = (
 )
 
 
-class FactScore(msgspec.Struct, frozen=True):
+class FactScorer(msgspec.Struct, frozen=True):
     """Share of the planted facts that a summary states in its first 150 words. Each other amount
     that it names counts as one more fact that it does not state.
 
@@ -101,10 +101,10 @@ def planted(
     Raises ConfigError for an unknown family and a length outside these bounds."""
     chosen = chosen_families("planted", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
-    return suite_task("planted", make, FactScore(), seed=seed, families=chosen)
+    return suite_task("planted", make, FactScorer(), seed=seed, families=chosen)
 
 
-class Report(NamedTuple):
+class PlantedFacts(NamedTuple):
     """Planted facts that a good summary of an item must state, and the sentences that contain
     them."""
 
@@ -137,7 +137,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     )
 
 
-def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> Report:
+def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
     """Make a report whose facts are the grants that a council made. It also mentions grants that
     the council rejected, and grants of a guild."""
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
@@ -152,10 +152,10 @@ def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -
             else f"The council rejected a grant of {amount} crowns to the {rng.choice(NOUNS)} of "
             f"{place}."
         )
-    return Report("which grants the council made", facts, _mixed(rng, written))
+    return PlantedFacts("which grants the council made", facts, _mixed(rng, written))
 
 
-def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> Report:
+def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
     """Make a report in which the yearly grants of places change. The fact about a place is the
     amount in the last sentence about it."""
     own = {place: amounts[3 * number : 3 * number + 3] for number, place in enumerate(places[:6])}
@@ -165,10 +165,10 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
     for place in order:
         facts[place] = own[place][order[: len(written)].count(place)]
         written.append(f"The yearly grant of {place} is now {facts[place]} crowns.")
-    return Report("the latest yearly grant of each place", facts, written)
+    return PlantedFacts("the latest yearly grant of each place", facts, written)
 
 
-def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> Report:
+def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
     """Make a report whose facts are the purchases of one person. It also mentions purchases of
     another person with the same surname."""
     one, other, surname = names(rng, 3)
@@ -178,14 +178,14 @@ def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -
         f"for {amount} crowns."
         for place, amount in zip(places, amounts, strict=False)
     ]
-    return Report(f"what {one} {surname} bought", facts, _mixed(rng, written))
+    return PlantedFacts(f"what {one} {surname} bought", facts, _mixed(rng, written))
 
 
 def _mixed(rng: random.Random, sentences: Sequence[str]) -> list[str]:
     return rng.sample(list(sentences), len(sentences))
 
 
-_REPORTS: Mapping[str, Callable[[random.Random, Sequence[str], Sequence[str]], Report]] = {
+_REPORTS: Mapping[str, Callable[[random.Random, Sequence[str], Sequence[str]], PlantedFacts]] = {
     "grants": _grants,
     "updates": _updates,
     "person": _person,

@@ -26,7 +26,7 @@ CHARS_PER_TOKEN = 4
 Row = Mapping[str, Any]
 
 
-class PublicFile(msgspec.Struct, frozen=True):
+class BenchmarkFileFormat(msgspec.Struct, frozen=True):
     """The form of a file that the authors of a benchmark publish."""
 
     benchmark: str
@@ -104,7 +104,7 @@ def suite_task(
     seed: int,
     families: Sequence[str],
     sources: Sequence[Any] = (),
-    file: PublicFile | None = None,
+    file: BenchmarkFileFormat | None = None,
 ) -> SimpleTask:
     """Return the task of a suite.
 

@@ -16,8 +16,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from ramify.actors.launcher import Launcher, SlotMember
-from ramify.actors.tcp_table import listener_user
+from ramify.actors.launcher import Launcher, RoleInstance
+from ramify.actors.socket_owner import listener_user
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import EXPERTS_OPTION, VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS
@@ -52,7 +52,7 @@ class EngineProcess:
     ) -> None:
         """Start the process. Raises ConfigError if it cannot be started."""
         self._launcher = launcher
-        self._member = SlotMember("inference", index)
+        self._member = RoleInstance("inference", index)
         self.log = log
         self._spec = spec
         self._model = (checkpoint.resolve(), dtype, window)
@@ -106,7 +106,7 @@ class EngineProcess:
         self._process.end(_END_S)
 
 
-async def status_of(engine: EngineProcess | None) -> int | None:
+async def engine_exit_status(engine: EngineProcess | None) -> int | None:
     """Return an engine's exit status; None while it runs, or if it has no process here. The call
     may be slow for an engine on another machine."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)

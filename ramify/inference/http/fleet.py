@@ -4,11 +4,11 @@ when one stops answering.
     calls of one tree             go to the same server, which has cached their prefix
     a new tree                    goes to the server with the least load
     a server that does not answer is dropped with a log line, and brought back if allowed
-                                  (``membership.py``); its trees move to other servers
+                                  (``engine_recovery.py``); its trees move to other servers
 
 An engine that was started for the run is started again, possibly elsewhere and then at another
 address. A client that only samples, while another process updates the weights, gets the list of
-engines with current weights from that process (``membership.py``).
+engines with current weights from that process (``engine_recovery.py``).
 
 Not here: the requests themselves (see ``http_engines.py``) and how weights reach the engines (see
 ``update_engines.py``).
@@ -26,31 +26,31 @@ from pathlib import Path
 from ramify.actors.launcher import Launcher
 from ramify.clients.base import Sampling
 from ramify.errors import (
-    BadReply,
     ConfigError,
+    MalformedResponse,
     ModelError,
     ReplyLost,
     ServerFailed,
     Unreachable,
 )
 from ramify.inference.base import TAGS
-from ramify.inference.http.api import EngineStateConflict, check, until_up
+from ramify.inference.http.engine_client import EngineClient, SampledIds
+from ramify.inference.http.engine_http_client import EngineStateConflict, check, until_up
 from ramify.inference.http.engine_process import (
     EngineProcess,
     check_ports,
     ended_soon,
-    status_of,
+    engine_exit_status,
 )
-from ramify.inference.http.engine_server import EngineServer, SampledIds
+from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
-from ramify.inference.http.membership import EngineList, EngineMembership
 from ramify.inference.http.reported_experts import read_experts
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.models.load import Policy
 from ramify.models.routing import mixture_shape
 from ramify.secrets import remember
 
-_log = RoomLogger("inference")
+_log = ComponentLogger("inference")
 _MAX_TREES = 65_536
 _MAX_REASONS = 3
 """Number of most recently lost engines whose reasons an error lists."""
@@ -79,11 +79,11 @@ class EngineFleet:
         self._processes: dict[str, EngineProcess] = {}
         """Each address that a process has had -> the process."""
         self._urls: list[str] = []
-        self.alive: list[EngineServer] = []
+        self.alive: list[EngineClient] = []
         """Servers that may be asked."""
         self.in_flight: dict[str, int] = {}
         """URL -> number of requests in flight there."""
-        self.trees: OrderedDict[Hashable, EngineServer] = OrderedDict()
+        self.trees: OrderedDict[Hashable, EngineClient] = OrderedDict()
         """Tree -> the server on which it began."""
         self.membership = EngineMembership(spec.restarts, self._bring)
         self._asleep: dict[str, list[str]] = {}
@@ -91,7 +91,7 @@ class EngineFleet:
         self._older: set[str] = set()
         """URLs of servers that are back but do not have the newest weights yet."""
         self._leads = False
-        self.listed: EngineList | None = None
+        self.listed: AvailableEngineUrls | None = None
         """List of usable engines, if another process updates the weights."""
 
     # --- from start to end
@@ -133,16 +133,16 @@ class EngineFleet:
             self._processes[process.url] = process
         return list(self._processes)
 
-    def _server(self, url: str) -> EngineServer:
-        server: EngineServer = ENGINES.of(self.spec.engine)(url, self.spec, self._key)
+    def _server(self, url: str) -> EngineClient:
+        server: EngineClient = ENGINES.of(self.spec.engine)(url, self.spec, self._key)
         return server
 
-    async def _until_up(self, server: EngineServer, attached_s: float) -> None:
+    async def _until_up(self, server: EngineClient, attached_s: float) -> None:
         process = self._processes.get(server.url)
         wait_s = self.spec.start_s if process is not None else attached_s
         await until_up(server, process, wait_s, self.spec.restarts)
 
-    async def _check(self, server: EngineServer) -> None:
+    async def _check(self, server: EngineClient) -> None:
         # A run that was killed may have left its servers asleep.
         if self._leads and self.spec.urls and await server.is_asleep():
             self._asleep[server.url] = list(TAGS)
@@ -163,18 +163,18 @@ class EngineFleet:
                 raise ConfigError(str(error)) from None
 
     def experts_of(
-        self, server: EngineServer, sampled: SampledIds, num_prompt: int
+        self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
         """Return the experts (of a mixture-of-experts model) that chose each sampled token: those
         that processed the token before it. All are empty if the spec does not ask for experts, or
-        if a pause ended the reply and the engine reports none. Raises BadReply."""
+        if a pause ended the reply and the engine reports none. Raises MalformedResponse."""
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
             return ((),) * num
         try:
             return read_experts(sampled.routed, self._experts, num_prompt, num)
-        except BadReply as error:
-            raise BadReply(f"{server.url}: {error}") from None
+        except MalformedResponse as error:
+            raise MalformedResponse(f"{server.url}: {error}") from None
 
     # --- who sleeps
 
@@ -182,7 +182,7 @@ class EngineFleet:
         """Put all servers that are awake to sleep. Raises the error of a server that refuses, or
         EnginesDropped if some were lost."""
 
-        async def act(server: EngineServer) -> None:
+        async def act(server: EngineClient) -> None:
             if server.url not in self._asleep:
                 await server.sleep(self.spec.level)
                 self._asleep[server.url] = list(TAGS)
@@ -195,7 +195,7 @@ class EngineFleet:
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
-    async def _wake(self, server: EngineServer, tag: str) -> None:
+    async def _wake(self, server: EngineClient, tag: str) -> None:
         asleep = self._asleep.get(server.url, [])
         if tag in asleep:
             await server.wake(tag)
@@ -203,7 +203,7 @@ class EngineFleet:
             if not asleep:
                 del self._asleep[server.url]
 
-    async def _leave(self, server: EngineServer) -> None:
+    async def _leave(self, server: EngineClient) -> None:
         """Make the server answer requests again, as far as possible."""
         with contextlib.suppress(ModelError):
             for tag in TAGS:
@@ -213,7 +213,7 @@ class EngineFleet:
 
     # --- who is asked
 
-    def pick(self, tree: Hashable) -> EngineServer:
+    def pick(self, tree: Hashable) -> EngineClient:
         """The server on which the tree began. A new tree gets the server with the fewest requests
         in flight, and among equals the one with the fewest trees. Raises ServerFailed if no server
         is left."""
@@ -246,7 +246,7 @@ class EngineFleet:
             if url not in known_urls:
                 self.membership.expect(url)
 
-    async def all(self, act: Callable[[EngineServer], Awaitable[None]]) -> None:
+    async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Run ``act`` on every server. Raises EnginesDropped if some were lost, otherwise
         EngineStateConflict if one is in another state (either may be why others refuse), otherwise
         the first error."""
@@ -278,14 +278,14 @@ class EngineFleet:
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
-    async def is_gone(self, server: EngineServer, error: Exception) -> bool:
+    async def is_gone(self, server: EngineClient, error: Exception) -> bool:
         """Whether ``server``, which caused ``error``, no longer answers. If so, it is dropped and
         logged."""
         if server not in self.alive:
             return True
         process = self._processes.get(server.url)
         try:
-            if await status_of(process) is None:
+            if await engine_exit_status(process) is None:
                 await server.healthy()
                 return False
         except ModelError:
@@ -299,7 +299,7 @@ class EngineFleet:
             )
         return True
 
-    async def is_older(self, server: EngineServer, sampled: SampledIds, version: int) -> bool:
+    async def is_older(self, server: EngineClient, sampled: SampledIds, version: int) -> bool:
         """Whether the server answered with weights from before ``version``, which it was given:
         another program must have restarted it. If so, it is dropped."""
         first = min((span.version for span in sampled.versions or ()), default=version)
@@ -348,7 +348,7 @@ class EngineFleet:
         """Reasons of the most recent losses."""
         return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
-    async def _drop(self, server: EngineServer, why: str) -> None:
+    async def _drop(self, server: EngineClient, why: str) -> None:
         self.alive.remove(server)
         self._asleep.pop(server.url, None)
         self._older.discard(server.url)
@@ -367,7 +367,7 @@ class EngineFleet:
         self.membership.record_loss(server.url, why, rest, back, event=event, left=num)
         await server.close()
 
-    async def _bring(self, url: str) -> EngineServer:
+    async def _bring(self, url: str) -> EngineClient:
         """Bring a lost server back: restart its process if this run started it, and wait until it
         answers. Returns the server once it passes the checks."""
         if self.listed is not None:

@@ -25,10 +25,10 @@ from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.base import CachePressure, EngineLost, too_long
-from ramify.inference.http.engine_server import EngineServer, SampledIds, combined_pressure
+from ramify.inference.http.engine_client import EngineClient, SampledIds, combine_kv_cache_pressure
+from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
 from ramify.inference.http.fleet import EngineFleet
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.http.membership import EngineList, EngineMembership
 from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
@@ -66,9 +66,9 @@ class HttpEngines:
         return self.sync.version
 
     @property
-    def engines(self) -> list[CheckedEngine]:
+    def engines(self) -> list[SingleEngineClient]:
         """One client per engine, for checks that every engine must pass."""
-        return [CheckedEngine(self, self.fleet, server) for server in self.fleet.alive]
+        return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def loads_checkpoints(self) -> bool:
@@ -109,7 +109,7 @@ class HttpEngines:
                 await self.sync.open()
             else:
                 spec = self.fleet.spec
-                self.fleet.listed = EngineList(
+                self.fleet.listed = AvailableEngineUrls(
                     gone, spec.start_s + 2 * spec.update_s + spec.return_s
                 )
                 self.membership.on_return = self._ask_again
@@ -117,9 +117,9 @@ class HttpEngines:
             await self.close()
             raise
 
-    def follow(self, version: int) -> None:
+    def record_external_update(self, version: int) -> None:
         """Record that another process has given the servers this version."""
-        self.sync.follow(version)
+        self.sync.record_external_update(version)
 
     def listed(self, urls: Sequence[str]) -> None:
         """Set the list of usable engines; called if another process updates the weights."""
@@ -156,7 +156,7 @@ class HttpEngines:
         left."""
         return await self.complete_at(request, None)
 
-    async def complete_at(self, request: Request, only: EngineServer | None) -> Reply:
+    async def complete_at(self, request: Request, only: EngineClient | None) -> Reply:
         """Answer a request with one given engine, or with any engine if ``only`` is None."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
@@ -164,7 +164,7 @@ class HttpEngines:
             ids = prompt_ids(self._policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
-        so_far = PartialReply(ids, min(sampling.max_tokens, self.window - len(ids)))
+        so_far = ReplyAccumulator(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
             with under_way("sampling"):
                 version, part, routes = await self._sampled(so_far, sampling, request, only)
@@ -175,7 +175,11 @@ class HttpEngines:
             return self._reply(so_far, request, time.perf_counter() - started)
 
     async def _sampled(
-        self, so_far: PartialReply, sampling: Sampling, request: Request, only: EngineServer | None
+        self,
+        so_far: ReplyAccumulator,
+        sampling: Sampling,
+        request: Request,
+        only: EngineClient | None,
     ) -> tuple[int, SampledIds, Routes]:
         """Sample from the first server that answers. Returns the version of the weights that was
         current when it was asked, the sampled ids, and the experts that they used."""
@@ -217,7 +221,7 @@ class HttpEngines:
             return msgspec.structs.replace(sampling, **drawn)
         return sampling
 
-    def _reply(self, so_far: PartialReply, request: Request, seconds: float) -> Reply:
+    def _reply(self, so_far: ReplyAccumulator, request: Request, seconds: float) -> Reply:
         message = spoken(
             self._policy.renderer,
             so_far.sampled,
@@ -268,13 +272,13 @@ class HttpEngines:
     async def pressure(self) -> CachePressure | None:
         """Cache load of the fullest server, and the queued sequences of all of them."""
 
-        async def of(server: EngineServer) -> CachePressure | None:
+        async def of(server: EngineClient) -> CachePressure | None:
             try:
                 return await server.pressure()
             except ModelError:
                 return None
 
-        return combined_pressure(await asyncio.gather(*map(of, self.fleet.alive)))
+        return combine_kv_cache_pressure(await asyncio.gather(*map(of, self.fleet.alive)))
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices.
@@ -317,10 +321,10 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
     return weight_sync
 
 
-class CheckedEngine:
+class SingleEngineClient:
     """One of several servers, with only the methods that a check needs."""
 
-    def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineServer) -> None:
+    def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineClient) -> None:
         self._engines = engines
         self.fleet = fleet
         self._server = server
@@ -345,7 +349,7 @@ class CheckedEngine:
             raise
 
 
-class PartialReply:
+class ReplyAccumulator:
     """The part of a reply that was sampled so far."""
 
     def __init__(self, prompt: Iterable[int], left: int) -> None:

@@ -23,10 +23,10 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
 
-_log = RoomLogger("inference")
+_log = ComponentLogger("inference")
 VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "vllm": ((0, 29), (0, 34)),
     "sglang": ((0, 5, 23), (0, 6)),
@@ -39,12 +39,12 @@ ENGINES = Registry(
     "engine",
     "ramify.engines",
     {
-        "ramify": "ramify.inference.http.vllm:RamifyServer",
-        "vllm": "ramify.inference.http.vllm:VllmServer",
-        "sglang": "ramify.inference.http.sglang:SglangServer",
+        "ramify": "ramify.inference.http.vllm:RamifyEngineClient",
+        "vllm": "ramify.inference.http.vllm:VllmEngineClient",
+        "sglang": "ramify.inference.http.sglang:SglangEngineClient",
     },
 )
-"""Name -> class that implements ``EngineServer``, called with (url, spec, key)."""
+"""Name -> class that implements ``EngineClient``, called with (url, spec, key)."""
 
 
 class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ramify.errors import BadReply
+from ramify.errors import MalformedResponse
 from ramify.inference.http.inference_spec import EXPERTS_OPTION
 from ramify.models.mixture_shape import MixtureShape
 
@@ -32,11 +32,11 @@ def read_experts(
     """Decode the experts that an engine reports. For each sampled token, return the experts (layers
     x top-k ids) that were used at the position before it, which predicts it.
 
-    ``reported`` may have any of the encodings of vLLM and SGLang. Raises BadReply if it does not
-    fit the model or the reply.
+    ``reported`` may have any of the encodings of vLLM and SGLang. Raises MalformedResponse if it
+    does not fit the model or the reply.
     """
     if reported is None:
-        raise BadReply(
+        raise MalformedResponse(
             f"no routed_experts in the answer: start the engine with {EXPERTS_OPTION}, or leave "
             "rl.rollout.replay_routes out"
         )
@@ -44,11 +44,11 @@ def read_experts(
         rows_TLk = _rows(reported, shape)
     except (ValueError, TypeError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise BadReply(f"routed_experts cannot be read: {reason}") from None
+        raise MalformedResponse(f"routed_experts cannot be read: {reason}") from None
     is_integer, found = rows_TLk.dtype.kind in "iu", rows_TLk.shape
     layers = (shape.num_layers, len(shape.layers))
     if not is_integer or len(found) != 3 or found[1] not in layers or found[2] != shape.top_k:
-        raise BadReply(
+        raise MalformedResponse(
             f"routed_experts has shape {list(found)} of {rows_TLk.dtype}, and this model needs "
             f"integers of [tokens, {' or '.join(map(str, sorted(set(layers))))}, {shape.top_k}]: "
             "the engine serves another model"
@@ -57,7 +57,7 @@ def read_experts(
     first, num = num_prompt - 1, num_prompt + num_sampled
     starts = {num_sampled: 0, num - 1: first, num: first}
     if len(rows_TLk) not in starts:
-        raise BadReply(
+        raise MalformedResponse(
             f"routed_experts has {len(rows_TLk)} rows for {num_prompt} tokens of the prompt and "
             f"{num_sampled} of the reply: it needs {num_sampled} or {num - 1}"
         )
@@ -107,14 +107,14 @@ def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
     is_outside = (sorted_TLk < 0) | (sorted_TLk >= shape.num_experts)
     if is_outside.any():
         token, layer, place = (int(each) for each in np.argwhere(is_outside)[0])
-        raise BadReply(
+        raise MalformedResponse(
             f"routed_experts has expert {sorted_TLk[token, layer, place]} for sampled token {token}"
             f" in layer {layer}, and the model has {shape.num_experts}"
         )
     is_twice = sorted_TLk[..., 1:] == sorted_TLk[..., :-1]
     if is_twice.any():
         token, layer, place = (int(each) for each in np.argwhere(is_twice)[0])
-        raise BadReply(
+        raise MalformedResponse(
             f"routed_experts has expert {sorted_TLk[token, layer, place]} twice for sampled token "
             f"{token} in layer {layer}: the engine did not record its choice"
         )

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.clients.base import Sampling
-from ramify.errors import BadReply, ConfigError, Refused
+from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL, TAGS
-from ramify.inference.http.api import HttpEngineServer, seed_at
-from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.engine_client import SampledIds, ServerInfo
+from ramify.inference.http.engine_http_client import BaseEngineClient, seed_at
 from ramify.inference.http.inference_spec import check_version
 
 
-class SglangServer(HttpEngineServer):
-    """Client of one SGLang server. Implements ``EngineServer``."""
+class SglangEngineClient(BaseEngineClient):
+    """Client of one SGLang server. Implements ``EngineClient``."""
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/server_info", 4 * self._spec.probe_s)
@@ -118,7 +118,9 @@ class SglangServer(HttpEngineServer):
         body = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
         answer = await self._post("/update_weights_from_disk", body)
         if not answer.get("success", True):
-            raise BadReply(f"POST {self.url}/update_weights_from_disk: {answer.get('message')}")
+            raise MalformedResponse(
+                f"POST {self.url}/update_weights_from_disk: {answer.get('message')}"
+            )
         await self._post("/flush_cache")
 
     async def sleep(self, level: int) -> None:
@@ -138,8 +140,8 @@ class SglangServer(HttpEngineServer):
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._api.post("/generate", body, self._spec.request_s)
 
-    def _bad(self, error: Exception) -> BadReply:
-        return BadReply(
+    def _bad(self, error: Exception) -> MalformedResponse:
+        return MalformedResponse(
             f"POST {self.url}/generate: no ids and log-probabilities in the answer: {error!r}"
         )
 

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from functools import partial
 
 from ramify.errors import ConfigError, ModelError, TrainError
-from ramify.inference.http.api import EngineStateConflict
-from ramify.inference.http.engine_server import EngineServer
+from ramify.inference.http.engine_client import EngineClient
+from ramify.inference.http.engine_http_client import EngineStateConflict
 from ramify.inference.http.fleet import EngineFleet, EnginesDropped
-from ramify.inference.weight_sync.base import WeightChunk, WeightSource, WeightSync
-from ramify.logging import RoomLogger
+from ramify.inference.weight_sync.base import LazyWeight, WeightChunk, WeightSync
+from ramify.logging import ComponentLogger
 
-_log = RoomLogger("inference")
+_log = ComponentLogger("inference")
 
 
 class EngineWeightSync:
@@ -58,19 +58,19 @@ class EngineWeightSync:
         """Close the weight sync. Idempotent."""
         self.weight_sync.close()
 
-    def follow(self, version: int) -> None:
+    def record_external_update(self, version: int) -> None:
         """Record that another process has given the engines this version."""
         self.version = version
         self._fleet.membership.record_update()
 
-    async def update(self, sources: list[WeightSource], version: int) -> None:
+    async def update(self, sources: list[LazyWeight], version: int) -> None:
         """Send all weights (``sources``) to every engine, which then answers as ``version``. Raises
         TrainError with the last good version if an engine does not accept them."""
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.record_update()
 
-    async def rejoin(self, sources: list[WeightSource], version: int) -> bool:
+    async def rejoin(self, sources: list[LazyWeight], version: int) -> bool:
         """Give ``sources``, which already answer as ``version``, to engines that came back; returns
         whether there were any."""
         async with self._updating:
@@ -122,7 +122,7 @@ class EngineWeightSync:
             return False
         return True
 
-    async def _give(self, sources: list[WeightSource], version: int) -> None:
+    async def _give(self, sources: list[LazyWeight], version: int) -> None:
         try:
             await self._sent(sources, version)
             self._fleet.mark_all_updated()
@@ -136,7 +136,7 @@ class EngineWeightSync:
             self.is_open.set()
             self._fleet.membership.notify()
 
-    async def _sent(self, sources: list[WeightSource], version: int) -> None:
+    async def _sent(self, sources: list[LazyWeight], version: int) -> None:
         fleet, whole, is_new = self._fleet, self._needs_all, False
         while True:  # bounded by how often servers may be lost
             if fleet.membership.ready:
@@ -168,7 +168,7 @@ class EngineWeightSync:
                     )
                     whole = is_new = await self._reopened()
 
-    async def _send(self, sources: list[WeightSource], version: int, whole: bool) -> None:
+    async def _send(self, sources: list[LazyWeight], version: int, whole: bool) -> None:
         chunks = iter(self.weight_sync.chunks(sources, version, whole=whole))
         # The engines keep answering meanwhile: finding the differences takes time.
         chunk = await asyncio.to_thread(next, chunks, None)
@@ -227,5 +227,5 @@ class EngineWeightSync:
                 pass
 
 
-async def _give(chunk: WeightChunk, version: int, first: bool, server: EngineServer) -> None:
+async def _give(chunk: WeightChunk, version: int, first: bool, server: EngineClient) -> None:
     await server.update(chunk.info, version, first=first, last=chunk.is_last)

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.clients.base import Sampling
-from ramify.errors import BadReply, ConfigError, Refused
+from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL
-from ramify.inference.http.api import HttpEngineServer, seed_at
-from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.engine_client import SampledIds, ServerInfo
+from ramify.inference.http.engine_http_client import BaseEngineClient, seed_at
 from ramify.inference.http.inference_spec import check_version
 from ramify.types.message import VersionSpan
 
@@ -38,8 +38,8 @@ _ROUTES = (
 )
 
 
-class VllmServer(HttpEngineServer):
-    """Client of one vLLM server. Implements ``EngineServer``."""
+class VllmEngineClient(BaseEngineClient):
+    """Client of one vLLM server. Implements ``EngineClient``."""
 
     _model = ""
 
@@ -80,7 +80,7 @@ class VllmServer(HttpEngineServer):
         try:
             return _sampled(answer, ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadReply(
+            raise MalformedResponse(
                 f"POST {self.url}/v1/completions: no ids and log-probabilities in the answer: "
                 f"{error!r}"
             ) from None
@@ -101,7 +101,7 @@ class VllmServer(HttpEngineServer):
                 for id, candidates in zip(ids[1:], token_logprobs[1:], strict=True)
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadReply(
+            raise MalformedResponse(
                 f"POST {self.url}/v1/completions: no prompt_logprobs in the answer: {error!r}"
             ) from None
 
@@ -193,7 +193,7 @@ class VllmServer(HttpEngineServer):
         return True
 
 
-class RamifyServer(VllmServer):
+class RamifyEngineClient(VllmEngineClient):
     """Client of `ramify serve-policy --weight-transfer`."""
 
     async def facts(self) -> ServerInfo:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from ramify.clients.base import Client
 from ramify.inference.base import need_train_extra
-from ramify.policy_card import packaged_policy
 from ramify.progress import report_progress
+from ramify.trained_policy_settings import packaged_policy
 
 
 def check_local_model(name: str) -> None:
     """Raise ConfigError if a model of this process, ``local:FOLDER`` or a packaged policy, or a
     package that it needs is missing. No weights are read, and no tensor library is imported."""
     need_train_extra(f"model '{name}'")
-    from ramify.models.checkpoint_files import check_tokenizer, model_folder
+    from ramify.models.model_config_files import check_tokenizer, model_folder
 
     check_tokenizer(packaged_policy(name) or model_folder(name.removeprefix("local:")))
 

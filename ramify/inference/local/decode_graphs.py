@@ -4,7 +4,7 @@ A step of a small model is some 800 kernels. On a GPU it takes ten times as long
 by one as to run them. A CUDA graph records the launches once and repeats them with a single call,
 always with the same shapes and the same memory:
 
-    step ── round up to a ``StepShape`` ── copy the inputs ── replay that shape's graph ── logits
+    step ── round up to a ``CudaGraphShape`` ── copy inputs ── replay the shape's graph ── logits
 
 Rounding up adds rows. Each repeats the first token of the step, so it writes the same keys and
 values to the same place of the cache, and its logits are dropped. A shape that occurs for the first
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ramify.inference.local.kv_cache import DecodingSlots, KeyValueCache
+from ramify.inference.local.kv_cache import DecodeAttention, KeyValueCache
 from ramify.inference.local.slots import EngineStep
 from ramify.models.dense import DenseModel
 
@@ -38,7 +38,7 @@ Record = Callable[[Callable[[], Tensor]], Replay]
 """Records a piece of work, without running it."""
 
 
-class StepShape(NamedTuple):
+class CudaGraphShape(NamedTuple):
     """The sizes that are fixed in a graph."""
 
     tokens: int
@@ -48,7 +48,7 @@ class StepShape(NamedTuple):
     """Positions of the cache that are read."""
 
     @classmethod
-    def of(cls, step: EngineStep, cache: KeyValueCache) -> StepShape:
+    def of(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
         """Return the smallest recorded shape that holds ``step``."""
         slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
@@ -67,15 +67,15 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._record = record
-        self._inputs: dict[StepShape, Tensor] = {}
-        self._replays: dict[StepShape, Replay] = {}
+        self._inputs: dict[CudaGraphShape, Tensor] = {}
+        self._replays: dict[CudaGraphShape, Replay] = {}
         self._weights: tuple[int, ...] = ()
 
     def logits(self, step: EngineStep) -> Tensor:
         """Return fp32 logits [n, V] after each token of a step without prompt spans. The next call
         overwrites them."""
         self._check_weights()
-        shape = StepShape.of(step, self._cache)
+        shape = CudaGraphShape.of(step, self._cache)
         given = _packed(step, shape)
         if shape in self._replays:
             self._inputs[shape].copy_(given)
@@ -89,7 +89,7 @@ class DecodeGraphs:
             logits_TV = self._compute(shape)
         return logits_TV[: len(step.slots)]
 
-    def _recorded(self, shape: StepShape, given: Tensor) -> Tensor:
+    def _recorded(self, shape: CudaGraphShape, given: Tensor) -> Tensor:
         self._inputs[shape].copy_(given)
 
         def compute() -> Tensor:
@@ -107,7 +107,7 @@ class DecodeGraphs:
             self._replays[shape] = compute
         return self._replays[shape]()
 
-    def _compute(self, shape: StepShape) -> Tensor:
+    def _compute(self, shape: CudaGraphShape) -> Tensor:
         """Compute the fp32 logits [T, V] of a shape's current inputs."""
         packed = self._inputs[shape]
         ids_T, positions_T, slots_T, last_n = torch.split(
@@ -168,7 +168,7 @@ class _PaddedStep:
     ) -> None:
         self._cache = cache
         self._write_at = cache.write_rows(slots_T * (cache.heads * cache.capacity) + positions_T)
-        self._attend = DecodingSlots(cache, slots_T, last_n, length)
+        self._attend = DecodeAttention(cache, slots_T, last_n, length)
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
@@ -177,7 +177,7 @@ class _PaddedStep:
         return self._attend(layer, q_THd, scale)
 
 
-def _packed(step: EngineStep, shape: StepShape) -> Tensor:
+def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
     """Join ids [T], positions [T], slots [T] and the last position of each slot [n] in one tensor,
     so that a single copy brings them to the device."""
     num_more = shape.tokens - len(step.slots)

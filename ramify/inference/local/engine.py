@@ -35,10 +35,10 @@ import torch
 
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
-from ramify.inference.local.generation import Generation, draw
+from ramify.inference.local.generation_request import Generation, draw
 from ramify.inference.local.model_runner import ModelRunner
 from ramify.inference.local.slots import EngineStep, SlotSpan, SlotTable
-from ramify.inference.local.step_timings import StepTimings
+from ramify.inference.local.step_timings import EngineStepTimingRecorder
 from ramify.time_account import working
 
 _LEAST_CAPACITY = 128
@@ -70,7 +70,7 @@ class LocalEngine:
         self.num_computed = 0
         """Tokens that went through the model."""
         self.num_preempted = 0
-        self.paces = StepTimings()
+        self.paces = EngineStepTimingRecorder()
         self.runner = runner
         self._waiting: deque[Generation] = deque()
         self._has_cancelled = False

@@ -103,7 +103,7 @@ class KeyValueCache:
         return new
 
 
-class StepAttention:
+class PrefillDecodeAttention:
     """Causal attention for one step of the engine: first the decoding tokens, then the longer
     spans. Implements ``dense.CausalAttention``."""
 
@@ -111,7 +111,7 @@ class StepAttention:
         self._cache = cache
         self._num_decoding = len(step.slots)
         self._write_at = self._rows_of(step).to(cache.kv.device)
-        self._decoding = DecodingSlots.of(cache, step) if step.slots else None
+        self._decoding = DecodeAttention.of(cache, step) if step.slots else None
         self._chunks = [_Chunk(cache, span) for span in step.spans]
 
     def __call__(
@@ -175,7 +175,7 @@ class _FirstSlots:
         return o.reshape(q_nHd.shape)
 
 
-class DecodingSlots:
+class DecodeAttention:
     """Attention for decoding: each decoding slot has one query token. It runs over the whole block
     of slots up to the last one that decodes, and drops the results of the other slots."""
 
@@ -191,7 +191,7 @@ class DecodingSlots:
         self._slots = slots_T
 
     @classmethod
-    def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodingSlots:
+    def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodeAttention:
         """Prepare attention for the decoding tokens of ``step``."""
         device = cache.kv.device
         num_slots = step.slots[-1] + 1

@@ -31,10 +31,10 @@ from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import TAGS, CachePressure, too_long
 from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
-from ramify.inference.local.generation import Generation, SamplingSettings, log_softmax
+from ramify.inference.local.generation_request import Generation, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
-from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
+from ramify.inference.weight_sync.base import FullWeightsRequiredError, WeightPiece
 from ramify.models.load import Policy
 from ramify.models.mixture_shape import MixtureShape
 from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
@@ -69,8 +69,8 @@ class LocalClient:
         tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
         GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, cached prefixes of
         one request do not serve another. ``fixed_shapes``: precision of products in
-        fixed shapes (``models/fixed_shapes.py``), which give the same bits in any batch; None: the
-        fastest shapes."""
+        fixed shapes (``models/batch_invariant_forward.py``), which give the same bits in any batch;
+        None: the fastest shapes."""
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
         """Name -> weight, filled by the first weight sync. These stay the same tensor objects,
@@ -220,7 +220,7 @@ class LocalClient:
 
         Call ``forget`` once all pieces have arrived; with ``version`` this happens at once if no
         weight is ``missing``. Raises ValueError, which names the first tensor that is not this
-        model's, or StaleWeights for a part of a tensor that is ``missing``.
+        model's, or FullWeightsRequiredError for a part of a tensor that is ``missing``.
         """
         await self.run(partial(self._take_pieces, pieces, version))
 
@@ -374,7 +374,7 @@ class LocalClient:
                 else:
                     weight.data.copy_(tensor)
             elif self._sleeping_weights.lacks(weight):
-                raise StaleWeights(
+                raise FullWeightsRequiredError(
                     f"tensor '{name}' was dropped while this engine slept, and only a part of it "
                     "was sent: send all of it"
                 )

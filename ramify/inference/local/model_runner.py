@@ -10,7 +10,7 @@ A model gets the fastest runner that gives its own results:
                            ``ModuleRunner``: one sequence at a time, with transformers' own cache
     in fixed shapes        ``FixedShapeRunner``: a token's logits have the same bits whatever else
                            is in the step, in the cache, or in the slot's past
-                           (``models/fixed_shapes.py``)
+                           (``models/batch_invariant_forward.py``)
 
 ``ModuleRunner`` is correct for all kinds of models, and slow. What a model's cache supports is
 tested once when the model is loaded, since some caches silently give wrong results for unsupported
@@ -38,11 +38,10 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError
 from ramify.inference.local.decode_graphs import CudaGraphRecorder, DecodeGraphs, Record
-from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, StepAttention
+from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, PrefillDecodeAttention
 from ramify.inference.local.prepared_decoder import PreparedDecoder
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
-from ramify.models.dense import CausalAttention, DenseModel
-from ramify.models.fixed_shapes import (
+from ramify.models.batch_invariant_forward import (
     BLOCK,
     attend_path,
     cast_for_products,
@@ -50,8 +49,9 @@ from ramify.models.fixed_shapes import (
     padded,
     runs_of,
 )
+from ramify.models.dense import CausalAttention, DenseModel
 from ramify.models.routing import MixtureRouters
-from ramify.models.trunk import ModuleTrunk
+from ramify.models.trunk import TransformersTrunk
 
 
 class FixedShapeRunner:
@@ -410,7 +410,7 @@ class FlatRunner:
             ids += span.ids
             positions += range(span.start, span.end)
         ids_T, positions_T = torch.tensor([ids, positions], device=self._layout.device)
-        return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, step), rows_N)
+        return self._decoder.hidden(ids_T, positions_T, PrefillDecodeAttention(cache, step), rows_N)
 
 
 class _PreparedRunner(FlatRunner):
@@ -444,7 +444,7 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
 class _ModuleDecoder:
     """A transformers module as a ``DecoderModel``."""
 
-    def __init__(self, trunk: ModuleTrunk) -> None:
+    def __init__(self, trunk: TransformersTrunk) -> None:
         self._trunk = trunk
 
     def hidden(
@@ -454,7 +454,7 @@ class _ModuleDecoder:
         attend: CausalAttention,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        with self._trunk.scope():
+        with self._trunk.forward_context():
             h_TD = self._trunk.attended(ids_T, positions_T, attend)
         return h_TD if rows_N is None else h_TD.index_select(0, rows_N)
 
@@ -466,7 +466,7 @@ class _ModuleDecoder:
 def _flat(module: Any) -> FlatRunner | None:
     """The one-pass runner; None if the module does not support it."""
     try:
-        trunk = ModuleTrunk(module)
+        trunk = TransformersTrunk(module)
     except ConfigError:
         return None
     if not trunk.shares:

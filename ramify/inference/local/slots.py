@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from ramify.inference.local.generation import Generation
+    from ramify.inference.local.generation_request import Generation
 
 
 class SlotSpan(NamedTuple):

@@ -73,12 +73,12 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
         return added(self.base(), *self.pair(), self.scale)
 
 
-class FrozenTensor(msgspec.Struct, frozen=True, eq=False):
+class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
     """A tensor that is not trained, and that is elsewhere. Calling it gathers it."""
 
     gather: Callable[[], Tensor]
     stamp: Hashable
-    """Change marker, as in ``WeightSource``."""
+    """Change marker, as in ``LazyWeight``."""
 
     def __call__(self) -> Tensor:
         return self.gather()
@@ -90,12 +90,12 @@ def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return base + (scale * b @ a).to(base.dtype)
 
 
-class WeightSource(NamedTuple):
+class LazyWeight(NamedTuple):
     """One tensor of the trained policy, in the form that an engine needs. Nothing is gathered or
     cast until ``full`` is called.
 
     Example:
-        WeightSource("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
+        LazyWeight("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
     """
 
     name: str
@@ -164,7 +164,7 @@ class WeightSync(Protocol):
         ...
 
     def chunks(
-        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         """The weights of ``version``, in order. A chunk's bytes stay valid until the next chunk but
         one is requested. ``whole``: send everything, as if no engine had any weights."""
@@ -186,8 +186,8 @@ class WeightReceiver(Protocol):
 
     def take(self, info: Info) -> Iterator[WeightPiece]:
         """The pieces of one chunk; a tensor is valid until the next one is requested. Raises
-        ValueError for an incomplete chunk, and StaleWeights if it builds on weights that this
-        engine does not have."""
+        ValueError for an incomplete chunk, and FullWeightsRequiredError if it builds on weights
+        that this engine does not have."""
         ...
 
     def finished(self, version: str) -> None:
@@ -197,16 +197,16 @@ class WeightReceiver(Protocol):
     def close(self) -> None: ...
 
 
-class StaleWeights(ValueError):
+class FullWeightsRequiredError(ValueError):
     """A chunk builds on weights that the engine does not have; all weights must be sent."""
 
 
 def in_chunks(
-    sources: Iterable[WeightSource], chunk_bytes: int
-) -> Iterator[tuple[list[WeightSource], bool]]:
+    sources: Iterable[LazyWeight], chunk_bytes: int
+) -> Iterator[tuple[list[LazyWeight], bool]]:
     """Group ``sources``, in order, into chunks of ``chunk_bytes``: (the sources of a chunk, whether
     it is the last). A larger tensor is a chunk by itself."""
-    chunk: list[WeightSource] = []
+    chunk: list[LazyWeight] = []
     room = chunk_bytes
     for source in sources:
         if chunk and source.num_bytes > room:
@@ -218,7 +218,7 @@ def in_chunks(
         yield chunk, True
 
 
-def described(sources: Sequence[WeightSource], version: int) -> dict[str, Any]:
+def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str, Any]:
     """Describe tensors as vLLM's update request does: their names, precisions and shapes. The
     weights' version is added."""
     return {
@@ -243,11 +243,13 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
     """Views of the tensors that ``info`` describes, in a buffer of bytes [N]. Raises ValueError if
     they do not fit."""
     try:
-        described = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
-        kinds = [getattr(torch, dtype) for _, dtype, _ in described]
+        weight_update_info = list(
+            zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+        )
+        kinds = [getattr(torch, dtype) for _, dtype, _ in weight_update_info]
         sizes = [
             math.prod(shape) * kind.itemsize
-            for (_, _, shape), kind in zip(described, kinds, strict=True)
+            for (_, _, shape), kind in zip(weight_update_info, kinds, strict=True)
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -256,7 +258,9 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
     starts, length = offsets(sizes)
     if length > buffer.numel():
         raise ValueError(f"the tensors have {length} bytes, but {buffer.numel()} arrived")
-    for (name, _, shape), kind, start, size in zip(described, kinds, starts, sizes, strict=True):
+    for (name, _, shape), kind, start, size in zip(
+        weight_update_info, kinds, starts, sizes, strict=True
+    ):
         yield WeightPiece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
 
 
@@ -280,7 +284,7 @@ def reserve(
     os.ftruncate(handle, length)
 
 
-def fill(buffer: Tensor, sources: Sequence[WeightSource]) -> int:
+def fill(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
     """Copy ``sources`` one after the other into a buffer of bytes [N]; returns the length used."""
     sizes = [source.num_bytes for source in sources]
     starts, length = offsets(sizes)
@@ -295,19 +299,19 @@ _WHOLE = (Tensor, nn.Parameter)
 """Types of tensors that are not sharded over ranks."""
 
 
-def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[WeightSource]:
+def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
     """Return the weight sources of named parameters, in precision ``dtype``. A sharded parameter
     (DTensor) is gathered on demand, so all ranks have to request tensors in the same order."""
     return [source(name, tensor, dtype) for name, tensor in named]
 
 
-def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> WeightSource:
+def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> LazyWeight:
     """Return the weight source of one parameter. With ``make``, the source is a tensor of the same
     shape that is computed from the parameter, such as the parameter with its adapter added."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = stamp_of(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
-    return WeightSource(
+    return LazyWeight(
         name,
         tuple(tensor.shape),
         kind,
@@ -334,7 +338,7 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     return whole if whole.dtype == dtype else whole.to(dtype)
 
 
-def as_checkpoint(model: Any, given: Iterable[WeightSource]) -> Iterator[WeightSource]:
+def as_checkpoint(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
     """Rename weights as checkpoints of the transformers model ``model`` do, for engines that load
     checkpoint names. A tensor that holds all experts of a layer is split into one for each
     expert."""
@@ -349,14 +353,14 @@ def as_checkpoint(model: Any, given: Iterable[WeightSource]) -> Iterator[WeightS
         split = _SplitSource(model, each, len(parts))
         for index, (name, part) in enumerate(parts):
             full = partial(split.part, index)
-            yield WeightSource(name, tuple(part.shape), each.dtype, each.stamp, full)
+            yield LazyWeight(name, tuple(part.shape), each.dtype, each.stamp, full)
 
 
 class _SplitSource:
     """A tensor that is sent in parts, one after the other. The whole tensor is kept in memory from
     the first part to the last."""
 
-    def __init__(self, model: Any, whole: WeightSource, num_parts: int) -> None:
+    def __init__(self, model: Any, whole: LazyWeight, num_parts: int) -> None:
         self._model = model
         self._whole = whole
         self._num_parts = num_parts

@@ -21,23 +21,23 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ramify.actors.connect_back import Listener, Ticket
+from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.group_proof import prove_members
-from ramify.actors.rank_store import ChannelStore, StoreHost
+from ramify.actors.rank_store import ChannelStore, KeyValueStoreServer
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.actors.run_messages import decode
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
     Info,
+    LazyWeight,
     WeightChunk,
     WeightPiece,
-    WeightSource,
-    described,
     fill,
     in_chunks,
     offsets,
     pieces_of,
+    weight_update_info,
 )
 
 
@@ -60,8 +60,8 @@ class GlooSync:
         self._port = port
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
-        self._listener: Listener | None = None
-        self._store: StoreHost | None = None
+        self._listener: ConnectBackListener | None = None
+        self._store: KeyValueStoreServer | None = None
         self._group: Any = None
         self._size = 0
         self._buffer = _Buffer(self.backend)
@@ -70,7 +70,7 @@ class GlooSync:
         _need(self.backend)
         self._size = num_engines + 1
         try:
-            self._listener = Listener(self._address, self._port)
+            self._listener = ConnectBackListener(self._address, self._port)
         except OSError as error:
             raise ConfigError(
                 f"the port {self._address}:{self._port} for weights cannot be opened "
@@ -96,7 +96,7 @@ class GlooSync:
             except TimeoutError as error:
                 raise RuntimeError(f"an engine did not join the group: {error}") from None
             finally:
-                self._store = StoreHost(channels)
+                self._store = KeyValueStoreServer(channels)
         group = _GroupSpec(self.backend, 0, self._size, self._timeout_s, self._address == LOOPBACK)
         try:
             self._group = _group(group, self._store.store, listener.key)
@@ -104,13 +104,13 @@ class GlooSync:
             raise RuntimeError(str(error)) from None
 
     def chunks(
-        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer.of(length)
             fill(buffer, part)
-            about = {**described(part, version), "length": length}
+            about = {**weight_update_info(part, version), "length": length}
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
@@ -157,7 +157,7 @@ class BroadcastReceiver:
 
     def __init__(self, info: Info, backend: str) -> None:
         _need(backend)
-        ticket: Ticket = decode(base64.b64decode(info["ticket"]), Ticket)
+        ticket: ConnectBackTicket = decode(base64.b64decode(info["ticket"]), ConnectBackTicket)
         group = _GroupSpec(
             backend,
             int(info["rank_offset"]),

@@ -19,14 +19,14 @@ from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
     Info,
+    LazyWeight,
     WeightChunk,
     WeightPiece,
-    WeightSource,
-    described,
     fill,
     in_chunks,
     offsets,
     pieces_of,
+    weight_update_info,
 )
 
 
@@ -45,7 +45,7 @@ class CudaIpcSync:
         """Nothing to do: the sides need not meet."""
 
     def chunks(
-        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
@@ -54,7 +54,8 @@ class CudaIpcSync:
             torch.cuda.synchronize()
             self._held = [*self._held[-1:], buffer]
             yield WeightChunk(
-                {**described(part, version), "handle": _handle(buffer), "length": length}, is_last
+                {**weight_update_info(part, version), "handle": _handle(buffer), "length": length},
+                is_last,
             )
 
     def close(self) -> None:

@@ -39,12 +39,12 @@ from ramify.errors import ConfigError
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
     AdaptedMatrix,
+    FullWeightsRequiredError,
     Info,
-    StaleWeights,
+    LazyWeight,
     WeightChunk,
     WeightPiece,
     WeightReceiver,
-    WeightSource,
     WeightSync,
     added,
 )
@@ -104,8 +104,8 @@ class TensorBundles:
         """The engines' values, one tensor after the other, in main memory."""
 
     def changed(
-        self, sources: Sequence[WeightSource], number: int
-    ) -> tuple[WeightSource, dict[str, Any]] | None:
+        self, sources: Sequence[LazyWeight], number: int
+    ) -> tuple[LazyWeight, dict[str, Any]] | None:
         """Join the tensors whose current values the engines lack into one. Returns this tensor, and
         a table of the names and shapes with which the engines split it again; None if they lack
         nothing.
@@ -127,7 +127,7 @@ class TensorBundles:
             "names": [names[index] for index in which],
             "shapes": [sources[index].shape for index in which],
         }
-        return WeightSource(
+        return LazyWeight(
             f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N
         ), table
 
@@ -224,7 +224,7 @@ class DeltaSync:
         self._by.join()
 
     def chunks(
-        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         base = "" if whole else self._last_sync
         if not base:
@@ -257,8 +257,8 @@ class DeltaSync:
         self._last_sync = ""
         self._later = []
 
-    def _changed(self, sources: Iterable[WeightSource], has_base: bool) -> Iterator[WeightSource]:
-        small: dict[torch.dtype, list[WeightSource]] = {}
+    def _changed(self, sources: Iterable[LazyWeight], has_base: bool) -> Iterator[LazyWeight]:
+        small: dict[torch.dtype, list[LazyWeight]] = {}
         stamps, self._stamps = self._stamps, {}
         is_known = partial(_is_known, stamps if has_base else {})
         if self._layers:
@@ -279,8 +279,8 @@ class DeltaSync:
                 )
 
     def _whole_layers(
-        self, sources: Iterable[WeightSource], is_known: Callable[[WeightSource], bool]
-    ) -> Iterator[WeightSource]:
+        self, sources: Iterable[LazyWeight], is_known: Callable[[LazyWeight], bool]
+    ) -> Iterator[LazyWeight]:
         for _, group in itertools.groupby(sources, _part_of_layer):
             together = list(group)
             self._stamps |= {source.name: source.stamp for source in together}
@@ -292,7 +292,7 @@ class DeltaSync:
             for source, changed in zip(together, parts, strict=True):
                 yield from changed or [source]
 
-    def _part(self, source: WeightSource) -> Iterable[WeightSource]:
+    def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
         """Return what the engines lack of one tensor; empty if they lack nothing."""
         if source.adapted is not None and self._adapters:
             return self._adapter(source, source.adapted)
@@ -303,14 +303,14 @@ class DeltaSync:
             had.copy_(now)
         self._later.clear()
 
-    def _counted(self, parts: Iterable[WeightSource]) -> Iterator[WeightSource]:
+    def _counted(self, parts: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
         for part in parts:
             self.num_bytes += part.num_bytes
             yield part
 
     def _joined(
-        self, sources: list[WeightSource], which: tuple[torch.dtype, int]
-    ) -> list[WeightSource]:
+        self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
+    ) -> list[LazyWeight]:
         """Join those of some small tensors that have changed into one tensor. The list is empty if
         none has changed."""
         changed = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
@@ -319,7 +319,7 @@ class DeltaSync:
         bundle, self._tables[bundle.name] = changed
         return [bundle]
 
-    def _difference(self, source: WeightSource) -> list[WeightSource]:
+    def _difference(self, source: LazyWeight) -> list[LazyWeight]:
         now, had = source.full(), self._have.get(source.name)
         if had is None or had.shape != now.shape or had.dtype != now.dtype:
             self._have[source.name] = now.to("cpu", copy=True)
@@ -339,7 +339,7 @@ class DeltaSync:
             _source(source.name + _VALUES, values),
         ]
 
-    def _adapter(self, source: WeightSource, adapted: AdaptedMatrix) -> Iterator[WeightSource]:
+    def _adapter(self, source: LazyWeight, adapted: AdaptedMatrix) -> Iterator[LazyWeight]:
         """Yield the two low-rank matrices of an adapted weight. The base matrix comes before them
         if the engines do not have it yet."""
         name = source.name
@@ -390,7 +390,7 @@ class DeltaReceiver:
     def take(self, info: Info) -> Iterator[WeightPiece]:
         base, now = str(info["base"]), str(info["now"])
         if self._taking != now and base and base != self._has:
-            raise StaleWeights(
+            raise FullWeightsRequiredError(
                 f"this delta builds on the weights '{base}', but this engine has "
                 f"'{self._has or 'none of them'}'"
             )
@@ -427,13 +427,13 @@ class DeltaReceiver:
         self._by.close()
 
 
-def _is_known(stamps: Mapping[str, Hashable], source: WeightSource) -> bool:
+def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
     """Whether a tensor is unchanged since the last sync, judged by its change marker
     (``stamp``)."""
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
 
-def _part_of_layer(source: WeightSource) -> str:
+def _part_of_layer(source: LazyWeight) -> str:
     """Name the part of a layer that a tensor belongs to, such as ``model.layers.3.self_attn``. A
     tensor outside the layers is its own part."""
     parts = source.name.split(".")
@@ -441,8 +441,8 @@ def _part_of_layer(source: WeightSource) -> str:
     return ".".join(parts[: number + 2])
 
 
-def _source(name: str, tensor: Tensor) -> WeightSource:
-    return WeightSource(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
+def _source(name: str, tensor: Tensor) -> LazyWeight:
+    return LazyWeight(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
 
 
 def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:

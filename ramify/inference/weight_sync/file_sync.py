@@ -17,7 +17,8 @@ A file is written sequentially and read from one mapping:
     8 bytes: header length │ header: JSON, name -> dtype, shape, offsets │ the tensors in order
 
 It is written by calls and not through a mapping: touching a page of a newly mapped file costs more
-than copying it. For the same reason a file that no process has open is overwritten (``is_free``).
+than copying it. For the same reason a file that no process has open is overwritten
+(``is_file_unused``).
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from ramify.errors import ConfigError, StoreError
 from ramify.inference.weight_sync.base import (
     MEMORY,
     Info,
+    LazyWeight,
     WeightChunk,
     WeightPiece,
-    WeightSource,
     hold_folder,
     in_chunks,
     sweep,
@@ -75,7 +76,7 @@ _HEADER_STEP = 64
 _AGAIN = "let the trainer write it again"
 
 
-def write_tensors(path: Path, sources: list[WeightSource]) -> tuple[int, int]:
+def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
     """Write tensors in order to a safetensors file, over an existing file if there is one. Returns
     the number of bytes and their checksum. Raises OSError."""
     with path.open("r+b" if path.exists() else "xb") as file:
@@ -108,7 +109,7 @@ def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]
     yield from _tensors(whole, path)
 
 
-def is_free(path: Path) -> bool:
+def is_file_unused(path: Path) -> bool:
     """Whether no process has the file open or mapped, as far as this machine's kernel knows: only
     then does it grant a lease. False if leases are not supported, as on a network file system."""
     try:
@@ -122,7 +123,7 @@ def is_free(path: Path) -> bool:
     return True
 
 
-def _header(sources: list[WeightSource]) -> bytes:
+def _header(sources: list[LazyWeight]) -> bytes:
     about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for source in sources:
@@ -244,7 +245,7 @@ class FileSync:
         """Return at once: files need no connection between the trainer and the engines."""
 
     def chunks(
-        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         """Write the weights to files, then yield a single chunk with the path of their folder."""
         try:
@@ -264,7 +265,7 @@ class FileSync:
             os.close(self._lock)
             self._lock = -1
 
-    def _write(self, sources: Iterable[WeightSource], version: int) -> None:
+    def _write(self, sources: Iterable[LazyWeight], version: int) -> None:
         final = self._folder / _named(version)
         fresh = self._folder / f".{final.name}.tmp"
         if final.exists() and not _is_version(final):
@@ -314,7 +315,7 @@ class FileSync:
             or not _is_in_memory(old)
         ):
             return False
-        if not all(is_free(path) for path in old.glob("model-*.safetensors")):
+        if not all(is_file_unused(path) for path in old.glob("model-*.safetensors")):
             return False
         old.rename(fresh)
         return True

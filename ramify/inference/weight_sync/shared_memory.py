@@ -34,10 +34,9 @@ from ramify.inference.weight_sync.base import (
     MEMORY,
     PREFIX,
     Info,
+    LazyWeight,
     WeightChunk,
     WeightPiece,
-    WeightSource,
-    described,
     fill,
     hold_file,
     in_chunks,
@@ -46,6 +45,7 @@ from ramify.inference.weight_sync.base import (
     pieces_of,
     reserve,
     sweep,
+    weight_update_info,
 )
 
 
@@ -79,7 +79,7 @@ class SharedMemorySync:
         """Nothing to do: the sides need not meet."""
 
     def chunks(
-        self, sources: Iterable[WeightSource], version: int, *, whole: bool
+        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         if self._in_place:
             sources = list(sources)
@@ -91,18 +91,22 @@ class SharedMemorySync:
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer(number % 2, max(length, self._chunk_bytes))
             fill(buffer.bytes, part)
-            about = {**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)}
+            about = {
+                **weight_update_info(part, version),
+                "buffer": number % 2,
+                "length": len(buffer.bytes),
+            }
             yield WeightChunk(about, is_last)
 
-    def _all_at_once(self, sources: list[WeightSource], version: int) -> WeightChunk:
+    def _all_at_once(self, sources: list[LazyWeight], version: int) -> WeightChunk:
         _, length = offsets(source.num_bytes for source in sources)
         which, self._next = self._next, 1 - self._next
         buffer = self._buffer(which, length)
         fill(buffer.bytes, sources)
         about = {"buffer": which, "length": len(buffer.bytes), "stays": True}
-        return WeightChunk({**described(sources, version), **about}, True)
+        return WeightChunk({**weight_update_info(sources, version), **about}, True)
 
-    def _has_room_for(self, sources: Sequence[WeightSource]) -> bool:
+    def _has_room_for(self, sources: Sequence[LazyWeight]) -> bool:
         both = 2 * sum(source.num_bytes for source in sources)
         return 2 * both <= shutil.disk_usage(self._folder).free
 

@@ -25,6 +25,6 @@ The protocol; ``frames.py`` defines the layout:
             ok{id}  value{id,value}  failed{id,…}
 
 ``"blobs"`` in a header lists the lengths of the raw parts that follow it, or, with ``"shelved":
-true``, of those in the shared memory buffers (``SharedMemoryBuffers``); ``"got"`` counts how often
-these were read. ``"tags": true`` means that ``value`` is not plain JSON.
+true``, of those in the shared memory buffers (``HostGuestSharedMemory``); ``"got"`` counts how
+often these were read. ``"tags": true`` means that ``value`` is not plain JSON.
 """

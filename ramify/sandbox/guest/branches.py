@@ -4,9 +4,9 @@ Decides when a session cannot fork, and what a branch gets: its own socket, outp
 memory buffers, and the random state of its origin. Not here: whether a process may be created. The
 kernel and the host decide that.
 
-In the jail, both processes get these from the host after the fork (``ApartFork.take_wire``), each
-its own; all inherited descriptors are closed before that. No hook runs around the fork. Without a
-jail, those of the branch arrive with the request.
+In the jail, both processes get these from the host after the fork
+(``JailForkFunctions.take_wire``), each its own; all inherited descriptors are closed before that.
+No hook runs around the fork. Without a jail, those of the branch arrive with the request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .channel import GuestChannel
 from .notebook import GuestNotebook
-from .output import FileOutputSpool, MemoryOutputSpool
+from .output import FileOutputSpool, InProcessOutputSpool
 
 with contextlib.suppress(ImportError):
     import resource
@@ -31,7 +31,7 @@ _getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
 _EPERM = 1
 
 
-class ApartFork(NamedTuple):
+class JailForkFunctions(NamedTuple):
     """Functions with which a session in the jail forks. After the fork, each of the two processes
     gets its own connection from the host."""
 
@@ -51,9 +51,9 @@ class GuestBranches:
     def __init__(
         self,
         channel: GuestChannel,
-        spool: FileOutputSpool | MemoryOutputSpool,
+        spool: FileOutputSpool | InProcessOutputSpool,
         notebook: GuestNotebook,
-        apart: ApartFork | None = None,
+        apart: JailForkFunctions | None = None,
     ) -> None:
         self._channel = channel
         self._spool = spool
@@ -99,7 +99,7 @@ class GuestBranches:
         self._move(*fds)
         return 0
 
-    def _fork_apart(self, apart: ApartFork) -> int:
+    def _fork_apart(self, apart: JailForkFunctions) -> int:
         try:
             pid = apart.fork()
         except OSError as error:
@@ -111,7 +111,7 @@ class GuestBranches:
             apart.settle()
         return pid
 
-    def _take_wire(self, apart: ApartFork) -> None:
+    def _take_wire(self, apart: JailForkFunctions) -> None:
         """Get a socket, an output file and shared buffers for this process alone."""
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers

@@ -28,10 +28,10 @@ from .frames import (
     frame,
     json_bytes,
     open_frame,
-    split_blobs,
+    slice_blobs,
     write_all,
 )
-from .values import Buffer, LimitError, ValueDecoder, ValueEncoder, encoded
+from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, encoded
 
 _get_ident = threading.get_ident
 _read, _write = os.read, os.write
@@ -111,7 +111,7 @@ class GuestChannel:
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
         """With ``takes_fds``, the connection is a socket over which the host may send descriptors.
-        ``shared_buffers`` is a ``SharedMemoryBuffers`` or None."""
+        ``shared_buffers`` is a ``HostGuestSharedMemory`` or None."""
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -124,7 +124,7 @@ class GuestChannel:
         self.is_open = False
         """True while a cell runs: its prints and calls go to the host."""
 
-    def is_ours(self) -> bool:
+    def is_session_process(self) -> bool:
         """Return True if this process is the session, and not one that a cell has forked."""
         return _getpid() == self.pid
 
@@ -145,7 +145,7 @@ class GuestChannel:
         self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
     ) -> list[Buffer]:
         """Build the buffers of a frame; long blobs may already be in the shared memory buffers.
-        Raises LimitError."""
+        Raises ValueLimitError."""
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -164,7 +164,7 @@ class GuestChannel:
         text = json_bytes(header)
         try:
             check_size(text, blobs)
-        except LimitError:
+        except ValueLimitError:
             if shared_buffers is not None:
                 shared_buffers.reported = -1  # this frame is not sent: report ``got`` again
             raise
@@ -230,7 +230,7 @@ class GuestChannel:
             blobs = (
                 self.shared_buffers.take(header["blobs"])
                 if "shelved" in header
-                else split_blobs(view, end, header["blobs"])
+                else slice_blobs(view, end, header["blobs"])
             )
         if self.shared_buffers is not None:
             self._note_read(header["op"], header["id"])
@@ -278,7 +278,7 @@ DROPPED: Any = object()
 """Marks a ticket whose frame will never arrive."""
 
 
-class FrameTicket:
+class FrameWaiter:
     """A thread that waits for a frame. ``wake`` is released when the frame has arrived, or when it
     is this thread's turn to read."""
 
@@ -295,7 +295,7 @@ class FrameTicket:
             self.wake.release()
 
 
-class FrameInbox:
+class FrameDispatcher:
     """All threads that wait for a frame: callers of the host, each for its answer, and the thread
     that handles the host's requests."""
 
@@ -324,8 +324,8 @@ class FrameInbox:
         self._fork = fork
         self._ends_process = ends_process
         self._leading = threading.Lock()
-        self._command = FrameTicket()
-        self._calls: dict[int, FrameTicket] = {}
+        self._command = FrameWaiter()
+        self._calls: dict[int, FrameWaiter] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the host's next request. Raises EOFError or OSError at the end of the stream."""
@@ -343,11 +343,11 @@ class FrameInbox:
         self._command.frame = None
         return command
 
-    def expect(self, id: int, ticket: FrameTicket) -> None:
+    def expect(self, id: int, ticket: FrameWaiter) -> None:
         """Register ``ticket`` for the answer to call ``id``, which is about to be sent."""
         self._calls[id] = ticket
 
-    def forget(self, ticket: FrameTicket) -> None:
+    def forget(self, ticket: FrameWaiter) -> None:
         """Unregister a thread that has stopped waiting for a frame. If it was interrupted before
         its frame arrived, another waiting thread takes over reading."""
         if ticket.frame is None:  # interrupted
@@ -363,7 +363,7 @@ class FrameInbox:
             ticket.rouse()
         self._calls.clear()
 
-    def wait(self, ticket: FrameTicket) -> None:
+    def wait(self, ticket: FrameWaiter) -> None:
         """Wait until ``ticket`` has its frame."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
@@ -376,7 +376,7 @@ class FrameInbox:
                 self._leading.release()
                 self._pass_on()
 
-    def _read_step(self, own_ticket: FrameTicket) -> None:
+    def _read_step(self, own_ticket: FrameWaiter) -> None:
         message = self._channel.next()
         if message is not None:
             self._dispatch(*message, own_ticket)
@@ -392,12 +392,12 @@ class FrameInbox:
             raise
 
     def _dispatch(
-        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: FrameTicket
+        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: FrameWaiter
     ) -> None:
         if header["op"] == "fork":
             self._fork(header["id"])
             return
-        ticket: FrameTicket | None = self._command
+        ticket: FrameWaiter | None = self._command
         if header["op"] in ("ret", "err"):
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
         if ticket is not None:

@@ -20,7 +20,7 @@ from .tables import Column, NumberArray, Table
 _WIDTHS = {4: "decimal32", 8: "decimal64", 16: "decimal128", 32: "decimal256"}
 
 
-def frame_of(table: Table, packages: Sequence[str]) -> Any:
+def to_pandas_if_available(table: Table, packages: Sequence[str]) -> Any:
     """Return ``table`` as a DataFrame if pandas is one of ``packages``, otherwise unchanged."""
     if "pandas" not in packages:
         return table
@@ -30,7 +30,7 @@ def frame_of(table: Table, packages: Sequence[str]) -> Any:
     return pandas.DataFrame(columns, copy=False, index=pandas.RangeIndex(len(table)))
 
 
-def array_of(array: NumberArray, packages: Sequence[str]) -> Any:
+def to_numpy_if_available(array: NumberArray, packages: Sequence[str]) -> Any:
     """Return ``array`` as a numpy array if numpy or pandas is one of ``packages``, otherwise
     unchanged."""
     if not {"numpy", "pandas"}.intersection(packages):

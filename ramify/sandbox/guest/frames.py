@@ -40,7 +40,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .values import Buffer, CodecError, LimitError, ProtocolError, ValueDecoder, ValueEncoder
+from .values import Buffer, CodecError, ProtocolError, ValueDecoder, ValueEncoder, ValueLimitError
 
 MAX_ITEMS = 500_000
 """Maximum number of items in all lists and dicts of one frame together."""
@@ -66,30 +66,30 @@ _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
 
 def check_header(text: bytes) -> None:
-    """Raise LimitError for JSON that is over a limit. Scans the text a few times at C speed and
-    decodes nothing."""
+    """Raise ValueLimitError for JSON that is over a limit. Scans the text a few times at C speed
+    and decodes nothing."""
     opens = text.count(b"[") + text.count(b"{")
     commas = text.count(b",")
     if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
         return
     # Brackets and commas inside strings do not count, but skipping each string takes time.
     if text.count(b'"') - text.count(b'\\"') > 2 * MAX_ITEMS:
-        raise LimitError(
+        raise ValueLimitError(
             f"a value with more than {MAX_ITEMS:,} strings: at most {MAX_ITEMS:,} items at once"
         )
     bare = _bare(text)
     items, containers = _counted(bare)
     if items > MAX_ITEMS:
-        raise LimitError(f"a value with {items:,} items: at most {MAX_ITEMS:,} at once")
+        raise ValueLimitError(f"a value with {items:,} items: at most {MAX_ITEMS:,} at once")
     if containers > MAX_CONTAINERS:
-        raise LimitError(
+        raise ValueLimitError(
             f"a value with {containers:,} lists, dicts and the like: at most {MAX_CONTAINERS:,} at "
             "once"
         )
     if (keys := bare.count(b":")) > MAX_KEYS:
-        raise LimitError(f"a value with {keys:,} keys of dicts: at most {MAX_KEYS:,} at once")
+        raise ValueLimitError(f"a value with {keys:,} keys of dicts: at most {MAX_KEYS:,} at once")
     if containers > MAX_NESTING and _nesting(bare) > MAX_NESTING:
-        raise LimitError(f"a value nested deeper than {MAX_NESTING} levels of JSON")
+        raise ValueLimitError(f"a value nested deeper than {MAX_NESTING} levels of JSON")
 
 
 def _bare(text: bytes) -> bytes:
@@ -125,7 +125,7 @@ def _nesting(bare: bytes) -> int:
 
 def check_blobs(count: int) -> None:
     if count > MAX_BLOBS:
-        raise LimitError(
+        raise ValueLimitError(
             f"a value with {count:,} long strings and bytes values: at most {MAX_BLOBS:,} at once"
         )
 
@@ -192,10 +192,10 @@ def done_json(
 
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
-    """Raise LimitError for a header and blobs that a host would refuse."""
+    """Raise ValueLimitError for a header and blobs that a host would refuse."""
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
-        raise LimitError(
+        raise ValueLimitError(
             f"a value of {size:,} bytes: at most {MAX_FRAME:,} at once, {MAX_HEADER:,} of them "
             "outside long strings"
         )
@@ -221,7 +221,7 @@ def open_frame(view: memoryview) -> tuple[memoryview, int]:
     return view[5 : 5 + size], 5 + size
 
 
-def split_blobs(
+def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
     """Return the blobs of ``view`` from ``start`` to its end."""
@@ -370,7 +370,7 @@ def unpack_value(
     try:
         header = from_json(str(view[4:end], "utf-8"))
         alignment = ALIGNMENT if header.get("aligned") else 1
-        blobs = split_blobs(view, end, header.get("blobs", ()), alignment)
+        blobs = slice_blobs(view, end, header.get("blobs", ()), alignment)
         value = header["value"]
         if header.get("tags"):
             value = ValueDecoder(blobs, files=files, packages=packages).decode(value)
@@ -386,7 +386,7 @@ def is_aligned(data: Buffer) -> bool:
     return tail.rstrip().endswith(b',"aligned":true}')
 
 
-def portable_to_host(value: Any) -> Any:
+def copy_as_sent_to_host(value: Any) -> Any:
     """Return a copy of ``value`` as the host would receive it. Raises TypeError if the codec does
     not support it, and ValueError if it is over a limit."""
     encoder = ValueEncoder(bounded=True)
@@ -395,7 +395,7 @@ def portable_to_host(value: Any) -> Any:
         check_size(json_bytes(data), encoder.blobs)
     except CodecError as error:
         raise TypeError(str(error)) from None
-    except LimitError as error:
+    except ValueLimitError as error:
         raise ValueError(str(error)) from None
     return ValueDecoder(encoder.blobs).decode(data)
 
@@ -426,7 +426,7 @@ class ScratchBuffer:
         return memoryview(self._data)[:size]
 
 
-class SharedMemoryBuffers:
+class HostGuestSharedMemory:
     """One end's view of the shared file."""
 
     __slots__ = (

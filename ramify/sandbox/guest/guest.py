@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .branches import ApartFork, GuestBranches
-from .channel import DROPPED, FrameInbox, FrameTicket, GuestChannel, GuestInterrupts
-from .frames import done_json, portable_to_host, unpack_value
-from .interpreter import InterpreterState, MemoryLimit, complete_builtins
+from .branches import GuestBranches, JailForkFunctions
+from .channel import DROPPED, FrameDispatcher, FrameWaiter, GuestChannel, GuestInterrupts
+from .frames import copy_as_sent_to_host, done_json, unpack_value
+from .interpreter import InterpreterSnapshot, MemoryLimit, complete_builtins
 from .notebook import GuestNotebook, cut, show_error, text_of
-from .output import CellOutput, FileOutputSpool, MemoryOutputSpool
-from .values import REFERRING_CALL, CodecError, LimitError, ProtocolError, ValueEncoder
+from .output import CellOutput, FileOutputSpool, InProcessOutputSpool
+from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, ValueLimitError
 
 
 class HostError(Exception):
@@ -42,7 +42,7 @@ class HostCalls:
     def __init__(
         self,
         channel: GuestChannel,
-        inbox: FrameInbox,
+        inbox: FrameDispatcher,
         interrupts: GuestInterrupts,
         output: CellOutput,
     ) -> None:
@@ -55,20 +55,20 @@ class HostCalls:
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the host from any thread of a running cell. Raises HostError; TypeError for
         arguments that the codec does not support; and ValueError for arguments over a limit."""
-        if not self._channel.is_ours():
+        if not self._channel.is_session_process():
             raise HostError(
                 "RuntimeError",
                 f"{name}() was called in a forked process; call it in the session itself",
             )
         self._output.flush()
-        ticket = FrameTicket()
+        ticket = FrameWaiter()
         before = self._interrupts.enter()
         try:
             self._post(name, [list(args), kwargs], ticket)
             self._inbox.wait(ticket)
         except CodecError as error:
             raise TypeError(str(error)) from None
-        except LimitError as error:
+        except ValueLimitError as error:
             raise ValueError(f"{name}: {error}") from None
         finally:
             self._inbox.forget(ticket)
@@ -82,7 +82,7 @@ class HostCalls:
             )
         return self._channel.value_of(header, blobs)
 
-    def _post(self, name: str, arguments: Any, ticket: FrameTicket) -> None:
+    def _post(self, name: str, arguments: Any, ticket: FrameWaiter) -> None:
         channel = self._channel
         files: dict[str, Any] | None = {} if name == REFERRING_CALL else None
         encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True, files=files)
@@ -120,19 +120,19 @@ class Guest:
         self,
         read_fd: int,
         write_fd: int,
-        spool: FileOutputSpool | MemoryOutputSpool,
+        spool: FileOutputSpool | InProcessOutputSpool,
         *,
         max_output_bytes: int,
         owns_process: bool,
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shared_buffers: Any = None,
-        apart: ApartFork | None = None,
+        apart: JailForkFunctions | None = None,
     ) -> None:
         """``memory_limits``: address space in bytes while a cell runs, and the slightly larger one
         for the guest itself, so that it can still report when a cell has used up all its memory.
         ``can_fork``: the connection is a socket over which the host can send the descriptors for a
-        branch. ``shared_buffers``: a ``SharedMemoryBuffers``, if host and guest share one.
+        branch. ``shared_buffers``: a ``HostGuestSharedMemory``, if host and guest share one.
         ``apart``: how to fork, if both processes need a new connection."""
         self.interrupts = GuestInterrupts()
         self._channel = GuestChannel(
@@ -145,7 +145,7 @@ class Guest:
         self._memory = MemoryLimit(memory_limits)
         self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
         self._branches = GuestBranches(self._channel, spool, self.notebook, apart)
-        self._inbox = FrameInbox(
+        self._inbox = FrameDispatcher(
             self._channel, self.interrupts, self._branches.fork, ends_process=owns_process
         )
         self._calls = HostCalls(self._channel, self._inbox, self.interrupts, self.output)
@@ -153,7 +153,7 @@ class Guest:
         self._cells = 0
         if owns_process:
             complete_builtins()
-        self._interpreter = InterpreterState()
+        self._interpreter = InterpreterSnapshot()
 
     # -- serving
 
@@ -234,7 +234,7 @@ class Guest:
             "TypeError"
             if isinstance(error, CodecError)
             else "ValueError"
-            if isinstance(error, LimitError)
+            if isinstance(error, ValueLimitError)
             else kind
         )
         self._channel.send(
@@ -246,7 +246,7 @@ class Guest:
             "call_host": self._calls.call_host,
             "HostError": HostError,
             "last_output": self.output.last_output,
-            "portable": portable_to_host,
+            "portable": copy_as_sent_to_host,
         }
         self.notebook.install(module, source, host_names, code)
 
@@ -265,7 +265,7 @@ class Guest:
         self.interrupts.is_live = False
         self._memory.allow_guest()
         self.interrupts.reset()
-        if not self._channel.is_ours():
+        if not self._channel.is_session_process():
             self._leave_fork(error)
         self._end_cell(id, value, error)
 
@@ -304,7 +304,7 @@ class Guest:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:
                 return self._channel.frame({"op": "done", **dict(fields), "note": note}, encoder)
-            except LimitError as limit:
+            except ValueLimitError as limit:
                 # What the cell left for the host is over a limit: report it as the cell's error.
                 done = (*done[:2], done[2] or f"ValueError: {limit}", *done[3:])
         return self._channel.frame_of(done_json(*done))
@@ -324,7 +324,7 @@ class Guest:
 
     def on_interrupt(self, *_: object) -> None:
         """Signal handler for SIGINT."""
-        if not self._channel.is_ours():
+        if not self._channel.is_session_process():
             os._exit(130)
         if self.interrupts.may_raise():
             raise KeyboardInterrupt

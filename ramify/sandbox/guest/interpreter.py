@@ -61,7 +61,7 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
     return _taken
 
 
-class InterpreterState:
+class InterpreterSnapshot:
     """The interpreter state at the guest's start, to which it is restored."""
 
     __slots__ = ("_builtins", "_recursion_limit", "_seen")

@@ -35,7 +35,7 @@ _SHOWN = 60
 _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitlines, split"
 
 
-class IndexedText:
+class TextOffsetIndex:
     """The bytes of a text, with the number of characters and line ends before each block of them.
     An offset counts bytes; a position counts characters."""
 
@@ -72,7 +72,7 @@ class IndexedText:
         numbers in bytes. ``counts_of`` restores them."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
-    def read(self, low: int, high: int) -> bytes:
+    def read_bytes(self, low: int, high: int) -> bytes:
         return bytes(self.data[low:high])
 
     def decode(self, data: bytes) -> str:
@@ -88,7 +88,7 @@ class IndexedText:
                 f"a part of {stop - start:,} characters: at most {MAX_SLICE_CHARS:,} at once; take "
                 "smaller slices, or go through the lines"
             )
-        return self.decode(self.read(self.byte_at(start), self.byte_at(stop)))
+        return self.decode(self.read_bytes(self.byte_at(start), self.byte_at(stop)))
 
     def part(self, low: int, high: int, what: str) -> bytes:
         """Return the bytes between two offsets, which are to become a str or a list. ``what`` names
@@ -98,7 +98,7 @@ class IndexedText:
                 f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
                 "through the lines in a loop"
             )
-        return self.read(low, high)
+        return self.read_bytes(low, high)
 
     def byte_at(self, char: int) -> int:
         """Return the offset of the character at position ``char``."""
@@ -119,7 +119,7 @@ class IndexedText:
         if not self._chars_at:
             return offset
         number = offset // BLOCK_BYTES
-        block = self.read(number * BLOCK_BYTES, offset)
+        block = self.read_bytes(number * BLOCK_BYTES, offset)
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
     def line_at(self, line: int) -> int:
@@ -135,7 +135,7 @@ class IndexedText:
         overlaps."""
         at = low
         while at < high:
-            piece = self.read(at, min(high, at + _PIECE_BYTES + len(needle) - 1))
+            piece = self.read_bytes(at, min(high, at + _PIECE_BYTES + len(needle) - 1))
             begin = 0
             while (found := piece.find(needle, begin)) >= 0:
                 yield at + found
@@ -147,7 +147,7 @@ class IndexedText:
         at = high
         while at > low:
             begin = max(low, at - _PIECE_BYTES)
-            piece = self.read(begin, min(high, at + len(needle) - 1))
+            piece = self.read_bytes(begin, min(high, at + len(needle) - 1))
             if (found := piece.rfind(needle)) >= 0:
                 return begin + found
             at = begin
@@ -159,17 +159,17 @@ class IndexedText:
             return sum(1 for _ in self.offsets_of(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
         return sum(
-            self.read(at, min(high, at + more)).count(needle)
+            self.read_bytes(at, min(high, at + more)).count(needle)
             for at in range(low, high, _PIECE_BYTES)
         )
 
     def _block(self, number: int) -> bytes:
-        return self.read(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
+        return self.read_bytes(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
 
 
 def counts_of(data: Any) -> Sequence[int]:
-    """Read one of the two tables of an ``IndexedText`` from bytes: how many characters, or lines,
-    precede each block of its file."""
+    """Read one of the two tables of an ``TextOffsetIndex`` from bytes: how many characters, or
+    lines, precede each block of its file."""
     return array("Q", bytes(data))
 
 
@@ -179,7 +179,7 @@ class MappedText:
 
     __slots__ = ("file",)
 
-    def __init__(self, file: IndexedText) -> None:
+    def __init__(self, file: TextOffsetIndex) -> None:
         self.file = file
 
     # -- as a str
@@ -453,7 +453,7 @@ class MappedLines(Sequence[str]):
     __slots__ = ("_file", "_is_split", "_keepends")
 
     def __init__(
-        self, file: IndexedText, *, keepends: bool = False, is_split: bool = False
+        self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
         """``is_split`` is True for the parts of ``split("\\n")``. They keep ``\\r``, and the last
         one may be empty."""
@@ -483,7 +483,7 @@ class MappedLines(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         file, parts = self._file, list[bytes]()
         for at in range(0, file.num_bytes, _PIECE_BYTES):
-            piece = file.read(at, at + _PIECE_BYTES)
+            piece = file.read_bytes(at, at + _PIECE_BYTES)
             end = piece.rfind(b"\n") + 1
             if end:
                 yield from self._cut(b"".join([*parts, piece[:end]]))
@@ -512,7 +512,7 @@ class MappedLines(Sequence[str]):
     def _is_closed(self) -> bool:
         """Return True if the last line has a line end, or if the text is empty."""
         size = self._file.num_bytes
-        return size == 0 or self._file.read(size - 1, size) == b"\n"
+        return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
         """Split a piece of the file into lines. The piece must end with a line end."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from .channel import GuestInterrupts
 from .interpreter import MemoryLimit
-from .values import VALUE_CHARS, CodecError, LimitError, ValueEncoder, type_name
+from .values import VALUE_CHARS, CodecError, ValueEncoder, ValueLimitError, type_name
 
 _HERE = os.path.dirname(__file__) + os.sep
 """Folder of the guest's own files."""
@@ -124,7 +124,7 @@ def ends_in_assignment(source: str) -> bool:
     return count("(") == count(")") and count("[") == count("]") and count("{") == count("}")
 
 
-class CellCode:
+class CompiledCell:
     """A cell's compiled code: everything except the last expression, and that expression."""
 
     __slots__ = ("body", "flags", "last")
@@ -167,7 +167,7 @@ def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
 
 _CO_COROUTINE = 0x80
 _MISSING = object()
-_NAMED: dict[type, str] = {CodecError: "TypeError", LimitError: "ValueError"}
+_NAMED: dict[type, str] = {CodecError: "TypeError", ValueLimitError: "ValueError"}
 Outcome = tuple[str | None, str | None]
 """Result of a cell: its echo, and its error as text."""
 
@@ -306,7 +306,7 @@ class GuestNotebook:
 
     def _evaluate(self, source: str, name: str) -> Outcome:
         remember_source(name, source)
-        code = CellCode(source, name, self._flags)
+        code = CompiledCell(source, name, self._flags)
         self._flags = code.flags
         self._value_of(code.body)
         return (self._echo(self._value_of(code.last)) if code.last else None), None

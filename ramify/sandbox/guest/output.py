@@ -1,6 +1,6 @@
 """The output of cells, on its way to the host.
 
-Decides how prints get here (``Stream``), their store until the host has them (a spool),
+Decides how prints get here (``SessionStdStream``), their store until the host has them (a spool),
 which bytes of a stream that is too long are kept (``HeadTailBuffer``), and when output is sent, and
 how much. Up to its limit the host gets everything; beyond the limit it gets only the newest part,
 at most every 50 ms and at the cell's end. If there is a file for it, the output of Python code, C
@@ -157,7 +157,7 @@ class FileOutputSpool:
         os.dup2(self.fd, 2)
 
 
-class MemoryOutputSpool:
+class InProcessOutputSpool:
     """Spool for a guest that shares its process with others: it holds only the prints of Python
     code."""
 
@@ -178,7 +178,7 @@ class MemoryOutputSpool:
         pass
 
 
-class Stream(io.TextIOBase):
+class SessionStdStream(io.TextIOBase):
     """``sys.stdout`` or ``sys.stderr`` of a session: both write to one place, in order."""
 
     encoding = "utf-8"
@@ -258,14 +258,14 @@ class CellOutput:
 
     def __init__(
         self,
-        spool: FileOutputSpool | MemoryOutputSpool,
+        spool: FileOutputSpool | InProcessOutputSpool,
         channel: GuestChannel,
         interrupts: GuestInterrupts,
         max_bytes: int,
     ) -> None:
         self.spool = spool
-        self.stdout = Stream("<stdout>", self.put, 1)
-        self.stderr = Stream("<stderr>", self.put, 2)
+        self.stdout = SessionStdStream("<stdout>", self.put, 1)
+        self.stderr = SessionStdStream("<stderr>", self.put, 2)
         self._channel = channel
         self._interrupts = interrupts
         self._max_bytes = max_bytes
@@ -312,7 +312,7 @@ class CellOutput:
     def flush(self) -> None:
         """Send the output so far, if a cell runs and no other thread is sending."""
         channel = self._channel
-        if not channel.is_open or not channel.is_ours():
+        if not channel.is_open or not channel.is_session_process():
             return
         before = self._interrupts.enter()
         try:

@@ -1,6 +1,6 @@
 """Tables and arrays of a context. Their values stay in the buffers in which they arrive.
 
-    host: a DataFrame ──sources/library_values.py──> Table ──values.py──> buffers in a memory file
+    host: a DataFrame ──convert_to_context.py──> Table ──values.py──> buffers in a memory file
     session: the mapped file ──values.py──> Table, or with pandas a DataFrame (see dataframes.py)
 
 A column has Arrow's memory layout, so that pandas, pyarrow and DuckDB can use its buffers

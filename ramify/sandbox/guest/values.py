@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .dataframes import array_of, frame_of
-from .mapped_text import IndexedText, MappedText, counts_of
+from .dataframes import to_numpy_if_available, to_pandas_if_available
+from .mapped_text import MappedText, TextOffsetIndex, counts_of
 from .tables import Column, NumberArray, Table
 
 REFERRING_CALL = "rlm_query_batched"
@@ -47,13 +47,13 @@ _SLOW_S = 0.002
 _MAX_SLOW = 16
 
 
-class LimitError(ValueError):
+class ValueLimitError(ValueError):
     """A value from a session that is over a limit; the message names the limit."""
 
 
 def check_int(value: int) -> int:
     if not -_INT_END < value < _INT_END:
-        raise LimitError(
+        raise ValueLimitError(
             f"an integer of more than {MAX_INT_DIGITS:,} digits: give it in parts, or as text such "
             "as hex(n)"
         )
@@ -61,14 +61,14 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """Parse a hexadecimal integer, as written by ``hex``. Raises LimitError for one with too many
-    digits, before it is created."""
+    """Parse a hexadecimal integer, as written by ``hex``. Raises ValueLimitError for one with too
+    many digits, before it is created."""
     if len(digits) > _MAX_HEX:
-        raise LimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
+        raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
 
 
-class KeyCheck:
+class HashCollisionCheck:
     """Checks the keys of one value's sets and dicts, whose hashes a session may have chosen to be
     equal.
 
@@ -82,15 +82,15 @@ class KeyCheck:
         self._left = MAX_EQUAL_HASHES**2
 
     def check(self, keys: Any) -> None:
-        """Raise LimitError if too many of ``keys`` have equal hashes."""
+        """Raise ValueLimitError if too many of ``keys`` have equal hashes."""
         if len(keys) > _FEW_KEYS and not _SALTED.issuperset(map(type, keys)):
             key_list = list(keys)
             hashes: set[int] = set()
             self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
 
     def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
-        """Add ``keys`` to ``container``, an empty set or dict, and return it. Raises LimitError if
-        that takes too long."""
+        """Add ``keys`` to ``container``, an empty set or dict, and return it. Raises
+        ValueLimitError if that takes too long."""
         self.check(keys)
         add: Callable[[Any], Any] = container.update
         if len(keys) <= _FEW_KEYS:
@@ -109,7 +109,7 @@ class KeyCheck:
             add(piece)
             count = min(count + _PIECE, len(keys))
             if (count - len(hashes)) ** 2 > self._left:
-                raise LimitError(
+                raise ValueLimitError(
                     f"a set or dict with more than {MAX_EQUAL_HASHES:,} keys of equal hashes: send "
                     "them as a list"
                 )
@@ -128,7 +128,7 @@ def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
         add(items[start : start + _PIECE])
         slow += time.thread_time() - began > _SLOW_S
         if slow > _MAX_SLOW:
-            raise LimitError(
+            raise ValueLimitError(
                 "a set or dict of numbers or tuples whose hashes collide: send them as a list"
             )
 
@@ -201,14 +201,14 @@ class ValueEncoder:
     ) -> None:
         """With ``defers``, long ASCII texts stay str in ``blobs`` (one byte per character), for a
         caller that encodes them piece by piece. With ``bounded``, the value comes from a session:
-        raise LimitError if the host would refuse to decode it.
+        raise ValueLimitError if the host would refuse to decode it.
 
         ``files`` collects the data of texts that stay in their files, by the digest of the file. If
         it is None, such a text raises CodecError.
         """
         self.defers = defers
         self._files = files
-        self._keys = KeyCheck() if bounded else None
+        self._keys = HashCollisionCheck() if bounded else None
         self.blobs: list[Any] = []
         self.chars = 0
         """Number of characters in all strings so far."""
@@ -338,7 +338,7 @@ class ValueEncoder:
         children = [self._column(child) for child in column.children]
         return [column.kind, column.type, len(column), column.info, blobs, children]
 
-    def _mapped(self, file: IndexedText) -> Any:
+    def _mapped(self, file: TextOffsetIndex) -> Any:
         assert self._files is not None
         self._files[file.digest] = file.data
         if self._keys is not None:
@@ -397,7 +397,7 @@ class ValueDecoder:
         self._files = files or {}
         self._refers = refers
         self.blobs: list[Buffer | None] = list(blobs)
-        self._keys = KeyCheck() if bounded else None
+        self._keys = HashCollisionCheck() if bounded else None
         self._packages = packages
 
     def decode(self, data: Any) -> Any:
@@ -405,7 +405,7 @@ class ValueDecoder:
             return self._decode(data)
         except ProtocolError:
             raise
-        except LimitError as error:
+        except ValueLimitError as error:
             raise ProtocolError(str(error)) from None
         except (
             LookupError,
@@ -472,7 +472,7 @@ class ValueDecoder:
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
             counts = counts_of(self._take(chars_at)), counts_of(self._take(lines_at))
-            return MappedText(IndexedText(self._files[digest], *counts, encoding, digest))
+            return MappedText(TextOffsetIndex(self._files[digest], *counts, encoding, digest))
         if tag in ("table", "array") and self._keys is None:
             return self._buffers(tag, data)
         raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
@@ -493,10 +493,10 @@ class ValueDecoder:
         if tag == "array":
             dtype, char, shape, blob = data
             array = NumberArray(dtype, char, shape, memoryview(self._take(blob)))
-            return array_of(array, self._packages)
+            return to_numpy_if_available(array, self._packages)
         length, columns = data
         table = Table({name: self._column(each) for name, each in columns}, length)
-        return frame_of(table, self._packages)
+        return to_pandas_if_available(table, self._packages)
 
     def _column(self, data: Any) -> Column:
         kind, type_, length, info, blobs, children = data

@@ -4,8 +4,8 @@ Decides how the process is started: an empty environment, one file descriptor of
 nothing that depends on the sandbox's configuration, which is sent afterwards. So a command that
 will probably need a session starts the process first (``start_early``), and it loads its modules
 while this process imports its own. This module therefore imports nothing of this package but
-``server_files.py``. Not here: the configuration and the control socket (see
-``forkserver_channel.py``), and which files the server runs (see ``server_files.py``).
+``shipped_modules.py``. Not here: the configuration and the control socket (see
+``forkserver_channel.py``), and which files the server runs (see ``shipped_modules.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 
-from ramify.sandbox.host.server_files import FOLDER, LOADER
+from ramify.sandbox.host.shipped_modules import FOLDER, LOADER
 
 _BOOT = f"""{LOADER}
 load(sys.argv[1], sys.argv[2:-1]).main(int(sys.argv[-1]))

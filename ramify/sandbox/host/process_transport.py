@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
-from ramify.sandbox.guest.frames import ScratchBuffer, SharedMemoryBuffers, make_file
+from ramify.sandbox.guest.frames import HostGuestSharedMemory, ScratchBuffer, make_file
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
 from ramify.sandbox.host.transport import ReadBuffers, SocketStream, how_it_ended
 
@@ -48,12 +48,12 @@ def pid_of(pidfd: int) -> int:
         return -1
 
 
-class SessionMemoryFiles:
+class SessionSharedMemory:
     """The memory files that the host shares with one session."""
 
     __slots__ = ("shared_buffers", "spool")
 
-    def __init__(self, spool: int, shared_buffers: SharedMemoryBuffers | None) -> None:
+    def __init__(self, spool: int, shared_buffers: HostGuestSharedMemory | None) -> None:
         self.spool = spool
         """The session's output. The host holds this file too, so the output of a killed session is
         not lost."""
@@ -61,7 +61,7 @@ class SessionMemoryFiles:
         """Buffers for long strings in transit."""
 
     @classmethod
-    def make(cls, scratch: ScratchBuffer) -> SessionMemoryFiles:
+    def make(cls, scratch: ScratchBuffer) -> SessionSharedMemory:
         spool = anonymous_file("ramify-output")
         fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
         try:
@@ -71,7 +71,7 @@ class SessionMemoryFiles:
             raise
         return cls(
             spool,
-            SharedMemoryBuffers(buffers_fd, is_host=True, scratch=scratch)
+            HostGuestSharedMemory(buffers_fd, is_host=True, scratch=scratch)
             if buffers_fd >= 0
             else None,
         )
@@ -93,7 +93,7 @@ class SessionProcess(NamedTuple):
     """The host's hold on one forked session."""
 
     sock: socket.socket
-    files: SessionMemoryFiles
+    files: SessionSharedMemory
     channel: ForkServerChannel
     """Leads to the server that the process was forked by."""
     pid: int = -1
@@ -143,8 +143,10 @@ class ProcessTransport:
         if self._pid >= 0:
             self.channel.on_exit(self._pid, self._note_exit)
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        self.stream.attach(received, lost)
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
+        self.stream.start_reading(received, lost)
 
     async def prepare_branch(self) -> None:
         """Nothing to prepare: without a jail, a session can fork at once."""
@@ -156,7 +158,7 @@ class ProcessTransport:
         branch = SessionProcess(*self.send_branch(frame), self.channel)
         return BranchTransport(self.caps, self.buffers, branch)
 
-    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, SessionMemoryFiles]:
+    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
         """Send ``frame`` with a socket and files for a branch, and return the host's ends of
         them."""
         host_end, branch_end, files = self.branch_ends()
@@ -169,7 +171,7 @@ class ProcessTransport:
                 raise
         return host_end, files
 
-    def branch_ends(self) -> tuple[socket.socket, socket.socket, SessionMemoryFiles]:
+    def branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
         """Create the socket and the files of a branch. Returns the host's end, the branch's end,
         and the files. Raises SandboxError."""
         try:
@@ -178,7 +180,7 @@ class ProcessTransport:
                 host_end.setsockopt(
                     socket.SOL_SOCKET, socket.SO_PASSCRED, 1
                 )  # before the branch can speak
-                return host_end, branch_end, SessionMemoryFiles.make(self.buffers.shared_buffers)
+                return host_end, branch_end, SessionSharedMemory.make(self.buffers.shared_buffers)
             except BaseException:
                 host_end.close()
                 branch_end.close()
@@ -194,7 +196,7 @@ class ProcessTransport:
             with contextlib.suppress(SandboxError):
                 self.channel.send({"op": "adopt", "pid": transport.pid})
 
-    def move(self, sock: socket.socket, files: SessionMemoryFiles) -> SessionMemoryFiles:
+    def move(self, sock: socket.socket, files: SessionSharedMemory) -> SessionSharedMemory:
         """Switch the session to a new socket and new files. Returns its old files."""
         self.stream = self.stream.successor(sock)
         self.write, self.pause, self.resume = (
@@ -300,7 +302,9 @@ class BranchTransport(ProcessTransport):
         """Process id as seen by the host, or -1."""
         return self._pid
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
@@ -326,7 +330,7 @@ class BranchTransport(ProcessTransport):
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
         asyncio.get_running_loop().add_reader(self.pidfd, self._gone)
         received(memoryview(data))
-        self.stream.attach(received, lost)
+        self.stream.start_reading(received, lost)
 
     def is_proven(self, pid: int) -> bool:
         """Take ``pid`` as the branch's process and open a handle to it. Returns False if there is

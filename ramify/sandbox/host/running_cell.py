@@ -29,8 +29,8 @@ from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.values import Buffer, CodecError, ProtocolError, ValueEncoder, encoded
 from ramify.sandbox.host.session_wire import (
     CellDoneFrame,
+    GuestFrameConnection,
     HostCallFrame,
-    SessionWire,
     in_thread,
 )
 from ramify.sandbox.host.transport import ignored
@@ -84,7 +84,7 @@ class CellClock:
         return self.worked_s + max(0.0, min(wall_s, cpu_s))
 
 
-class PendingCall(NamedTuple):
+class PendingHostCall(NamedTuple):
     """A call that is not answered yet."""
 
     name: str
@@ -100,7 +100,11 @@ class CellCalls:
     __slots__ = ("_clock", "_last_id", "_on_bug", "answer", "bug", "pending", "tasks", "wire")
 
     def __init__(
-        self, wire: SessionWire, clock: CellClock, answer: Answer, on_bug: Callable[[], None]
+        self,
+        wire: GuestFrameConnection,
+        clock: CellClock,
+        answer: Answer,
+        on_bug: Callable[[], None],
     ) -> None:
         """``on_bug`` is called if ``answer`` fails with an unexpected exception, which is then in
         the attribute ``bug``."""
@@ -112,7 +116,7 @@ class CellCalls:
         self.bug: BaseException | None = None
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Answers in progress, by call id."""
-        self.pending: dict[int, PendingCall] = {}
+        self.pending: dict[int, PendingHostCall] = {}
 
     def take(self, message: HostCallFrame, value: Any, weight: int, stopped: str | None) -> None:
         """Start to answer a call. If the cell is being stopped, refuse the call with the reason
@@ -131,23 +135,23 @@ class CellCalls:
             return
         if not self.tasks:
             self._clock.pause()
-        self.pending[message.id] = PendingCall(message.name, args, kwargs, weight)
+        self.pending[message.id] = PendingHostCall(message.name, args, kwargs, weight)
         self.begin(message.id)
         if (
             len(self.tasks) >= MAX_CALLS
             or sum(call.weight for call in self.pending.values()) > MAX_CALL_BYTES
         ):
-            self.wire.hold("calls")
+            self.wire.pause_receiving("calls")
 
     def begin(self, id: int) -> None:
         """Start to answer a pending call."""
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
-    def inherit(self, other: CellCalls, pending: dict[int, PendingCall]) -> None:
+    def inherit(self, other: CellCalls, pending: dict[int, PendingHostCall]) -> None:
         """Take over the unanswered calls of the cell that a branch was forked from."""
         self.pending, self._last_id = pending, other._last_id
 
-    async def _answer(self, id: int, call: PendingCall) -> None:
+    async def _answer(self, id: int, call: PendingHostCall) -> None:
         encoder = ValueEncoder(defers=self.wire.transport.shared_buffers is not None)
         failure: HostCallError | None = None
         data = None
@@ -188,7 +192,7 @@ class CellCalls:
         is_waiting = self.pending.pop(id, None) is not None
         if not self.tasks and is_waiting:
             self._clock.start()
-        self.wire.release("calls")
+        self.wire.resume_receiving("calls")
         return is_waiting
 
     def cancel(self) -> None:
@@ -258,7 +262,7 @@ class RunningCell:
         code: str,
         answer: Answer,
         *,
-        wire: SessionWire,
+        wire: GuestFrameConnection,
         limit_s: float,
         max_output_bytes: int,
         on_bug: Callable[[], None],
@@ -298,8 +302,8 @@ class RunningCell:
 
     def copy(
         self,
-        pending: dict[int, PendingCall],
-        wire: SessionWire,
+        pending: dict[int, PendingHostCall],
+        wire: GuestFrameConnection,
         on_bug: Callable[[], None],
     ) -> RunningCell:
         """Copy a running cell for a branch of its session. ``pending`` are the calls that were
@@ -418,7 +422,7 @@ compiled_module = functools.lru_cache(64)(marshalled)
 """Compiles a module once for all sessions."""
 
 
-class SessionState(enum.Enum):
+class SessionStatus(enum.Enum):
     """What a session can do next."""
 
     IDLE = "idle"

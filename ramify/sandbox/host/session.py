@@ -27,11 +27,11 @@ from ramify.sandbox.host.running_cell import (
     GuestRefused,
     RunningCell,
     SessionLimits,
-    SessionState,
+    SessionStatus,
     compiled_module,
     result_of,
 )
-from ramify.sandbox.host.session_wire import SessionWire
+from ramify.sandbox.host.session_wire import GuestFrameConnection
 from ramify.sandbox.host.transport import ForkingTransport, Transport
 
 _FORK_S = 10.0
@@ -44,15 +44,15 @@ or the cell may catch it."""
 class SessionHooks(NamedTuple):
     """Callbacks with which a provider learns that a session was closed or has forked."""
 
-    on_close: Callable[[GuestSession], None] = lambda session: None
-    on_fork: Callable[[GuestSession], None] = lambda session: None
+    on_close: Callable[[GuestSessionProxy], None] = lambda session: None
+    on_fork: Callable[[GuestSessionProxy], None] = lambda session: None
     """Called with each new branch."""
 
 
 NO_HOOKS = SessionHooks()
 
 
-class GuestSession:
+class GuestSessionProxy:
     """A session of a guest behind a ``Transport``. Implements ``base.Session``."""
 
     __slots__ = (
@@ -83,9 +83,9 @@ class GuestSession:
         """Process id, as reported by the guest."""
         self._limits = limits
         self._hooks = hooks
-        self.tree: set[GuestSession] = {self}
+        self.tree: set[GuestSessionProxy] = {self}
         """This session and every open session related to it by forking."""
-        self._state = SessionState.IDLE
+        self._state = SessionStatus.IDLE
         self._failure = ""
         """Why the session has ended, once that is known."""
         self._cell: RunningCell | None = None
@@ -100,8 +100,8 @@ class GuestSession:
         self._forking = asyncio.Lock()
         self._forks = 0
         """Number of forks that are in progress or wait for their turn."""
-        self._wire = SessionWire(transport)
-        self._wire.attach(self._take, self._fail, self._lost)
+        self._wire = GuestFrameConnection(transport)
+        self._wire.start_reading(self._take, self._fail, self._lost)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the guest has sent its hello frame. Raises SandboxError after
@@ -137,11 +137,11 @@ class GuestSession:
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         cell = self._cell
-        if self._state is not SessionState.SUSPENDED or cell is None:
+        if self._state is not SessionStatus.SUSPENDED or cell is None:
             raise SandboxError(
                 "nothing to resume: this session was not forked in the middle of a cell"
             )
-        self._state = SessionState.BUSY
+        self._state = SessionStatus.BUSY
         cell.calls.answer = answer
         if timeout_s is not None:
             cell.limit_s = cell.clock.worked() + timeout_s
@@ -247,23 +247,23 @@ class GuestSession:
         return reply
 
     def _check_alive(self) -> None:
-        if self._state is SessionState.ENDED:
+        if self._state is SessionStatus.ENDED:
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
 
     def _check_free(self) -> None:
         self._check_alive()
-        if self._state is SessionState.SUSPENDED:
+        if self._state is SessionStatus.SUSPENDED:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
-        if self._state is SessionState.BUSY or self._forks:
+        if self._state is SessionStatus.BUSY or self._forks:
             raise SandboxError("the session is busy: one run, set, get or install at a time")
 
     def _begin(self) -> None:
         self._check_free()
-        self._state = SessionState.BUSY
+        self._state = SessionStatus.BUSY
 
     def _become_idle(self) -> None:
-        if self._state is SessionState.BUSY:
-            self._state = SessionState.IDLE
+        if self._state is SessionStatus.BUSY:
+            self._state = SessionStatus.IDLE
 
     def seed(self, seed: str) -> None:
         """Seed ``random`` again, before the next request. Raises SessionDied."""
@@ -294,7 +294,7 @@ class GuestSession:
 
     # -- branches
 
-    async def fork(self) -> GuestSession:
+    async def fork(self) -> GuestSessionProxy:
         """Fork a branch. Concurrent forks of one session run one after the other. If the caller is
         cancelled, the fork is completed and its branch closed."""
         transport, cell = self._wire.transport, self._cell
@@ -316,7 +316,9 @@ class GuestSession:
         finally:
             self._forks -= 1
 
-    async def _fork(self, transport: ForkingTransport, cell: RunningCell | None) -> GuestSession:
+    async def _fork(
+        self, transport: ForkingTransport, cell: RunningCell | None
+    ) -> GuestSessionProxy:
         """Fork a branch. ``cell`` was running, and waiting for the host, when the fork was
         requested."""
         if cell is None:
@@ -334,7 +336,7 @@ class GuestSession:
                 session_wire.request({"op": "fork", "id": id}), self._moved
             )
             self._wire.hold_sending()
-            branch = GuestSession(branch_transport, self._limits, self._hooks)
+            branch = GuestSessionProxy(branch_transport, self._limits, self._hooks)
             try:
                 await self._until_forked(reply, branch)
                 transport.check_apart()
@@ -349,7 +351,7 @@ class GuestSession:
         branch.tree, branch._wire.last_id = self.tree, self._wire.last_id
         if cell is not None and self._cell is cell and cell.end is None:
             branch._cell = cell.copy(pending, branch._wire, branch._stop_for_bug)
-            branch._state = SessionState.SUSPENDED
+            branch._state = SessionStatus.SUSPENDED
         self.tree.add(branch)
         self._hooks.on_fork(branch)
         return branch
@@ -362,15 +364,15 @@ class GuestSession:
         """Raise unless the session can fork: it must be idle, or a cell must be waiting for the
         host."""
         self._check_alive()
-        if self._state is SessionState.SUSPENDED:
+        if self._state is SessionStatus.SUSPENDED:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
-        is_asking = self._state is SessionState.BUSY and self._cell is None
+        is_asking = self._state is SessionStatus.BUSY and self._cell is None
         if is_asking or self._cell is not cell or (cell is not None and not cell.is_waiting):
             raise SandboxError(
                 "the session is working: fork it while it is idle or waits for the host"
             )
 
-    async def _until_forked(self, reply: asyncio.Future[Any], branch: GuestSession) -> None:
+    async def _until_forked(self, reply: asyncio.Future[Any], branch: GuestSessionProxy) -> None:
         try:
             async with asyncio.timeout(_FORK_S):
                 await reply
@@ -391,7 +393,7 @@ class GuestSession:
     # -- stopping
 
     def interrupt(self, reason: str) -> None:
-        if self._cell is not None and self._state is not SessionState.SUSPENDED:
+        if self._cell is not None and self._state is not SessionStatus.SUSPENDED:
             self._stop(self._cell, reason)
 
     def _stop(self, cell: RunningCell, reason: str = "error") -> None:
@@ -421,14 +423,14 @@ class GuestSession:
     def _fail(self, why: str) -> None:
         """End a session that cannot continue, with the reason ``why``."""
         if not self._failure:
-            self._failure, self._state = why, SessionState.ENDED
+            self._failure, self._state = why, SessionStatus.ENDED
             self._wire.transport.kill()
             self._wire.drain()
             # In case the end of the stream never arrives
             asyncio.get_running_loop().call_later(1.0, self._lost)
 
     def _lost(self) -> None:
-        self._state = SessionState.ENDED
+        self._state = SessionStatus.ENDED
         if not self._ended.done():
             self._ended.set_result(None)
         if self._cell is not None and self._cell.end is None:
@@ -446,7 +448,7 @@ class GuestSession:
         if self._closed is None:
             self._closed = self._ended
             self._failure = self._failure or "it was closed"
-            self._state = SessionState.ENDED
+            self._state = SessionStatus.ENDED
             self._alarm.close()
             self._hooks.on_close(self)
             self.tree.discard(self)
@@ -460,7 +462,7 @@ class GuestSession:
 
     def _take(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
         cell = self._cell
-        if cell is not None and cell.end is None and self._state is not SessionState.SUSPENDED:
+        if cell is not None and cell.end is None and self._state is not SessionStatus.SUSPENDED:
             if type(message) is session_wire.CellDoneFrame:
                 self._end_cell(cell, message, value)
                 return

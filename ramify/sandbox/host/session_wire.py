@@ -25,20 +25,20 @@ from ramify.sandbox.guest.frames import (
     MAX_FRAME_OUTPUT,
     MAX_HEADER,
     MAX_NESTING,
-    SharedMemoryBuffers,
+    HostGuestSharedMemory,
     check_blobs,
     check_header,
     frame,
     open_frame,
-    split_blobs,
+    slice_blobs,
 )
 from ramify.sandbox.guest.values import (
     REFERRING_CALL,
     VALUE_CHARS,
-    LimitError,
     ProtocolError,
     ValueDecoder,
     ValueEncoder,
+    ValueLimitError,
     encoded,
 )
 from ramify.sandbox.host.transport import SCRATCH_BYTES, FrameAssembler, Transport, ignored
@@ -144,7 +144,7 @@ def is_large(view: memoryview) -> bool:
 
 def parse(
     view: memoryview,
-    shared_buffers: SharedMemoryBuffers | None = None,
+    shared_buffers: HostGuestSharedMemory | None = None,
     *,
     is_later: bool = False,
 ) -> tuple[FromGuest, list[memoryview]]:
@@ -158,7 +158,7 @@ def parse(
             check_header(bytes(header))
         message: FromGuest = _decoder.decode(header)
         check_blobs(len(getattr(message, "blobs", ())))
-    except LimitError as error:
+    except ValueLimitError as error:
         raise ProtocolError(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
@@ -173,17 +173,17 @@ def parse(
         if end != len(view):
             raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
         return message, []
-    return message, split_blobs(view, end, lengths)
+    return message, slice_blobs(view, end, lengths)
 
 
-def note_read(message: FromGuest, shared_buffers: SharedMemoryBuffers | None) -> None:
+def note_read(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
     """Mark the shared buffers as free once the guest has read them."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
         shared_buffers.is_free = True
 
 
 def shared_blobs(
-    message: FromGuest, shared_buffers: SharedMemoryBuffers | None
+    message: FromGuest, shared_buffers: HostGuestSharedMemory | None
 ) -> list[memoryview]:
     """Read the blobs of ``message`` from the shared buffers. Raises ProtocolError."""
     note_read(message, shared_buffers)
@@ -254,7 +254,7 @@ def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Ra
 def request(
     header: dict[str, Any],
     encoder: ValueEncoder | None = None,
-    shared_buffers: SharedMemoryBuffers | None = None,
+    shared_buffers: HostGuestSharedMemory | None = None,
 ) -> list[Any]:
     """Build a frame for a guest; long blobs go into ``shared_buffers`` if there is room."""
     blobs: list[Any] = []
@@ -291,7 +291,7 @@ FrameTaker = Callable[[FromGuest, Any, int], None]
 in bytes. May raise ProtocolError."""
 
 
-class SessionWire:
+class GuestFrameConnection:
     """Frames from and to one guest."""
 
     __slots__ = (
@@ -324,7 +324,7 @@ class SessionWire:
         """Frames that wait while the session forks. They are sent afterwards, possibly over a new
         socket."""
 
-    def attach(
+    def start_reading(
         self,
         received: FrameTaker,
         failed: Callable[[str], None],
@@ -334,7 +334,7 @@ class SessionWire:
         cannot be trusted any more."""
         self._received = received
         self._failed = failed
-        self.transport.attach(self._feed, lost)
+        self.transport.start_reading(self._feed, lost)
 
     # -- from the guest
 
@@ -350,14 +350,14 @@ class SessionWire:
             frames = self._assembler.feed(data)
             while not self._holds and (view := next(frames, None)) is not None:
                 if is_large(view):
-                    self.hold("decoding")
+                    self.pause_receiving("decoding")
                     held = view if len(view) > SCRATCH_BYTES else memoryview(bytes(view))
                     self._decoder = asyncio.ensure_future(self._decode(held))
                 else:
                     self._open(view)
                 if time.perf_counter() > until:
-                    self.hold("turn")
-                    asyncio.get_running_loop().call_soon(self.release, "turn")
+                    self.pause_receiving("turn")
+                    asyncio.get_running_loop().call_soon(self.resume_receiving, "turn")
             frames.close()
         except ProtocolError as error:
             self._failed(f"it broke the protocol: {error}")
@@ -384,15 +384,15 @@ class SessionWire:
         except ProtocolError as error:
             self._failed(f"it broke the protocol: {error}")
         self._decoding_bytes = 0
-        self.release("decoding")
+        self.resume_receiving("decoding")
 
-    def hold(self, reason: str) -> None:
-        """Handle no frames until ``release``."""
+    def pause_receiving(self, reason: str) -> None:
+        """Handle no frames until ``resume_receiving``."""
         if not self._holds:
             self.transport.pause()
         self._holds.add(reason)
 
-    def release(self, reason: str) -> None:
+    def resume_receiving(self, reason: str) -> None:
         if reason not in self._holds:
             return
         self._holds.discard(reason)

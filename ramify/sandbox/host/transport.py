@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.guest.frames import MAX_FRAME, ScratchBuffer, SharedMemoryBuffers
+from ramify.sandbox.guest.frames import MAX_FRAME, HostGuestSharedMemory, ScratchBuffer
 from ramify.sandbox.guest.values import ProtocolError
 
 
@@ -28,10 +28,12 @@ class Transport(Protocol):
     once."""
 
     caps: SandboxCapabilities
-    shared_buffers: SharedMemoryBuffers | None
+    shared_buffers: HostGuestSharedMemory | None
     """Buffers for long blobs, if host and guest are on one machine."""
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         """Start reading: pass bytes to ``received``, which must not keep them, and call ``lost`` at
         the end of the stream."""
         ...
@@ -215,7 +217,9 @@ class SocketStream:
         """Number of bytes in the backlog."""
         self._is_paused = False
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         self._received = received
         self._lost = lost
         self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -265,7 +269,7 @@ class SocketStream:
         """Close this stream and return the stream over ``sock`` that replaces it."""
         self.close()
         stream = SocketStream(sock, self._scratch)
-        stream.attach(self._received, self._lost)
+        stream.start_reading(self._received, self._lost)
         return stream
 
     def lose(self) -> None:

@@ -51,7 +51,7 @@ class JailLimits(NamedTuple):
     """Path of its folder."""
 
 
-class PreparedSession(NamedTuple):
+class JailSessionDescriptors(NamedTuple):
     """What the zygote prepares for one session: two descriptors, each -1 if not used."""
 
     scratch: int
@@ -70,7 +70,7 @@ class PreparedSession(NamedTuple):
             os.close(self.scratch)
 
 
-class JailConfinement:
+class JailSessionConfiner:
     """The parts of the confinement that are prepared once, for all sessions of a zygote."""
 
     def __init__(
@@ -90,7 +90,7 @@ class JailConfinement:
             os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
         self._limits = _limits(bounds, own_user)
 
-    def prepare(self) -> PreparedSession:
+    def prepare(self) -> JailSessionDescriptors:
         """Prepare one session before it is forked from the zygote. After the fork, the same work
         would copy memory pages."""
         scratch = -1
@@ -100,11 +100,11 @@ class JailConfinement:
                 str(max(self._bounds.files_bytes >> 14, 64)),
             )
             scratch = primitives.memory_mount({"size": size, "nr_inodes": inodes, "mode": "0700"})
-        return PreparedSession(
+        return JailSessionDescriptors(
             scratch, -1 if self._landlock is None else self._landlock.ruleset(scratch)
         )
 
-    def enter(self, prepared: PreparedSession) -> None:
+    def set_up_session_process(self, prepared: JailSessionDescriptors) -> None:
         """Do the first part of the confinement, while the descriptors inherited from the zygote are
         still open: namespaces, the session's folder, and Landlock."""
         if self._own_user:

@@ -178,7 +178,7 @@ _SET_NUMBER, _AND_ANSWER, CONTINUE = 1, 2, 1
 _ENOENT = 2
 
 
-class ListenerRequest(NamedTuple):
+class SeccompNotification(NamedTuple):
     """A system call that waits for the answer of a listener."""
 
     id: int
@@ -188,19 +188,19 @@ class ListenerRequest(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def asks_for_wire(request: ListenerRequest) -> bool:
+def asks_for_wire(request: SeccompNotification) -> bool:
     return request.number == _READAHEAD.get(_machine)
 
 
-def receive_request(listener: int) -> ListenerRequest:
+def receive_seccomp_notification(listener: int) -> SeccompNotification:
     """Return the next request. Raises OSError if there is none (any more)."""
     data = bytearray(80)
     fcntl.ioctl(listener, _RECEIVE, data)
     id, pid, _, number, _, _, *arguments = struct.unpack("<QIIiIQ6Q", data)
-    return ListenerRequest(id, pid, number, tuple(arguments))
+    return SeccompNotification(id, pid, number, tuple(arguments))
 
 
-def answer_request(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
+def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
     """Answer a request. Returns False if its process no longer waits."""
     with contextlib.suppress(OSError):
         fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, 0, -error, flags))

@@ -332,7 +332,7 @@ def _finish(
     bounds = confine.JailLimits(
         config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable)
     )
-    confinement = confine.JailConfinement(
+    confinement = confine.JailSessionConfiner(
         bounds,
         own_user=own_user,
         paths=tier != "C",
@@ -382,12 +382,14 @@ def _try_out(walls: ZygoteWalls) -> None:
         )
 
 
-def _trial(walls: ZygoteWalls, prepared: confine.PreparedSession, wire: socket.socket) -> int:
+def _trial(
+    walls: ZygoteWalls, prepared: confine.JailSessionDescriptors, wire: socket.socket
+) -> int:
     """Confine this process like a session, then try the known attacks. Returns a bit for each one
     that succeeds, or ``_NOT_STARTED`` if it cannot be confined."""
     fd = wire.detach()
     try:
-        walls.confinement.enter(prepared)
+        walls.confinement.set_up_session_process(prepared)
         fd = os.dup2(fd, 3, inheritable=False)
         os.closerange(fd + 1, 1 << 20)
         walls.confinement.limit()
@@ -436,7 +438,7 @@ def _answer_trial(listener: int, file: int) -> bool:
     descriptor that it asks for. Returns False if that was the last request or the session has
     ended."""
     try:
-        request = primitives.receive_request(listener)
+        request = primitives.receive_seccomp_notification(listener)
     except OSError as error:
         if error.errno == errno.ENOENT:
             return False
@@ -447,7 +449,9 @@ def _answer_trial(listener: int, file: int) -> bool:
             primitives.insert(listener, request.id, file, 3)
         except OSError as error:
             raise OSError(0, f"seccomp descriptors (Linux 5.9): {error.strerror}") from None
-    primitives.answer_request(listener, request.id, error=0 if is_last else errno.EPERM)
+    primitives.answer_seccomp_notification(
+        listener, request.id, error=0 if is_last else errno.EPERM
+    )
     return not is_last
 
 

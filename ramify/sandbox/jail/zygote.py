@@ -114,7 +114,7 @@ MORE = (
 _NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test", "tests"}
 
 
-class StoredLibrary:
+class InMemoryStdlibImporter:
     """Finds the modules of the standard library in memory, for sessions that cannot read its files:
     no call may name a file, or its folder belongs to a user that this process no longer is."""
 
@@ -164,7 +164,7 @@ def _store_library() -> None:
                 if name in sys.stdlib_module_names - {"_tkinter"}:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
-    sys.meta_path.append(StoredLibrary(folders))
+    sys.meta_path.append(InMemoryStdlibImporter(folders))
 
 
 class Zygote(forkserver.ForkServer):
@@ -175,22 +175,22 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = branches.ApartFork(primitives.fork_apart, primitives.take_wire, settle)
+        self.apart = branches.JailForkFunctions(primitives.fork_apart, primitives.take_wire, settle)
 
-    def prepare(self) -> confine.PreparedSession:
-        prepared: confine.PreparedSession = self._walls.confinement.prepare()
+    def prepare(self) -> confine.JailSessionDescriptors:
+        prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare()
         return prepared
 
-    def forked(self, prepared: confine.PreparedSession) -> None:
+    def after_fork(self, prepared: confine.JailSessionDescriptors) -> None:
         prepared.drop_rules()
 
-    def enter(
-        self, prepared: confine.PreparedSession, fds: list[int]
+    def set_up_session_process(
+        self, prepared: confine.JailSessionDescriptors, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
-        confinement.enter(prepared)
+        confinement.set_up_session_process(prepared)
         confine.end_skipping()
         fds = process_setup.keep_only(fds)
         process_setup.tie_to_parent(self.pid)
@@ -200,7 +200,7 @@ class Zygote(forkserver.ForkServer):
         process_setup.limit_files()
         return fds, memory
 
-    def clear(self, prepared: confine.PreparedSession) -> None:
+    def clear(self, prepared: confine.JailSessionDescriptors) -> None:
         prepared.drop()
 
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
@@ -215,7 +215,7 @@ class Zygote(forkserver.ForkServer):
         """Make a session's folder read-only: from now on the session may have branches."""
         prepared = self.children.get(pid)
         try:
-            if isinstance(prepared, confine.PreparedSession) and prepared.scratch >= 0:
+            if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
                 primitives.freeze_mount(prepared.scratch)
         except OSError as error:
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
@@ -227,7 +227,7 @@ class Zygote(forkserver.ForkServer):
         bytes."""
         found = []
         for pid, prepared in self.children.items():
-            if isinstance(prepared, confine.PreparedSession) and prepared.scratch >= 0:
+            if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
                 space = os.fstatvfs(prepared.scratch)
                 found.append((pid, (space.f_blocks - space.f_bfree) * space.f_frsize))
         return found

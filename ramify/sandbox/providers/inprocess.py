@@ -25,12 +25,12 @@ from typing import Any, TextIO
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.guest.frames import SharedMemoryBuffers
+from ramify.sandbox.guest.frames import HostGuestSharedMemory
 from ramify.sandbox.guest.guest import Guest
-from ramify.sandbox.guest.output import MemoryOutputSpool
+from ramify.sandbox.guest.output import InProcessOutputSpool
+from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.running_cell import limits_of
-from ramify.sandbox.host.session import GuestSession, SessionHooks
-from ramify.sandbox.host.session_packages import locate
+from ramify.sandbox.host.session import GuestSessionProxy, SessionHooks
 from ramify.sandbox.host.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (
@@ -48,18 +48,20 @@ class InprocessSandbox:
     def __init__(self, spec: SandboxSpec) -> None:
         self.caps = SandboxCapabilities(interrupt=True)
         self._spec = spec
-        self._sessions: set[GuestSession] = set()
+        self._sessions: set[GuestSessionProxy] = set()
         self._scratch = bytearray(SCRATCH_BYTES)
         self._is_closed = False
         locate(spec.packages)
 
-    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
+    async def open(
+        self, *, context: PreparedContext | None = None, seed: str = ""
+    ) -> GuestSessionProxy:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         transport = ThreadTransport(self.caps, self._scratch, self._spec.max_output_bytes)
-        session = GuestSession(
+        session = GuestSessionProxy(
             transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
         )
         self._sessions.add(session)
@@ -77,7 +79,7 @@ class InprocessSandbox:
 class ThreadTransport:
     """Connection to a guest in a thread."""
 
-    shared_buffers: SharedMemoryBuffers | None = None
+    shared_buffers: HostGuestSharedMemory | None = None
     has_same_python = True
 
     def __init__(
@@ -86,7 +88,7 @@ class ThreadTransport:
         self.caps = caps
         self._sock, guest_end = socket.socketpair()
         self._stream = SocketStream(self._sock, scratch)
-        self.attach = self._stream.attach
+        self.start_reading = self._stream.start_reading
         self.write = self._stream.write
         self.pause = self._stream.pause
         self.resume = self._stream.resume
@@ -103,7 +105,7 @@ class ThreadTransport:
 
     def _live(self, fd: int, max_output_bytes: int) -> None:
         guest = Guest(
-            fd, fd, MemoryOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False
+            fd, fd, InProcessOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False
         )
         guest.notebook.builtins = _builtins_for(guest)
         self._guest = guest

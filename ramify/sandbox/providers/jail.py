@@ -7,9 +7,9 @@ building the walls and letting a trial session attack them: it is reported only 
 never because of a version number. Not here: forking sessions from a server (see ``process.py``),
 the walls (see ``sandbox/jail/``), and the memory budget (see ``jail_watch.py``).
 
-    JailSandbox ──> zygote in its walls ──┬─fork─> confined session <──SocketStream──> GuestSession
-              └───> template ─────────────┴─fork─> confined session
-                                                       └─ fork request ──> ForkRequestListener
+    JailSandbox ──> zygote in its walls ─┬─fork─> confined session <──> GuestSessionProxy
+              └───> template ────────────┴─fork─> confined session
+                                                      └─ fork request ──> ForkRequestListener
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ramify.sandbox.base import (
 from ramify.sandbox.guest.frames import FrameReader, open_frame
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
+from ramify.sandbox.host.importable_packages import listed, locate, readable
 from ramify.sandbox.host.process_transport import SessionProcess, pid_of
-from ramify.sandbox.host.session import GuestSession
-from ramify.sandbox.host.session_packages import listed, locate, readable
+from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.jail_transport import JailTransport
 from ramify.sandbox.providers.jail_watch import JailBudgetWatcher, machine_bytes
 from ramify.sandbox.providers.probed_tier import (
@@ -221,7 +221,7 @@ class JailSandbox(ProcessSandbox):
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
         self._budget = JailBudgetWatcher(spec.all_memory_bytes, self._ask_folders)
-        self._ready: deque[GuestSession] = deque()
+        self._ready: deque[GuestSessionProxy] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._is_used_again = False
         """True after the first session: from the second on, sessions are kept ready."""
@@ -298,7 +298,7 @@ class JailSandbox(ProcessSandbox):
 
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
-    ) -> GuestSession:
+    ) -> GuestSessionProxy:
         if early or channel is not await self.base():
             return await super().fork(channel, seed, early=early)
         session = await self._take(seed)
@@ -310,7 +310,7 @@ class JailSandbox(ProcessSandbox):
         self._is_used_again = True
         return session
 
-    async def _take(self, seed: str) -> GuestSession | None:
+    async def _take(self, seed: str) -> GuestSessionProxy | None:
         while self._ready:
             session = self._ready.popleft()
             with contextlib.suppress(RamifyError):
@@ -328,11 +328,11 @@ class JailSandbox(ProcessSandbox):
         finally:
             self._filling = None
 
-    def opened(self, session: GuestSession) -> None:
+    def opened(self, session: GuestSessionProxy) -> None:
         super().opened(session)
         self._budget.watch(session, pid_of(session.process))
 
-    def closed(self, session: GuestSession) -> None:
+    def closed(self, session: GuestSessionProxy) -> None:
         super().closed(session)
         self._budget.forget(session)
 

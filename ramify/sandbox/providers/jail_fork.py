@@ -14,8 +14,8 @@ from collections.abc import Callable
 from ramify.errors import SandboxError
 from ramify.sandbox.host.process_transport import (
     ProcessTransport,
-    SessionMemoryFiles,
     SessionProcess,
+    SessionSharedMemory,
 )
 
 
@@ -35,7 +35,7 @@ class JailFork:
         self._is_begun = False
         self.taker = -1
         """The process that has taken the branch's wire."""
-        self.old: list[SessionMemoryFiles] = []
+        self.old: list[SessionSharedMemory] = []
         """The files that both processes inherited."""
         self._branch = _private_ends(origin)
         try:
@@ -91,7 +91,7 @@ class JailFork:
             self._new[2].close()
 
 
-_Ends = tuple[socket.socket, socket.socket, SessionMemoryFiles]
+_Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 """Host's end, other end, files."""
 
 

@@ -32,7 +32,7 @@ _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 _LATER_S = 0.5
 
 
-class ForkingInJail(ProcessTransport):
+class ForkableJailTransport(ProcessTransport):
     """Connection to a process of the jail, which forks with the host's help. Base of the
     connections to sessions and to branches."""
 
@@ -113,7 +113,7 @@ class ForkingInJail(ProcessTransport):
             listener.drop()
 
 
-class JailTransport(ForkingInJail):
+class JailTransport(ForkableJailTransport):
     """Connection to a session of the jail. Implements ``Transport``."""
 
     __slots__ = ("_counts", "_is_frozen")
@@ -131,7 +131,9 @@ class JailTransport(ForkingInJail):
         self._is_frozen = False
         self._counts = counts
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
@@ -152,7 +154,7 @@ class JailTransport(ForkingInJail):
         asyncio.get_running_loop().remove_reader(self._sock.fileno())
         if data and len(fds) == 1:
             self.listener = ForkRequestListener(fds[0], counts=self._counts)
-            self.stream.attach(received, lost)
+            self.stream.start_reading(received, lost)
             return
         for fd in fds:
             os.close(fd)
@@ -170,7 +172,7 @@ class JailTransport(ForkingInJail):
             self._is_frozen = True
 
 
-class JailBranchTransport(ForkingInJail, BranchTransport):
+class JailBranchTransport(ForkableJailTransport, BranchTransport):
     """Connection to a branch, a process that was forked from a running session. Its requests to
     create processes arrive at the listener of that session. Implements ``Transport``."""
 

@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING
 from ramify.errors import SandboxError
 from ramify.sandbox.host.process_transport import read_proc
 from ramify.sandbox.jail import primitives
-from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, ListenerRequest
+from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, SeccompNotification
 
 if TYPE_CHECKING:
-    from ramify.sandbox.host.session import GuestSession
+    from ramify.sandbox.host.session import GuestSessionProxy
     from ramify.sandbox.providers.jail_fork import JailFork
 
 _EVERY_S = 0.25
@@ -62,25 +62,25 @@ class JailBudgetWatcher:
         them to ``note_folder``."""
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
-        self._folders: dict[GuestSession, int] = {}
+        self._folders: dict[GuestSessionProxy, int] = {}
         self._limit = limit_bytes or int(machine_bytes() * _SHARE)
-        self._sessions: dict[GuestSession, tuple[int, int]] = {}
+        self._sessions: dict[GuestSessionProxy, tuple[int, int]] = {}
         """Session -> (process id, number of private pages at the start)."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, session: GuestSession, pid: int) -> None:
+    def watch(self, session: GuestSessionProxy, pid: int) -> None:
         self._sessions[session] = (pid, _own_pages(pid))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._look)
 
-    def forget(self, session: GuestSession) -> None:
+    def forget(self, session: GuestSessionProxy) -> None:
         self._sessions.pop(session, None)
         self._folders.pop(session, None)
         if not self._sessions and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def note_folder(self, session: GuestSession, num_bytes: int) -> None:
+    def note_folder(self, session: GuestSessionProxy, num_bytes: int) -> None:
         if session in self._sessions:
             self._folders[session] = num_bytes
 
@@ -183,7 +183,7 @@ class ForkRequestListener:
 
     def _readable(self) -> None:
         try:
-            request = primitives.receive_request(self._fd)
+            request = primitives.receive_seccomp_notification(self._fd)
         except OSError:
             if not _is_alive(self._fd):
                 self._stop_reading()
@@ -204,7 +204,7 @@ class ForkRequestListener:
         else:
             self._refuse(id)
 
-    def _is_granted(self, request: ListenerRequest) -> bool:
+    def _is_granted(self, request: SeccompNotification) -> bool:
         return (
             request.pid in self._granted
             and request.number in _CLONE
@@ -220,7 +220,7 @@ class ForkRequestListener:
         wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
-    def _hand_over(self, request: ListenerRequest) -> None:
+    def _hand_over(self, request: SeccompNotification) -> None:
         """Answer a process that asks for its connection to the host after a fork: insert the
         connection, or refuse if the process may not have one."""
         pid = request.pid
@@ -239,7 +239,7 @@ class ForkRequestListener:
             self.branches.discard(pid)
             self._refuse(request.id)
 
-    def _insert(self, request: ListenerRequest, wire: int) -> bool:
+    def _insert(self, request: SeccompNotification, wire: int) -> bool:
         """Make a connection the only descriptor of the process that asks for it, and answer the
         request. Returns False if the process has other descriptors, or no longer waits."""
         number = request.arguments[0]
@@ -258,7 +258,9 @@ class ForkRequestListener:
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
         """Answer a request. Returns True if the process that asked has received the answer."""
-        return self._fd >= 0 and primitives.answer_request(self._fd, id, error=error, flags=flags)
+        return self._fd >= 0 and primitives.answer_seccomp_notification(
+            self._fd, id, error=error, flags=flags
+        )
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._fd)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES
-from ramify.sandbox.host.server_files import FOLDER
+from ramify.sandbox.host.shipped_modules import FOLDER
 
 _FILE = "walls.json"
 _MOST_BYTES = 1 << 16

@@ -5,7 +5,7 @@ holds the session's large context) and ensures that closing leaves nothing behin
 connection to a session (see ``host/process_transport.py``) and isolation (see ``jail.py``): code
 here runs with the user's rights.
 
-    ProcessSandbox ──ForkServerChannel──> fork server ─┬─> session ──SocketStream──> GuestSession
+    ProcessSandbox ──ForkServerChannel──> fork server ─┬─> session <──> GuestSessionProxy
                    └─ForkServerChannel──> template ────┴─> session
 """
 
@@ -34,14 +34,14 @@ from ramify.sandbox.base import (
 from ramify.sandbox.file_reference import ReferencedFile
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import StartedForkServer
+from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.process_transport import (
     ProcessTransport,
-    SessionMemoryFiles,
     SessionProcess,
+    SessionSharedMemory,
 )
 from ramify.sandbox.host.running_cell import limits_of
-from ramify.sandbox.host.session import GuestSession, SessionHooks
-from ramify.sandbox.host.session_packages import locate
+from ramify.sandbox.host.session import GuestSessionProxy, SessionHooks
 from ramify.sandbox.host.transport import ReadBuffers
 
 WARNING = (
@@ -88,7 +88,7 @@ class ProcessSandbox:
         self._server: asyncio.Task[ForkServerChannel] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folders: list[str] = []
-        self.sessions: set[GuestSession] = set()
+        self.sessions: set[GuestSessionProxy] = set()
         self._templates: dict[
             int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]
         ] = {}
@@ -98,7 +98,9 @@ class ProcessSandbox:
         self.buffers = ReadBuffers()
         self._is_closed = False
 
-    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
+    async def open(
+        self, *, context: PreparedContext | None = None, seed: str = ""
+    ) -> GuestSessionProxy:
         await asyncio.sleep(0)  # a caller that tries again and again lets others run
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
@@ -232,12 +234,12 @@ class ProcessSandbox:
 
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
-    ) -> GuestSession:
+    ) -> GuestSessionProxy:
         """Fork a session from the process behind ``channel``. ``early``: the session is created in
         advance; no caller waits for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         host_end, session_end = socket.socketpair()
-        files = SessionMemoryFiles.make(self.buffers.shared_buffers)
+        files = SessionSharedMemory.make(self.buffers.shared_buffers)
         try:
             with session_end:
                 reply, fds = await channel.ask(
@@ -251,7 +253,7 @@ class ProcessSandbox:
         transport = self.make_transport(
             SessionProcess(host_end, files, channel, reply["pid"], fds[0] if fds else -1)
         )
-        session = GuestSession(
+        session = GuestSessionProxy(
             transport,
             limits_of(self.spec),
             SessionHooks(self.closed, self.opened),
@@ -267,13 +269,13 @@ class ProcessSandbox:
         self.opened(session)
         return session
 
-    def opened(self, session: GuestSession) -> None:
+    def opened(self, session: GuestSessionProxy) -> None:
         """Register a new session or branch."""
         self.sessions.add(session)
         with contextlib.suppress(SandboxError):  # the next fork reports what is missing
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
 
-    def closed(self, session: GuestSession) -> None:
+    def closed(self, session: GuestSessionProxy) -> None:
         self.sessions.discard(session)
 
     def make_transport(self, process: SessionProcess) -> ProcessTransport:

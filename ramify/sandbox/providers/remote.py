@@ -5,7 +5,7 @@ the guest's bytes and control messages share one stream, and how streams are rea
 text or begin with a greeting. Not here: the services. Each is a ``SandboxService`` of a few lines
 (see ``docker.py`` and ``extras/sandboxes/``).
 
-    GuestSession ─ RemoteTransport ─frames──> ByteStream ··> session_supervisor.py ─fork─> guest/
+    GuestSessionProxy ─ RemoteTransport ─frames──> ByteStream ··> session_supervisor ─fork─> guest/
 
 A service sees base64 if its streams carry text ("text") or pass through a terminal ("terminal").
 """
@@ -25,17 +25,17 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.guest.frames import SharedMemoryBuffers, frame, open_frame, to_lines
+from ramify.sandbox.guest.frames import HostGuestSharedMemory, frame, open_frame, to_lines
 from ramify.sandbox.guest.values import Buffer, ProtocolError
 from ramify.sandbox.host.forkserver_process import ENVIRONMENT
 from ramify.sandbox.host.running_cell import limits_of
-from ramify.sandbox.host.server_files import LOADER, texts
-from ramify.sandbox.host.session import GuestSession, SessionHooks
+from ramify.sandbox.host.session import GuestSessionProxy, SessionHooks
+from ramify.sandbox.host.shipped_modules import LOADER, texts
 from ramify.sandbox.host.transport import FrameAssembler, how_it_ended
 
-_log = RoomLogger("sandbox")
+_log = ComponentLogger("sandbox")
 Carries = Literal["bytes", "text", "terminal"]
 START_S = 120.0
 """Seconds from starting the command to the guest's first frame."""
@@ -170,10 +170,12 @@ class RemoteSandbox:
         self.warning = warning
         self._spec = spec
         self._service = service
-        self._sessions: set[GuestSession] = set()
+        self._sessions: set[GuestSessionProxy] = set()
         self._is_closed = False
 
-    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
+    async def open(
+        self, *, context: PreparedContext | None = None, seed: str = ""
+    ) -> GuestSessionProxy:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
@@ -204,8 +206,8 @@ class RemoteSandbox:
                 f"sandbox '{self._service.name}' could not start a session: {_brief(error)}"
             ) from error
 
-    def _session(self, transport: RemoteTransport) -> GuestSession:
-        session = GuestSession(
+    def _session(self, transport: RemoteTransport) -> GuestSessionProxy:
+        session = GuestSessionProxy(
             transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
         )
         self._sessions.add(session)
@@ -218,9 +220,9 @@ class RemoteSandbox:
 
 
 class RemoteTransport:
-    """Transport to one guest behind a ``ByteStream``. Call ``begin`` before ``attach``."""
+    """Transport to one guest behind a ``ByteStream``. Call ``begin`` before ``start_reading``."""
 
-    shared_buffers: SharedMemoryBuffers | None = None
+    shared_buffers: HostGuestSharedMemory | None = None
 
     def __init__(
         self, caps: SandboxCapabilities, stream: ByteStream, service: SandboxService
@@ -273,7 +275,9 @@ class RemoteTransport:
 
     # -- the transport
 
-    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def start_reading(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         self._received = received
         self._lost = lost
         self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
@@ -427,7 +431,7 @@ class _ClosedStream:
         pass
 
 
-class CallbackInbox:
+class SdkCallbackQueue:
     """Queue of the data that an SDK passes to a callback; read by ``ByteStream.receive``."""
 
     def __init__(self) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
-from ramify.sandbox.host.session import GuestSession
+from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.types.trajectory import Cell
 
 
 class RollbackSession:
     """A session that is forked before each cell. Implements ``base.Session``."""
 
-    def __init__(self, session: GuestSession) -> None:
+    def __init__(self, session: GuestSessionProxy) -> None:
         self._session = session
         self.caps: SandboxCapabilities = session.caps
 
@@ -34,7 +34,7 @@ class RollbackSession:
         if isinstance(fork, str):
             with _reporting(fork):
                 return await self._session.run(code, answer=answer, timeout_s=timeout_s)
-        unused_fork: GuestSession | None = fork
+        unused_fork: GuestSessionProxy | None = fork
         try:
             ran = await self._session.run(code, answer=answer, timeout_s=timeout_s)
         except SessionDied as died:
@@ -48,7 +48,7 @@ class RollbackSession:
                 await unused_fork.close()
         return ran
 
-    async def _try_fork(self) -> GuestSession | str:
+    async def _try_fork(self) -> GuestSessionProxy | str:
         """Return a fork of the session, or the reason why there is none."""
         try:
             return await self._session.fork()

@@ -156,8 +156,8 @@ class ForkServer:
         self._context: Any = None
         self._has_context = False
         self.apart: Any = None
-        """A ``branches.ApartFork``, if the host does not send the descriptors for a branch with its
-        request."""
+        """A ``branches.JailForkFunctions``, if the host does not send the descriptors for a branch
+        with its request."""
         self._guest: guest.Guest | None = None
         """The guest of the next session whose descriptors have the usual numbers."""
         self.children: dict[int, Any] = {}
@@ -239,13 +239,13 @@ class ForkServer:
             pid = os.fork()
         except OSError as error:
             if prepared is not _TEMPLATE:
-                self.forked(prepared)
+                self.after_fork(prepared)
                 self.clear(prepared)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
             _in_child(lambda: self._session(prepared, header, fds))
-        self.forked(prepared)
+        self.after_fork(prepared)
         self.children[pid] = prepared
         self._opened(header["id"], pid, fds)
 
@@ -258,7 +258,9 @@ class ForkServer:
         os.mkdir(folder, 0o700)
         return folder
 
-    def enter(self, prepared: Any, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
+    def set_up_session_process(
+        self, prepared: Any, fds: list[int]
+    ) -> tuple[list[int], tuple[int, int]]:
         """Set up the session's process after the fork: move to the prepared folder, close all
         descriptors except ``fds`` (connection, output file, shared buffers), and set the limits.
         Returns the new numbers of the descriptors, and the memory limits."""
@@ -270,7 +272,7 @@ class ForkServer:
         limit_files()
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
-    def forked(self, prepared: Any) -> None:
+    def after_fork(self, prepared: Any) -> None:
         """Called in the server after a session was forked, to release what only the session still
         needs. Does nothing here."""
 
@@ -343,7 +345,7 @@ class ForkServer:
         """Run the session in its process, until it ends."""
         os.dup2(fds[1], 2)  # the host reads there why it could not be set up
         quiet_signals()
-        own_fds, memory = self.enter(prepared, fds)
+        own_fds, memory = self.set_up_session_process(prepared, fds)
         session = self._guest if own_fds == _USUAL_FDS else None
         session = session or self._make_guest(own_fds)
         session.begin(memory)
@@ -362,7 +364,7 @@ class ForkServer:
             max_output_bytes=self.config["max_output_bytes"],
             owns_process=True,
             can_fork=True,
-            shared_buffers=frames.SharedMemoryBuffers(buffers[0], is_host=False)
+            shared_buffers=frames.HostGuestSharedMemory(buffers[0], is_host=False)
             if buffers
             else None,
             apart=self.apart,

@@ -151,7 +151,7 @@ class SessionSupervisor:
 
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
     """Run the guest in its process, until it ends."""
-    (wire, spool), memory = server.enter(config["folder"], [sock.detach(), spool])
+    (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
     guest.Guest(

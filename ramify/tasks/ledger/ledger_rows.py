@@ -1,12 +1,12 @@
 """Rows of a ledger: generated so that almost-right habits fail, written in a format, and read
 again.
 
-    row = (user, label, quantity)     RowFormat(",", order=(2, 0, 1), header=True)
+    row = (user, label, quantity)     LedgerRowTextFormat(",", order=(2, 0, 1), header=True)
     ("bavo", "red", 17)               qty,user,label
                                       17,bavo,red
 
 Decides the contents of rows and the right answers. Not here: the wording of questions (see
-``task.py``) and how a demonstrator answers them (see ``demos.py``).
+``task.py``) and how a demonstrator answers them (see ``scripted_demonstrator.py``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HELD_OUT_NAMES, KNOWN_NAMES = NAMES[:NUM_HELD_OUT_NAMES], NAMES[NUM_HELD_OUT_NAM
 """Users about whom training items never ask, although their rows occur in them; and the others."""
 
 
-class RowFormat(msgspec.Struct, frozen=True):
+class LedgerRowTextFormat(msgspec.Struct, frozen=True):
     """Text format of rows."""
 
     separator: str
@@ -96,7 +96,10 @@ class RowFormat(msgspec.Struct, frozen=True):
 
 
 FORMATS = tuple(
-    RowFormat(s, o, header) for s in SEPARATORS for o in ORDERS for header in (False, True)
+    LedgerRowTextFormat(s, o, header)
+    for s in SEPARATORS
+    for o in ORDERS
+    for header in (False, True)
 )
 HELD_OUT_FORMATS = tuple(
     each for each in FORMATS if (each.separator, each.order) == HELD_OUT_FORMAT
@@ -174,8 +177,8 @@ def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: 
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Return True if the typical mistakes of the demonstrator (``demos.py``) give a wrong answer
-    for these rows."""
+    """Return True if the typical mistakes of the demonstrator (``scripted_demonstrator.py``) give a
+    wrong answer for these rows."""
     if kind in ("count", "sum"):
         return any(about in user for user, _, _ in rows)
     if kind == "max":

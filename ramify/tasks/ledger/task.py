@@ -38,7 +38,7 @@ from ramify.tasks.base import (
     Item,
     Score,
     SimpleTask,
-    WholeTrajectoryReward,
+    TrajectoryRewardFunction,
     generated,
 )
 from ramify.tasks.ledger.ledger_rows import (
@@ -51,8 +51,8 @@ from ramify.tasks.ledger.ledger_rows import (
     LABELS,
     SCALES,
     Kind,
+    LedgerRowTextFormat,
     Row,
-    RowFormat,
     highest_quantity,
     make_rows,
     mean_digits,
@@ -79,12 +79,12 @@ _TEXT_CHARS = 11.3
 """Mean length of a row without its quantity: name, label, two separators and newline."""
 
 
-class LedgerDocument(msgspec.Struct, frozen=True):
+class LedgerDocumentSpan(msgspec.Struct, frozen=True):
     """Position of a document in its context, and its format."""
 
     start: int
     end: int
-    format: RowFormat
+    format: LedgerRowTextFormat
 
     def rows(self, context: str) -> list[Row]:
         return self.format.read(context[self.start : self.end])
@@ -122,7 +122,7 @@ class _Recipe(msgspec.Struct, frozen=True):
     docs: tuple[int, int]
     doc_rows: tuple[int, int]
     chars: int | None
-    formats: tuple[RowFormat, ...] = KNOWN_FORMATS
+    formats: tuple[LedgerRowTextFormat, ...] = KNOWN_FORMATS
     names: tuple[str, ...] = KNOWN_NAMES
     long: float = 0.0
     long_chars: tuple[int, int] = (0, 0)
@@ -141,7 +141,7 @@ class _Recipe(msgspec.Struct, frozen=True):
             rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng)
         )
         text = form.write(rows)
-        return _item(asked, text, rows, [LedgerDocument(0, len(text), form)], kind)
+        return _item(asked, text, rows, [LedgerDocumentSpan(0, len(text), form)], kind)
 
     def _several(self, rng: random.Random) -> Item:
         kind = rng.choice([kind for kind in self.kinds if kind in COMBINED])
@@ -161,7 +161,7 @@ class _Recipe(msgspec.Struct, frozen=True):
             )
             start = sum(map(len, parts)) + len(parts)
             parts.append(form.write(own))
-            documents.append(LedgerDocument(start, start + len(parts[-1]), form))
+            documents.append(LedgerDocumentSpan(start, start + len(parts[-1]), form))
             parts.append(mark)
             rows += own
         text = "\n".join(parts[:-1])
@@ -188,7 +188,7 @@ def _item(
     asked: LedgerQuestion,
     text: str,
     rows: list[Row],
-    documents: list[LedgerDocument],
+    documents: list[LedgerDocumentSpan],
     kind: str,
     mark: str = "",
 ) -> Item:
@@ -260,7 +260,7 @@ def ledger(
     if "latest" in recipe.kinds and multi < 1:
         named = msgspec.structs.replace(recipe, kinds=("latest",), names=HELD_OUT_NAMES, multi=0.0)
         splits["test_names"] = GeneratedSplit(name, "test_names", named.make, seed)
-    return SimpleTask(name, splits, WholeTrajectoryReward(score))
+    return SimpleTask(name, splits, TrajectoryRewardFunction(score))
 
 
 def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
@@ -283,9 +283,9 @@ def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
 # --- scoring --------------------------------------------------------------------------------------
 
 
-def documents_of(item: Item) -> list[LedgerDocument]:
+def documents_of(item: Item) -> list[LedgerDocumentSpan]:
     """Return the documents of an item's context in order."""
-    return msgspec.convert(item.metadata["documents"], list[LedgerDocument])
+    return msgspec.convert(item.metadata["documents"], list[LedgerDocumentSpan])
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:

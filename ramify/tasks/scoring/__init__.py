@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from ramify.plugins import Registry
 from ramify.tasks.scoring.answer_text import (
-    IntervalF1Score,
-    NumericScore,
+    IntervalF1Scorer,
+    NumericScorer,
     exact,
     f1,
     interval_f1,
@@ -17,15 +17,15 @@ from ramify.tasks.scoring.answer_text import (
     numeric,
 )
 from ramify.tasks.scoring.choice import choice
-from ramify.tasks.scoring.math_answer import MathScore, boxed_math, math_answer
-from ramify.tasks.scoring.unit_tests import UnitTestScore, unit_tests
+from ramify.tasks.scoring.math_answer import MathScorer, boxed_math, math_answer
+from ramify.tasks.scoring.unit_tests import UnitTestScorer, unit_tests
 
 __all__ = [
     "SCORERS",
-    "IntervalF1Score",
-    "MathScore",
-    "NumericScore",
-    "UnitTestScore",
+    "IntervalF1Scorer",
+    "MathScorer",
+    "NumericScorer",
+    "UnitTestScorer",
     "boxed_math",
     "choice",
     "exact",

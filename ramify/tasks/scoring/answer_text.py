@@ -9,7 +9,7 @@ best one counts.
 ``numeric`` compares numbers in any notation: ``1,234``, ``1234.0``, ``$1,234`` and ``"1.234e3"``.
 An answer with several numbers is ambiguous and scores 0, unless ``last`` selects the last one.
 
-``IntervalF1Score`` compares spans of time, ranges of lines or of characters:
+``IntervalF1Scorer`` compares spans of time, ranges of lines or of characters:
 F1 = 2·|P ∩ G| / (|P| + |G|), where P and G are the unions of the predicted and of the gold
 intervals, and |·| is their total length.
 
@@ -126,7 +126,7 @@ _NUMBER = re.compile(
 )
 
 
-class NumericScore(msgspec.Struct, frozen=True):
+class NumericScorer(msgspec.Struct, frozen=True):
     """Score 1 if the answer's number is within ``rel_tol`` or ``abs_tol`` of a gold's."""
 
     rel_tol: float = 1e-6
@@ -176,13 +176,13 @@ def _number(text: str) -> int | float | None:
         return number if math.isfinite(number) else None
 
 
-numeric = NumericScore()
+numeric = NumericScorer()
 """Exactly one number, with a relative tolerance of 1e-6; integers must match exactly.
 
 Example:
     numeric("7.0 hosts", tasks.Item("?", gold=7))    # 1.0
 """
-last_number = NumericScore(last=True)
+last_number = NumericScorer(last=True)
 """Like ``numeric``, but uses the last number of an answer that reasons first."""
 
 
@@ -193,7 +193,7 @@ _PAIR = re.compile(
 )
 
 
-class IntervalF1Score(msgspec.Struct, frozen=True):
+class IntervalF1Scorer(msgspec.Struct, frozen=True):
     """F1 of intervals, from 0 to 1."""
 
     inclusive: bool = False
@@ -270,9 +270,9 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
     return shared
 
 
-interval_f1 = IntervalF1Score()
+interval_f1 = IntervalF1Scorer()
 """F1 of spans of time or characters; an interval excludes its end."""
-line_f1 = IntervalF1Score(inclusive=True)
+line_f1 = IntervalF1Scorer(inclusive=True)
 """F1 of ranges of lines; a range includes its end.
 
 Example:

@@ -10,8 +10,8 @@ Without ``max_batch``, a training step calls the function once, with all its rol
 (``of_step``). With it, and wherever there are no steps (``ramify eval``, the check of a task),
 answers are scored as they arrive: the first at once, and those that arrive while the maximum
 number of batches is running form the next batch. Such a reward must not depend on the other
-answers in its batch. Not here: time limits (see ``tasks/run_score.py``), and which rollouts belong
-to a step (see ``train/rollouts/group_queue.py``).
+answers in its batch. Not here: time limits (see ``tasks/score_with_timeout.py``), and which
+rollouts belong to a step (see ``train/rollouts/group_queue.py``).
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ def choice(answer: Any, item: Item) -> float:
             f"{choices!r:.80}"
         )
     right = _gold(item, choices)
-    return float(named(answer, choices) == right)
+    return float(find_named_choice(answer, choices) == right)
 
 
-def named(answer: Any, choices: Sequence[Any]) -> int | None:
+def find_named_choice(answer: Any, choices: Sequence[Any]) -> int | None:
     """Return the index of the option that ``answer`` names, or None if it names none or several."""
     text = as_text(answer)
     if text is None or len(text) > MAX_CHARS:
@@ -67,7 +67,7 @@ def _gold(item: Item, choices: Sequence[Any]) -> int:
     gold = (
         item.gold
         if isinstance(item.gold, int) and not isinstance(item.gold, bool)
-        else named(item.gold, choices)
+        else find_named_choice(item.gold, choices)
     )
     if gold is None or not 0 <= gold < len(choices):
         raise ConfigError(

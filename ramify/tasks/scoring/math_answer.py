@@ -28,7 +28,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.install_command import install_command
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted, as_text
-from ramify.types.boxed import TAIL_CHARS, last_boxed
+from ramify.types.boxed_answer import TAIL_CHARS, last_boxed
 
 MAX_CHARS = 1000
 """Maximum length of an expression. A longer text is reasoning, not an answer."""
@@ -38,7 +38,7 @@ _INTEGER = re.compile(r"[-+]?\d{1,400}")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 
 
-class MathScore(msgspec.Struct, frozen=True):
+class MathScorer(msgspec.Struct, frozen=True):
     """Score 1 if the answer has the same value as a gold, else 0."""
 
     tail_chars: int = TAIL_CHARS
@@ -148,13 +148,13 @@ def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
     return bool(json.loads(line)["same"])
 
 
-math_answer = MathScore()
+math_answer = MathScorer()
 """Compares a box near the end, or the whole answer.
 
 Example:
     math_answer("1/2", tasks.Item("?", gold="0.5"))    # 1.0
 """
-boxed_math = MathScore(boxed=True, tail_chars=TAIL_CHARS)
+boxed_math = MathScorer(boxed=True, tail_chars=TAIL_CHARS)
 """Like ``math_answer``, but an answer without a box is wrong.
 
 Example:

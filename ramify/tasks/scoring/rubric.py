@@ -5,7 +5,7 @@ r"""Grading of an answer by a judge model, criterion by criterion, with a rubric
 The last box must contain one integer from 0 to ``scale`` for each criterion and nothing else. Any
 other reply gives no grade (None), never a partial one. This file decides the judge's prompt and how
 its reply is read. Not here: how a training run calls the judge (see ``train/signals/outcome.py``).
-``RubricScore`` uses its own client, for tasks that are evaluated.
+``RubricScorer`` uses its own client, for tasks that are evaluated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
 from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.types.boxed import last_boxed
+from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message
 
 _GRADE = re.compile(r"\d{1,3}")
@@ -99,12 +99,12 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class RubricScore(msgspec.Struct, frozen=True):
+class RubricScorer(msgspec.Struct, frozen=True):
     """Score of a task by a rubric. Each answer gets a new client.
 
     Example:
         rubric = tasks.Rubric(("names the host", "gives the time"))
-        reward = tasks.RubricScore(rubric, lambda: ramify.ScriptedClient([r"\boxed{1, 1}"]))
+        reward = tasks.RubricScorer(rubric, lambda: ramify.ScriptedClient([r"\boxed{1, 1}"]))
     """
 
     rubric: Rubric

@@ -41,11 +41,11 @@ _FENCE = re.compile(r"```(?:python|py|repl)?[ \t]*\n(.*?)```", re.DOTALL)
 _MAX_OUTPUT = 200_000
 
 
-class UnitTestScore(msgspec.Struct, frozen=True):
+class UnitTestScorer(msgspec.Struct, frozen=True):
     """Score 1 if the program passes all tests; with ``share``, the share that it passes.
 
     Example:
-        tasks.UnitTestScore(share=True)    # half of the tests pass: 0.5
+        tasks.UnitTestScorer(share=True)    # half of the tests pass: 0.5
     """
 
     timeout_s: float = 10.0
@@ -185,5 +185,5 @@ class _Bench:
 
 _bench = _Bench()
 close = _bench.close
-unit_tests = UnitTestScore()
+unit_tests = UnitTestScorer()
 """All tests must pass, with ten seconds for each."""

@@ -16,12 +16,17 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
-from ramify.testing.conformance import cells, host_calls, sharing, stopping
-from ramify.testing.conformance.base import ConformanceCheck, SandboxProbe, checks_by_module, echo
+from ramify.testing.conformance import cells, host_calls, session_isolation, stopping
+from ramify.testing.conformance.base import (
+    ConformanceCheck,
+    SandboxUnderTest,
+    checks_by_module,
+    echo,
+)
 
 CHECKS = [
     check
-    for part in (cells, host_calls, stopping, sharing)
+    for part in (cells, host_calls, stopping, session_isolation)
     for check in checks_by_module[part.__name__]
 ]
 """Every check of the conformance suite, in the order in which they run.
@@ -31,7 +36,7 @@ True
 """
 CHECK_S = 60.0
 """Time limit of one check."""
-__all__ = ["CHECKS", "ConformanceCheck", "SandboxProbe", "echo"]
+__all__ = ["CHECKS", "ConformanceCheck", "SandboxUnderTest", "echo"]
 
 
 class ConformanceResult(msgspec.Struct, frozen=True):
@@ -70,7 +75,7 @@ async def check_one(
     missing = [name for name in check.needs if not getattr(sandbox.caps, name)]
     if missing:
         return ConformanceResult(check.name, None, f"does not claim {', '.join(missing)}")
-    probe = SandboxProbe(sandbox, spec)
+    probe = SandboxUnderTest(sandbox, spec)
     started = time.perf_counter()
     try:
         async with asyncio.timeout(CHECK_S):

@@ -3,7 +3,7 @@
     >>> @check("a function sees updated globals")
     ... async def updated_globals(probe): ...
 
-A check opens sessions through its ``SandboxProbe``, which closes them afterwards.
+A check opens sessions through its ``SandboxUnderTest``, which closes them afterwards.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ramify.sandbox.base import Sandbox, SandboxSpec, Session
 from ramify.types.trajectory import Cell
 
 
-class SandboxProbe:
+class SandboxUnderTest:
     """A sandbox under test. It closes the sessions that a check has opened.
 
     Example:
-        probe = testing.SandboxProbe(sandbox, spec)
+        probe = testing.SandboxUnderTest(sandbox, spec)
         (cell,) = await probe.cells("1 + 1")    # in a new session
     """
 
@@ -55,7 +55,7 @@ class ConformanceCheck(msgspec.Struct, frozen=True):
     """
 
     name: str
-    test: Callable[[SandboxProbe], Awaitable[None]]
+    test: Callable[[SandboxUnderTest], Awaitable[None]]
     needs: tuple[str, ...] = ()
     """Names of the ``SandboxCapabilities`` that the check needs."""
 
@@ -67,13 +67,13 @@ checks_by_module: dict[str, list[ConformanceCheck]] = {}
 def check(
     name: str, *needs: str
 ) -> Callable[
-    [Callable[[SandboxProbe], Awaitable[None]]], Callable[[SandboxProbe], Awaitable[None]]
+    [Callable[[SandboxUnderTest], Awaitable[None]]], Callable[[SandboxUnderTest], Awaitable[None]]
 ]:
     """Decorator that registers a check. ``needs``: names of ``SandboxCapabilities``."""
 
     def add(
-        test: Callable[[SandboxProbe], Awaitable[None]],
-    ) -> Callable[[SandboxProbe], Awaitable[None]]:
+        test: Callable[[SandboxUnderTest], Awaitable[None]],
+    ) -> Callable[[SandboxUnderTest], Awaitable[None]]:
         checks_by_module.setdefault(test.__module__, []).append(ConformanceCheck(name, test, needs))
         return test
 
@@ -121,7 +121,7 @@ def host(name, *args, **kwargs):
 """
 
 
-async def with_host(probe: SandboxProbe) -> Session:
+async def with_host(probe: SandboxUnderTest) -> Session:
     session = await probe.open()
     await session.install("host_names", HOST)
     return session

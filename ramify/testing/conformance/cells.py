@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ramify.testing.conformance.base import (
-    SandboxProbe,
+    SandboxUnderTest,
     check,
     clean,
     same,
@@ -16,24 +16,24 @@ from ramify.testing.conformance.base import (
 
 
 @check("functions see updated globals")
-async def updated_globals(probe: SandboxProbe) -> None:
+async def check_updated_globals(probe: SandboxUnderTest) -> None:
     same(values(await probe.cells("n = 1\ndef f(): return n", "n = 2", "f()")), [None, None, "2"])
 
 
 @check("names bound before an error stay", "full_python")
-async def partial_cell(probe: SandboxProbe) -> None:
+async def check_names_kept_after_error(probe: SandboxUnderTest) -> None:
     failed, after = await probe.cells("a = 1\n_b = 2\n1/0\nc = 3", "(a, _b, 'c' in globals())")
     true(failed.error and "ZeroDivisionError" in failed.error, f"no error: {failed}")
     same(after.value, "(1, 2, False)")
 
 
 @check("del deletes", "full_python")
-async def deletes(probe: SandboxProbe) -> None:
+async def check_del_statement(probe: SandboxUnderTest) -> None:
     same(values(await probe.cells("a = 1", "del a", "'a' in globals()"))[-1], "False")
 
 
 @check("classes, decorators, dataclasses and imports work", "full_python")
-async def whole_python(probe: SandboxProbe) -> None:
+async def check_full_python(probe: SandboxUnderTest) -> None:
     code = """
 from __future__ import annotations
 import dataclasses, functools, textwrap, statistics, io
@@ -59,7 +59,7 @@ squares = [[i * k for i in range(j)] for j in range(3)]
 
 
 @check("annotations and pickle find __main__", "full_python", "kill")
-async def main_module(probe: SandboxProbe) -> None:
+async def check_main_module(probe: SandboxUnderTest) -> None:
     code = """
 import typing, pickle, inspect
 class Node:
@@ -75,7 +75,7 @@ found = typing.get_type_hints(Node)['child'] == (Node | None)
 
 
 @check("the last expression is echoed", "full_python")
-async def echoes(probe: SandboxProbe) -> None:
+async def check_last_expression_echo(probe: SandboxUnderTest) -> None:
     ran = await probe.cells(
         "x = 1\nx + 1", "_ * 10", "None", "x = 5", "def f(): pass", "'é\\ud800'", "# nothing", ""
     )
@@ -83,7 +83,7 @@ async def echoes(probe: SandboxProbe) -> None:
 
 
 @check("a repr that raises or is huge is safe", "full_python")
-async def odd_reprs(probe: SandboxProbe) -> None:
+async def check_unsafe_reprs(probe: SandboxUnderTest) -> None:
     ran = await probe.cells(
         "class R:\n    def __repr__(self): raise ValueError('no')\nR()",
         "'x' * 5_000_000",
@@ -99,7 +99,7 @@ async def odd_reprs(probe: SandboxProbe) -> None:
 
 
 @check("tracebacks carry the cell's lines")
-async def tracebacks(probe: SandboxProbe) -> None:
+async def check_tracebacks(probe: SandboxUnderTest) -> None:
     _, cell = await probe.cells("def f(x):\n    y = 1\n    return y / x", "\nf(0)")
     error = cell.error or ""
     for part in (
@@ -113,7 +113,7 @@ async def tracebacks(probe: SandboxProbe) -> None:
 
 
 @check("syntax errors are shown and harm nothing", "full_python")
-async def syntax_errors(probe: SandboxProbe) -> None:
+async def check_syntax_errors(probe: SandboxUnderTest) -> None:
     bad, after = await probe.cells("x = 1\ny = = 2", "'x' in globals()")
     true(
         bad.error and 'File "<cell 1>", line 2' in bad.error and "SyntaxError" in bad.error,
@@ -124,7 +124,7 @@ async def syntax_errors(probe: SandboxProbe) -> None:
 
 
 @check("exit ends the cell, not the session", "full_python")
-async def exits(probe: SandboxProbe) -> None:
+async def check_exit_ends_cell(probe: SandboxUnderTest) -> None:
     a, b, c, d = await probe.cells(
         "x = 1\nexit()\nx = 2", "import sys; sys.exit('why')", "raise SystemExit(3)", "x"
     )
@@ -132,7 +132,7 @@ async def exits(probe: SandboxProbe) -> None:
 
 
 @check("await works at the top of a cell")
-async def top_level_await(probe: SandboxProbe) -> None:
+async def check_top_level_await(probe: SandboxUnderTest) -> None:
     code = "import asyncio\nr = await asyncio.gather(asyncio.sleep(0, 1), asyncio.sleep(0, 2))\nr"
     same(
         values(
@@ -143,7 +143,7 @@ async def top_level_await(probe: SandboxProbe) -> None:
 
 
 @check("random is seeded", "kill")
-async def seeded(probe: SandboxProbe) -> None:
+async def check_seeded_random(probe: SandboxUnderTest) -> None:
     async def draw(seed: str) -> str | None:
         session = await probe.open(seed=seed)
         return (
@@ -157,7 +157,7 @@ async def seeded(probe: SandboxProbe) -> None:
 
 
 @check("stdout and stderr are one ordered stream", "full_python")
-async def one_stream(probe: SandboxProbe) -> None:
+async def check_output_order(probe: SandboxUnderTest) -> None:
     code = (
         "import sys\nprint('a')\nprint('b', file=sys.stderr)\nsys.stdout.write('c\\n')\n"
         "sys.stdout.buffer.write(b'd\\n')\n"
@@ -167,7 +167,7 @@ async def one_stream(probe: SandboxProbe) -> None:
 
 
 @check("other processes' output is in order", "full_python", "kill", "starts_processes")
-async def raw_output(probe: SandboxProbe) -> None:
+async def check_subprocess_output(probe: SandboxUnderTest) -> None:
     code = """
 import os, subprocess
 print(1)
@@ -181,7 +181,7 @@ os.write(2, b'5\\xff')
 
 
 @check("long output keeps head, tail and length")
-async def long_output(probe: SandboxProbe) -> None:
+async def check_long_output(probe: SandboxUnderTest) -> None:
     limit, session = probe.spec.max_output_bytes, await with_host(probe)
     count = limit // 4
     [cell] = clean(await probe.cells(f"for i in range({count}): print('é', i)", session=session))
@@ -201,7 +201,7 @@ async def long_output(probe: SandboxProbe) -> None:
 
 
 @check("sessions do not mix their output", "full_python")
-async def separate_output(probe: SandboxProbe) -> None:
+async def check_output_isolation(probe: SandboxUnderTest) -> None:
     async def one(number: int) -> str:
         session = await with_host(probe)
         code = f"""

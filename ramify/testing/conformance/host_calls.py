@@ -12,7 +12,7 @@ from typing import Any
 from ramify.errors import HostCallError, SandboxError
 from ramify.testing.conformance.base import (
     ConformanceError,
-    SandboxProbe,
+    SandboxUnderTest,
     check,
     clean,
     echo,
@@ -36,7 +36,7 @@ VALUES: list[Any] = [
 
 
 @check("values survive a round trip", "full_python")
-async def round_trip(probe: SandboxProbe) -> None:
+async def check_value_round_trip(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     await session.set("v", VALUES)
     same(repr(await session.get("v")), repr(VALUES), "set, get")
@@ -47,7 +47,7 @@ async def round_trip(probe: SandboxProbe) -> None:
 
 
 @check("other values are refused, with type and path", "full_python")
-async def refused_values(probe: SandboxProbe) -> None:
+async def check_refused_values(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     code = "class Foo: pass\nx = {'a': [1, (Foo(),)]}\nloop = []\nloop.append(loop)"
     _, called, cyclic, after = await probe.cells(
@@ -76,7 +76,7 @@ async def refused_values(probe: SandboxProbe) -> None:
 
 
 @check("large values survive a round trip")
-async def large_values(probe: SandboxProbe) -> None:
+async def check_large_values(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     text = "é" * 1_000_000
     await session.set("text", text)
@@ -90,7 +90,7 @@ async def large_values(probe: SandboxProbe) -> None:
 
 
 @check("reserved names are restored and reported", "full_python")
-async def reserved(probe: SandboxProbe) -> None:
+async def reserved(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     await session.set("given", [1], reserved=True)
     await session.set("other", 1, reserved=True)
@@ -109,7 +109,7 @@ async def reserved(probe: SandboxProbe) -> None:
 
 
 @check("modules bind names and send notes", "full_python")
-async def modules(probe: SandboxProbe) -> None:
+async def check_modules(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     source = """
 __all__ = ["double", "Failure"]
@@ -147,7 +147,7 @@ def after_cell():
 
 
 @check("errors of the host are raised in the cell", "full_python")
-async def host_errors(probe: SandboxProbe) -> None:
+async def check_host_errors(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
     caught, raised = await probe.cells(code, "\nhost('fail')", session=session)
@@ -164,7 +164,7 @@ async def host_errors(probe: SandboxProbe) -> None:
 
 
 @check("a bug of the host is raised by run")
-async def host_faults(probe: SandboxProbe) -> None:
+async def check_host_bugs(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
 
     async def broken(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -180,7 +180,7 @@ async def host_faults(probe: SandboxProbe) -> None:
 
 
 @check("calls from threads run at once", "full_python")
-async def concurrent_calls(probe: SandboxProbe) -> None:
+async def check_concurrent_calls(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     code = """
 from concurrent.futures import ThreadPoolExecutor
@@ -196,7 +196,7 @@ got == [1] * 16, big
 
 
 @check("a call outside its cell fails clearly", "full_python")
-async def late_calls(probe: SandboxProbe) -> None:
+async def check_calls_outside_cell(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     code = """
 import threading, time
@@ -223,7 +223,7 @@ time.sleep(.2)
 
 
 @check("a forked process is not the session", "full_python", "kill", "starts_processes")
-async def forked(probe: SandboxProbe) -> None:
+async def check_forked_process(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     code = """
 import os

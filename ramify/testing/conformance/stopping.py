@@ -9,7 +9,7 @@ from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import CellResult
 from ramify.testing.conformance.base import (
     ConformanceError,
-    SandboxProbe,
+    SandboxUnderTest,
     check,
     clean,
     echo,
@@ -25,7 +25,7 @@ enough for a busy machine."""
 
 
 @check("an endless loop stops, variables stay", "interrupt")
-async def endless_loop(probe: SandboxProbe) -> None:
+async def check_endless_loop_interrupt(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     started = time.perf_counter()
     ran = await session.run("x = 41\nprint('so far')\nwhile True: pass", answer=echo, timeout_s=0.3)
@@ -39,7 +39,7 @@ async def endless_loop(probe: SandboxProbe) -> None:
 
 
 @check("time waiting for the host does not count")
-async def clock(probe: SandboxProbe) -> None:
+async def check_host_wait_excluded_from_timeout(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     ran = await session.run(
         "for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0
@@ -49,7 +49,7 @@ async def clock(probe: SandboxProbe) -> None:
 
 
 @check("interrupt stops a waiting cell", "interrupt")
-async def interrupts(probe: SandboxProbe) -> None:
+async def check_cell_interrupt(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     started = time.perf_counter()
@@ -62,7 +62,7 @@ async def interrupts(probe: SandboxProbe) -> None:
 
 
 @check("interrupt stops a pool of waiting threads", "interrupt")
-async def interrupts_threads(probe: SandboxProbe) -> None:
+async def check_thread_pool_interrupt(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     code = """
@@ -78,7 +78,7 @@ with ThreadPoolExecutor(4) as t:
 
 
 @check("a cancelled run leaves a usable session", "interrupt")
-async def cancelled(probe: SandboxProbe) -> None:
+async def cancelled(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     before = asyncio.all_tasks()
     for code in ("x = 1\nwhile True: pass", "host('sleep', 30)"):
@@ -95,7 +95,7 @@ async def cancelled(probe: SandboxProbe) -> None:
 
 
 @check("one request at a time")
-async def busy(probe: SandboxProbe) -> None:
+async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     task = asyncio.ensure_future(session.run("host('sleep', .2)", answer=echo))
     await asyncio.sleep(0.05)
@@ -110,7 +110,7 @@ async def busy(probe: SandboxProbe) -> None:
 
 
 @check("a cell that cannot be stopped is killed", "full_python", "kill")
-async def killed(probe: SandboxProbe) -> None:
+async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
     session, other = await probe.open(), await probe.open()
     await session.run("import time; said = False", answer=echo)
     code = (  # everything is inside the try: on a slow machine the first interrupt arrives early
@@ -134,7 +134,7 @@ async def killed(probe: SandboxProbe) -> None:
 
 
 @check("a crash is reported, with the output so far", "full_python", "kill")
-async def crashes(probe: SandboxProbe) -> None:
+async def check_crash_report(probe: SandboxUnderTest) -> None:
     for code, sign in (
         ("import os\nos._exit(7)", "status 7"),
         ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
@@ -150,7 +150,7 @@ async def crashes(probe: SandboxProbe) -> None:
 
 
 @check("memory runs out as MemoryError", "limits_memory")
-async def memory(probe: SandboxProbe) -> None:
+async def check_memory_limit(probe: SandboxUnderTest) -> None:
     limit = probe.spec.memory_bytes
     codes = (f"x = 1\nb = 'a' * {2 * limit}", "many = []\nwhile True: many.append('a' * 100_000)")
     big, many, after = await probe.cells(*codes, "many = None\nx")
@@ -160,7 +160,7 @@ async def memory(probe: SandboxProbe) -> None:
 
 
 @check("a misbehaving cell does not break the next", "full_python", "kill")
-async def rude_cells(probe: SandboxProbe) -> None:
+async def check_misbehaving_cells(probe: SandboxUnderTest) -> None:
     session = await with_host(probe)
     for code in (
         "import sys, io\nsys.stdout = sys.stderr = io.StringIO()",

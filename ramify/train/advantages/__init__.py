@@ -32,7 +32,7 @@ ALGORITHMS = Registry(
         "state_group": f"{_HERE}.fork_estimators:StateGroupEstimator",
         "rae": f"{_HERE}.rae:RAE",
         "ppo": f"{_HERE}.ppo:PPO",
-        "by_task": f"{_HERE}.by_task:ByTask",
+        "by_task": f"{_HERE}.by_task:PerTaskAlgorithm",
         "hybrid": "ramify.train.signals.compose:Hybrid",
         "sft": f"{_HERE}.sft:SFT",
     },

@@ -1,7 +1,7 @@
 """The algorithm interface: turn scored groups into per-token streams for the loss.
 
-    [Group] ── algorithm.assign_advantages(groups, task weights) ──> AssignedStep
-                                                   [AssignedRollout], denominators, metrics
+    [Group] ── algorithm.assign_advantages(groups, task weights) ──> StepAdvantages
+                                                   [RolloutAdvantages], denominators, metrics
 
 An algorithm is a small frozen struct in its own file; its fields are its options. It receives all
 groups of a step at once, so every statistic is computed over the whole step. The trainer itself
@@ -10,7 +10,7 @@ rollout for each group, or per-token numbers that only the trainer can compute. 
 state from step to step (``memory``):
 
     [TokenSequence] with those streams ── algorithm.finish(rows) ──> advantages for the whole step
-    algorithm with memory=… ── assign_advantages ──> AssignedStep.memory
+    algorithm with memory=… ── assign_advantages ──> StepAdvantages.memory
                                         saved in the checkpoint and passed to the next step
 """
 
@@ -69,14 +69,14 @@ Stamps = dict[tuple[str, int], TokenCredit]
 """(call id, index of the turn in ``Call.turns``) -> its streams."""
 
 
-class AssignedRollout(msgspec.Struct):
+class RolloutAdvantages(msgspec.Struct):
     """A rollout and the credit of its turns."""
 
     trajectory: Trajectory
     credits: Stamps
 
 
-class AssignedStep(msgspec.Struct):
+class StepAdvantages(msgspec.Struct):
     """The result of ``assign_advantages`` for one optimizer step.
 
     Example:
@@ -84,7 +84,7 @@ class AssignedStep(msgspec.Struct):
         assigned.metrics["reward"], assigned.no_signal
     """
 
-    rollouts: list[AssignedRollout]
+    rollouts: list[RolloutAdvantages]
     """Rollouts with a training signal, in the order of the groups."""
     denominators: dict[str, float]
     """Loss component -> the number that its sum over the whole step is divided by."""
@@ -123,7 +123,7 @@ class Algorithm(Protocol):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         """Assign advantages and loss weights to the sampled tokens of one optimizer step.
 
         ``weights`` are the task's weights of its named rewards. If ``every_token`` is set, tokens
@@ -193,7 +193,7 @@ _BY_TRAINER = ("ref_logprobs",)
 """Streams that the trainer computes for the rows that lack them."""
 
 
-def even_streams(rollouts: Sequence[AssignedRollout]) -> None:
+def fill_missing_streams(rollouts: Sequence[RolloutAdvantages]) -> None:
     """Give every ``TokenCredit`` the same named streams, because all sequences of a step must have
     the same ones. A missing stream is filled with values that have no effect."""
     widths: dict[str, int | None] = {}

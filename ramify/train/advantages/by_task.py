@@ -29,11 +29,11 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import (
     Algorithm,
     AlgorithmNeeds,
-    AssignedRollout,
-    AssignedStep,
+    RolloutAdvantages,
     Stamps,
+    StepAdvantages,
     TokenCredit,
-    even_streams,
+    fill_missing_streams,
     finish,
     needs_of,
     remembering,
@@ -46,7 +46,7 @@ _SUMS = ("groups_with_signal", "failed_rollouts")
 """Metrics of a step that are counts; the others are means."""
 
 
-class ByTask(
+class PerTaskAlgorithm(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -57,7 +57,8 @@ class ByTask(
     """An algorithm per task of a mixture; implements ``Algorithm``.
 
     Example:
-        train.RlSpec(algorithm=train.ByTask(tasks={"sums": train.GRPO(), "papers": train.RLOO()}))
+        train.RlSpec(algorithm=train.PerTaskAlgorithm(tasks={"sums": train.GRPO(), "papers":
+        train.RLOO()}))
     """
 
     tasks: dict[str, Any] = {}
@@ -78,7 +79,7 @@ class ByTask(
                     f"by_task: {name} is {each!r:.40}, not an algorithm: give a name as in "
                     "rl.algorithm=grpo, or a mapping with name and options"
                 )
-            if isinstance(each, ByTask) or hasattr(each, "outcome"):
+            if isinstance(each, PerTaskAlgorithm) or hasattr(each, "outcome"):
                 raise ConfigError(
                     f"by_task: {name} is {type(each).__name__}, which wraps other algorithms: give "
                     "each task an algorithm that wraps none"
@@ -149,7 +150,7 @@ class ByTask(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         by_part: dict[str, list[Group]] = defaultdict(list)
         for group in groups:
             by_part[part_of(group.task)].append(group)
@@ -166,9 +167,9 @@ class ByTask(
         }
         order = (trajectory.id for group in groups for trajectory in group.trajectories)
         rollouts = [scaled[id] for id in order if id in scaled]
-        even_streams(rollouts)
+        fill_missing_streams(rollouts)
         reasons = [f"{part}: {step.no_signal}" for part, step in steps.items()]
-        return AssignedStep(
+        return StepAdvantages(
             rollouts,
             {name: 1.0 for step in steps.values() for name in step.denominators},
             _metrics(steps, by_part),
@@ -193,7 +194,7 @@ class ByTask(
         means = _means(found, {part: len(own) for part, own in by_part.items()})
         return means | _by_name(found)
 
-    def _num_learnt(self, part: str, groups: Sequence[Group], step: AssignedStep) -> int:
+    def _num_learnt(self, part: str, groups: Sequence[Group], step: StepAdvantages) -> int:
         """Groups that count in the loss: those with a signal, or all if their algorithm keeps
         those without."""
         if getattr(self.of(part), "drop_zero_variance", True) is False:
@@ -203,8 +204,8 @@ class ByTask(
 
 
 def _scaled(
-    rollout: AssignedRollout, share: float, denominators: Mapping[str, float]
-) -> AssignedRollout:
+    rollout: RolloutAdvantages, share: float, denominators: Mapping[str, float]
+) -> RolloutAdvantages:
     """Multiply the weights of ``rollout`` by ``share`` and divide them by the ``denominators`` of
     its part, so that the losses of all parts can simply be added."""
     factors = {name: share / value for name, value in denominators.items() if value}
@@ -223,11 +224,11 @@ def _scaled(
         )
         for turn, credit in rollout.credits.items()
     }
-    return AssignedRollout(rollout.trajectory, credits)
+    return RolloutAdvantages(rollout.trajectory, credits)
 
 
 def _metrics(
-    steps: Mapping[str, AssignedStep], by_part: Mapping[str, Sequence[Group]]
+    steps: Mapping[str, StepAdvantages], by_part: Mapping[str, Sequence[Group]]
 ) -> dict[str, float]:
     """Combine the metrics of all tasks: counts are summed, other metrics are averaged over
     rollouts. The metrics of each single task are included."""

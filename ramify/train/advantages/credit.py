@@ -19,7 +19,7 @@ that used up its turns, calls, tokens or dollars is a failure of the policy: it 
 both. The soft overlong penalty and the length penalty change the reward before any comparison.
 
 Not here: the comparison itself (see group_estimators.py), and how much each token weighs (see
-weight.py).
+token_loss_weights.py).
 """
 
 from __future__ import annotations

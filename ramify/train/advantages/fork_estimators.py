@@ -7,7 +7,7 @@
                       └── 0                                         |  0 - 1
     tree 2   ── 0.25 ─┬── 0.5 ...                each value minus the mean of its siblings
 
-A segment is what was sampled between two forks (``types/forked_root.py``). The first segments of a
+A segment is what was sampled between two forks (``types/fork_segment.py``). The first segments of a
 group's roots share the question, so they are compared like the continuations of one fork. Each of K
 continuations carries 1/K of the weight before the fork, so the tokens before a fork count once and
 those after it as one rollout in total. ``docs/algorithms.md`` derives that the update is then
@@ -29,7 +29,8 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import total
-from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
+from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder, TurnCredit, TurnCredits
+from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
 from ramify.train.advantages.credit import (
     CreditNode,
     Numbers,
@@ -37,9 +38,8 @@ from ramify.train.advantages.credit import (
     ends_in_cut_reply,
     own_advantages,
 )
-from ramify.train.advantages.group import ScoredStep, TurnCredit, TurnCredits
 from ramify.train.advantages.group_estimators import RLOO
-from ramify.types.forked_root import RootSegment, root_segments
+from ramify.types.fork_segment import ForkSegment, root_segments
 from ramify.types.trajectory import Call, Group, Trajectory
 
 Trees = Sequence[Mapping[str, CreditNode]]
@@ -72,8 +72,8 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
-        step = ScoredStep(groups, weights, self)
+    ) -> StepAdvantages:
+        step = StepAdvantageBuilder(groups, weights, self)
         for scored in step.groups:
             found = self.of_roots(scored.group, weights)
             rows = zip(scored.group.trajectories, found, self._own(scored.trees), strict=True)
@@ -153,7 +153,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         ]
 
     def _rewards(
-        self, trajectory: Trajectory, tree: RootSegment, rewards: Mapping[str, float]
+        self, trajectory: Trajectory, tree: ForkSegment, rewards: Mapping[str, float]
     ) -> dict[str, float]:
         """Map the last call of each line to the reward of the line."""
         if not tree.continuations:
@@ -165,7 +165,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
 
     def _credits(
         self,
-        segment: RootSegment,
+        segment: ForkSegment,
         values: _Values,
         trees: Sequence[float],
         index: int,
@@ -321,7 +321,7 @@ class _Values:
         ends."""
         self._rewards = rewards
 
-    def of(self, segment: RootSegment) -> float:
+    def of(self, segment: ForkSegment) -> float:
         """Return the value of a segment: the mean value of the continuations that follow, or the
         final reward if there are none."""
         if not segment.continuations:

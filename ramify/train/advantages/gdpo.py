@@ -14,9 +14,9 @@ from typing import Literal
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder
+from ramify.train.advantages.base import StepAdvantages
 from ramify.train.advantages.credit import CREDITS, Numbers, tree_of
-from ramify.train.advantages.group import ScoredStep
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
@@ -44,8 +44,8 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
-        step = ScoredStep(groups, weights, self)
+    ) -> StepAdvantages:
+        step = StepAdvantageBuilder(groups, weights, self)
         credit = CREDITS.of(self.credit)
         for scored in step.groups:
             sums = [dict.fromkeys(tree, 0.0) for tree in scored.trees]

@@ -7,7 +7,7 @@
 
 The stack of a call of ``compare``, from the step's groups down:
 
-    GroupOptions.assign_advantages   rewards before it, weights of tokens after it   (group.py)
+    GroupOptions.assign_advantages   rewards before it, weights of tokens after it
     per_role, or another credit      which calls are attempts at the same thing     (credit.py)
     DrGRPO.compare                   here
 
@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ramify.train.advantages import token_arithmetic as row_math
+from ramify.train.advantages.advantage_pipeline import EPSILON, GroupOptions
 from ramify.train.advantages.credit import Overlong
-from ramify.train.advantages.group import EPSILON, GroupOptions
-from ramify.train.advantages.weight import Reduction
+from ramify.train.advantages.token_loss_weights import Reduction
 from ramify.types.sequence import TokenSequence, rollout_of
 
 

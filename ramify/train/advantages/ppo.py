@@ -27,9 +27,9 @@ import numpy as np
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep, TokenCredit
+from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages, TokenCredit
 from ramify.train.advantages.credit import returns_of
-from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -67,10 +67,10 @@ class PPO(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         returns_by_call: dict[tuple[str, str], float] = {}
         # ``finish`` normalises, once advantages exist.
-        step = ScoredStep(groups, weights, msgspec.structs.replace(self, normalise=False))
+        step = StepAdvantageBuilder(groups, weights, msgspec.structs.replace(self, normalise=False))
         for group in step.groups:
             for trajectory, tree in zip(group.group.trajectories, group.trees, strict=True):
                 returns_by_call.update(

@@ -18,9 +18,9 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import StepAdvantages
 from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
-from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.trajectory import Group
 
 
@@ -53,10 +53,10 @@ class RAE(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         means = dict(self.memory)
         returns_by_role: dict[str, list[float]] = defaultdict(list)
-        step = ScoredStep(groups, weights, self)
+        step = StepAdvantageBuilder(groups, weights, self)
         for group in step.groups:
             numbers = []
             for tree in group.trees:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import StepAdvantages
 from ramify.train.advantages.credit import returns_of
-from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -46,8 +46,8 @@ class ReinforcePP(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
-        step = ScoredStep(groups, weights, self)
+    ) -> StepAdvantages:
+        step = StepAdvantageBuilder(groups, weights, self)
         for group in step.groups:
             group.advantages = [returns_of(tree, self.gamma_tree) for tree in group.trees]
         return step.assigned(every_token, gamma=self.gamma, has_baseline=False)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ramify.train.advantages.base import AlgorithmNeeds, AssignedStep
+from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
 from ramify.train.advantages.credit import CreditNode, tree_of, why_unscored
-from ramify.train.advantages.group import GroupOptions, ScoredStep
 from ramify.types.trajectory import Group
 
 
@@ -44,8 +44,10 @@ class ReMax(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
-        step = ScoredStep([each for each in groups if not _why_unusable(each)], weights, self)
+    ) -> StepAdvantages:
+        step = StepAdvantageBuilder(
+            [each for each in groups if not _why_unusable(each)], weights, self
+        )
         for scored in step.groups:
             assert scored.group.greedy is not None
             baseline = _root_reward(tree_of(scored.group.greedy, weights))

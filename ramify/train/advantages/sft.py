@@ -16,9 +16,9 @@ from typing import ClassVar
 import msgspec
 
 from ramify.tasks.base import total
-from ramify.train.advantages.base import AssignedRollout, AssignedStep, Stamps, TokenCredit
-from ramify.train.advantages.weight import Reduction, Share
-from ramify.train.advantages.weight import weights as token_weights
+from ramify.train.advantages.base import RolloutAdvantages, Stamps, StepAdvantages, TokenCredit
+from ramify.train.advantages.token_loss_weights import Reduction, Share
+from ramify.train.advantages.token_loss_weights import weights as token_weights
 from ramify.types.trajectory import Call, Group, Trajectory
 
 
@@ -55,7 +55,7 @@ class SFT(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         kept = [
             [trajectory for trajectory in group.trajectories if self._is_good(trajectory, weights)]
             for group in groups
@@ -63,7 +63,7 @@ class SFT(
         counts = [[self._counts(trajectory, weights) for trajectory in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)
         rollouts = [
-            AssignedRollout(trajectory, _credits(trajectory, weight))
+            RolloutAdvantages(trajectory, _credits(trajectory, weight))
             for group, weighed in zip(kept, per_token, strict=True)
             for trajectory, weight in zip(group, weighed, strict=True)
         ]
@@ -78,7 +78,7 @@ class SFT(
         ]:
             metrics["reward"] = sum(returns) / len(returns)
         no_signal = "" if rollouts else self._why_none(groups, weights)
-        return AssignedStep(rollouts, {"ce": denominator}, metrics, no_signal)
+        return StepAdvantages(rollouts, {"ce": denominator}, metrics, no_signal)
 
     def _why_none(self, groups: Sequence[Group], weights: Mapping[str, float]) -> str:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

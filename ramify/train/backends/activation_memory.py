@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError
-from ramify.train.data.pack import ComputeCost
+from ramify.train.data.pack import PackingCostModel
 
 LEAST_TOKENS = 1024
 """Lower limit of ``max_tokens``, whatever the memory."""
@@ -45,7 +45,7 @@ def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsiz
     return layers * (4 * width if recompute else itemsize * (10 * width + 4 * mlp))
 
 
-def gpu_bytes(device: torch.device) -> int:
+def total_gpu_bytes(device: torch.device) -> int:
     """Memory of a GPU in bytes; 0 for a CPU."""
     if device.type != "cuda":
         return 0
@@ -59,7 +59,7 @@ def most_tokens(config: Any, device: torch.device, recompute: bool, precision: s
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = config.num_hidden_layers
     token = activation_bytes(config.hidden_size, mlp, layers, recompute, itemsize)
-    return max(LEAST_TOKENS, activation_room(gpu_bytes(device)) // token)
+    return max(LEAST_TOKENS, activation_room(total_gpu_bytes(device)) // token)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -148,7 +148,7 @@ class _Speed(NamedTuple):
 _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
 
 
-def compute_cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
+def compute_cost(model: nn.Module, config: Any, device: str) -> PackingCostModel:
     """Costs in units of one token's work forward and backward, which is 6 FLOP per weight of the
     layers. A pair costs 14 FLOP per layer and element of the heads: two products forward, five
     backward."""
@@ -160,7 +160,7 @@ def compute_cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     layers = config.num_hidden_layers
-    return ComputeCost(
+    return PackingCostModel(
         pair=14 * layers * width / speed.attention / token_s,
         share=layers * speed.call_s / token_s,
         join=layers * width * speed.join_s / token_s,

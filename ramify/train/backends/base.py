@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
 from ramify.train.backends.mesh import MeshSizes
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 from ramify.train.data.pack import PackingSpec
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 BACKENDS = Registry(
     "backend",
     "ramify.backends",
@@ -170,7 +170,7 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
 
 
-class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainingBackendSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the trainer computes. Options change speed and memory, and the loss only by rounding."""
 
     backend: str = "single"
@@ -195,8 +195,8 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     share: bool = True
     """Compute prefixes that sequences share only once."""
     deterministic: bool = False
-    """Compute in fixed shapes (``models/fixed_shapes.py``). Set ``deterministic`` of the run
-    instead: it includes the engine."""
+    """Compute in fixed shapes (``models/batch_invariant_forward.py``). Set ``deterministic`` of the
+    run instead: it includes the engine."""
 
     def __post_init__(self) -> None:
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
@@ -343,7 +343,7 @@ class Backend(Protocol):
         ...
 
 
-def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
+def decided(compute: TrainingBackendSpec, dtype: torch.dtype, device: str) -> TrainingBackendSpec:
     """Replace ``precision="auto"`` by a definite precision. It is bf16 if the policy was loaded in
     a 16-bit ``dtype`` and the device supports bf16, and otherwise fp32."""
     if compute.precision != "auto":

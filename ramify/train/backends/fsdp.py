@@ -26,17 +26,17 @@ from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import launch
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
+from ramify.train.backends.base import Backend, OptimizerSpec, TrainingBackendSpec, decided
 from ramify.train.backends.fsdp_model import (
     FsdpBackend,
     FsdpModel,
-    FsdpModelParts,
+    FsdpModelSpec,
     ShardedReference,
     Source,
     check_optimizer,
 )
-from ramify.train.backends.layer_split import SplitPlan
 from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.tensor_parallel import TensorParallelPlan
 from ramify.train.backends.trained_model import SeparateCritic
 
 
@@ -45,7 +45,7 @@ class FsdpRanks:
 
     def __init__(
         self,
-        compute: ComputeSpec,
+        compute: TrainingBackendSpec,
         device: str = "cpu",
         *,
         dumps: Path | None = None,
@@ -76,7 +76,7 @@ class FsdpRanks:
         config: Any,
         source: Source,
         lora: AdapterSpec | None = None,
-        compute: ComputeSpec | None = None,
+        compute: TrainingBackendSpec | None = None,
         *,
         critic: bool = False,
         holds_base: bool = False,
@@ -87,11 +87,11 @@ class FsdpRanks:
         that only adapters are gathered. Raises ConfigError, naming the first tensor that does not
         fit."""
         compute = compute or self.compute
-        SplitPlan.check(config, compute.shard, self.rank_group.size, lora)
+        TensorParallelPlan.check(config, compute.shard, self.rank_group.size, lora)
         check_source(config, source)
         self._num_models += 1
         compute = decided(compute, stored_dtype(config, self.device), self.device)
-        parts = FsdpModelParts(config, source, lora, compute, critic, holds_base)
+        parts = FsdpModelSpec(config, source, lora, compute, critic, holds_base)
         return FsdpModel(self._joined, self.dumps, f"model {self._num_models}", parts)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class FsdpTrainedModel:
     def __init__(
         self,
         policy: Policy,
-        compute: ComputeSpec,
+        compute: TrainingBackendSpec,
         dumps: Path,
         *,
         lora: AdapterSpec | None = None,
@@ -133,7 +133,7 @@ class FsdpTrainedModel:
         self._backend: FsdpBackend | None = None
 
     @staticmethod
-    def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
+    def check(compute: TrainingBackendSpec, device: str, *, elsewhere: bool = False) -> None:
         """Raise ConfigError if the ranks cannot be started. ``elsewhere``: not all ranks are on
         this machine."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
@@ -141,7 +141,7 @@ class FsdpTrainedModel:
     @staticmethod
     def check_model(
         config: Any,
-        compute: ComputeSpec,
+        compute: TrainingBackendSpec,
         device: str,
         lora: AdapterSpec | None,
         optims: Many[OptimizerSpec],
@@ -149,7 +149,7 @@ class FsdpTrainedModel:
         """Raise ConfigError if the model, its adapters or one of the optimizers that will train it
         cannot be split over the mesh."""
         shard = compute.shard
-        SplitPlan.check(config, shard, launch.num_ranks(shard, device), lora)
+        TensorParallelPlan.check(config, shard, launch.num_ranks(shard, device), lora)
         for optim in optims:
             check_optimizer(optim, shard)
 

@@ -26,21 +26,21 @@ from torch import Tensor, nn
 
 from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import AdaptedMatrix, FrozenTensor
+from ramify.inference.weight_sync.base import AdaptedMatrix, LazyFrozenWeight
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
-from ramify.train.backends import adapters, launch, shards
+from ramify.train.backends import adapters, launch, sharded_checkpoint
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
 from ramify.train.backends.mesh import MeshSizes
 from ramify.train.backends.meta_model import on_meta
 from ramify.train.backends.rank import ModelConfigText, RankModelSpec, dealt, idle, is_of_critic
+from ramify.train.backends.safetensors_export import export_model
 from ramify.train.backends.single import check_window
-from ramify.train.backends.write_checkpoint import export_model
 from ramify.train.data.pack import PackingSpec
-from ramify.train.losses import loss as losses
-from ramify.train.losses.loss import LossSpec, LossTally
+from ramify.train.losses import total_loss as losses
+from ramify.train.losses.total_loss import LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"
@@ -154,13 +154,15 @@ class FsdpBackend:
         there, here = msgspec.json.decode(state["optim"]), self._optim.kind
         packed = self._model.own.model(self._model.key).sharded.packed
         weights, optimizers = self._own.trained
-        shards.check(folder, shards.ShardedState(weights, optimizers, packed))
+        sharded_checkpoint.check(
+            folder, sharded_checkpoint.ShardedState(weights, optimizers, packed)
+        )
         if there["kind"] != here:
             raise ConfigError(
                 f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
                 f"{here} here"
             )
-        random = [shards.RandomState(*each) for each in state["random"]]
+        random = [sharded_checkpoint.RandomState(*each) for each in state["random"]]
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
 
@@ -225,13 +227,13 @@ class ShardedReference:
         return self._trained.of(batches, base=True)
 
 
-class FsdpModelParts(NamedTuple):
+class FsdpModelSpec(NamedTuple):
     """The parts of a model over ranks."""
 
     config: Any
     source: Source
     lora: AdapterSpec | None
-    compute: ComputeSpec
+    compute: TrainingBackendSpec
     critic: bool
     holds_base: bool
 
@@ -240,7 +242,7 @@ class FsdpModel:
     """Rank 0's handle of one model over all ranks."""
 
     def __init__(
-        self, ranks: launch.JoinedRanks, dumps: Path, key: str, parts: FsdpModelParts
+        self, ranks: launch.JoinedRanks, dumps: Path, key: str, parts: FsdpModelSpec
     ) -> None:
         config, source, lora, compute, critic, holds_base = parts
         self.rank_group: RankGroup = ranks.rank_group
@@ -327,7 +329,7 @@ class FsdpModel:
             elif name in self._frozen:
                 yield name, self._frozen[name], None
             else:
-                yield name, blank, FrozenTensor(partial(self._base, name), (id(self), name))
+                yield name, blank, LazyFrozenWeight(partial(self._base, name), (id(self), name))
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of each adapter matrix (A and B). Nothing else is

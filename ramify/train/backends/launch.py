@@ -7,8 +7,8 @@
 
 Decides what must hold before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
 port), and which process is which rank. Not here: what ranks do together (``rank_group.py``) and how
-ranks of torchrun find each other (``torchrun.py``). Ranks on several machines need a shared file
-system for checkpoints.
+ranks of torchrun find each other (``torchrun_rendezvous.py``). Ranks on several machines need a
+shared file system for checkpoints.
 
 Every rank opens three channels to rank 0, which prove that it belongs to the run:
 
@@ -33,19 +33,19 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import msgspec
 
 from ramify.actors.child_process import ChildProcess, Process, import_path
-from ramify.actors.connect_back import Listener, Ticket, read_ticket
-from ramify.actors.group_proof import AuthenticatedGroups
-from ramify.actors.launcher import STOPPED_S, Launcher, SlotMember
+from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket, read_ticket
+from ramify.actors.group_proof import AuthenticatedGroupFactory
+from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstance
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
-from ramify.logging import RoomLogger, join_run
+from ramify.logging import ComponentLogger, join_run
 from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
 
 _POLL_S = 0.05
 _START_S = 120.0
 """Time limit in seconds for a rank to start, including its imports."""
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 
 
 class RankHello(msgspec.Struct, frozen=True):
@@ -174,7 +174,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     """Start the other ranks, on ``hosts`` if given, or connect to those that torchrun started.
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from ramify.actors.rank_group import RankGroup
-    from ramify.actors.rank_store import StoreHost
+    from ramify.actors.rank_store import KeyValueStoreServer
     from ramify.actors.rank_watch import RankConnection, RankHeartbeat
     from ramify.train.backends.rank import RankModels
 
@@ -187,7 +187,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
         if world is None:
             address = LOOPBACK if hosts is None else hosts.address
             is_local = address == LOOPBACK
-            listener = Listener(address, shard.port or 0)
+            listener = ConnectBackListener(address, shard.port or 0)
         else:
             meeting = TorchrunMeeting(world)
             is_local, listener = world.is_local, meeting.listen()
@@ -201,11 +201,11 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
             channels[rank, "talk"].channel.send(
                 msgspec.structs.replace(settings, local_rank=local_rank)
             )
-        store = StoreHost(
+        store = KeyValueStoreServer(
             [channels[rank, "store"].channel for rank in range(1, size)],
             lambda: _check_all_alive(processes),
         )
-        members = AuthenticatedGroups(listener.key, is_local)
+        members = AuthenticatedGroupFactory(listener.key, is_local)
         local_rank = 0 if world is None else world.local_rank
         _enter(store.store, 0, settings, members, local_rank)
         own = RankModels(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
@@ -279,7 +279,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
     settings: RankSettings = channels["talk"].receive(RankSettings)
     local_rank = settings.local_rank if local_rank is None else local_rank
     join_run(f"rank {rank}")
-    members = AuthenticatedGroups(channels["store"].key, settings.is_local)
+    members = AuthenticatedGroupFactory(channels["store"].key, settings.is_local)
     store = ChannelStore(channels["store"])  # torch does not keep it alive
     _enter(store, rank, settings, members, local_rank)
     pulse = RankHeartbeat()
@@ -299,7 +299,7 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
 def _started(
-    hosts: Launcher | None, rank: int, size: int, listener: Listener, stacks: Path
+    hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
 ) -> Process:
     """Start a rank on this machine, or in its placement slot, which exposes only its own GPUs."""
     import torch
@@ -309,7 +309,7 @@ def _started(
     log = stacks.resolve() / "ranks" / f"rank-{rank}.log"
     ticket = listener.ticket(str(rank))
     if hosts is not None:
-        return hosts.start(SlotMember("trainer", rank), _COMMAND, environment, log, ticket)
+        return hosts.start(RoleInstance("trainer", rank), _COMMAND, environment, log, ticket)
     return ChildProcess(
         _COMMAND, environment=environment, log=log, stdin=ticket, stopped_s=STOPPED_S
     )
@@ -332,7 +332,7 @@ class _RankChannel(NamedTuple):
 
 
 def _accept_ranks(
-    listener: Listener, size: int, look: Callable[[int], None]
+    listener: ConnectBackListener, size: int, look: Callable[[int], None]
 ) -> dict[tuple[int, str], _RankChannel]:
     """Accept connections until every other rank has joined. Returns the channels by rank and kind
     of channel. ``look`` is called with each missing rank, and raises if that rank has exited.
@@ -366,7 +366,7 @@ def _accept_ranks(
     return joined
 
 
-def _channels(ticket: Ticket, rank: int) -> dict[str, Channel]:
+def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
     """A rank's channels to rank 0."""
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")
@@ -381,7 +381,11 @@ def _torch_timeout(timeout_s: float) -> float:
 
 
 def _enter(
-    store: Any, rank: int, settings: RankSettings, members: AuthenticatedGroups, local_rank: int
+    store: Any,
+    rank: int,
+    settings: RankSettings,
+    members: AuthenticatedGroupFactory,
+    local_rank: int,
 ) -> None:
     """Join the process group of all ranks."""
     import torch

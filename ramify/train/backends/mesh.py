@@ -15,7 +15,7 @@ whole experts, and tokens travel to them. Sizes, names and plans are those of tr
 ``DistributedConfig``.
 
 Only arithmetic, which finds mistakes before anything is started. Not here: the device mesh and the
-plans of a model (``layer_split.py``).
+plans of a model (``tensor_parallel.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The optimizer of one model, and how it accesses the weights. Decides which parameters Muon
-updates, which ones AdamW updates, and which ones have weight decay. A ``WeightLayout`` hides from
-``single.py`` how the weights are stored. ``SingleProcessLayout`` is for one device that holds them
-all; the layout for several ranks is in ``sharding.py``.
+updates, which ones AdamW updates, and which ones have weight decay. A ``WeightSharding`` hides from
+``single.py`` how the weights are stored. ``SingleProcessWeightSharding`` is for one device that
+holds them all; the layout for several ranks is in ``sharding.py``.
 
     matrices inside layers         Muon or AdamW, with weight decay
     embedding, output matrix       AdamW, without weight decay
@@ -163,7 +163,7 @@ def orthogonal(matrices_nRC: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-class WeightLayout(Protocol):
+class WeightSharding(Protocol):
     """How the weights of a model are sharded over ranks, from the view of one rank."""
 
     @property
@@ -197,8 +197,8 @@ class WeightLayout(Protocol):
         ...
 
 
-class SingleProcessLayout:
-    """Implements ``WeightLayout`` for a single device."""
+class SingleProcessWeightSharding:
+    """Implements ``WeightSharding`` for a single device."""
 
     muon = Muon
 

@@ -27,20 +27,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ramify.actors.group_proof import AuthenticatedGroups
+from ramify.actors.group_proof import AuthenticatedGroupFactory
 from ramify.actors.rank_watch import RankHeartbeat
 from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
-from ramify.train.backends import adapters, shards
+from ramify.train.backends import adapters, sharded_checkpoint
 from ramify.train.backends.activation_memory import most_tokens
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.layer_split import RankMesh, SplitPlan
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
 from ramify.train.backends.meta_model import on_meta
-from ramify.train.backends.sharding import ShardedLayout
+from ramify.train.backends.sharding import FsdpWeightSharding
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
-from ramify.train.losses.loss import LossSpec, LossTally, PlainTally
+from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
+from ramify.train.losses.total_loss import LossSpec, LossTally, SerializableLossTally
 from ramify.types.sequence import Batch, Floats
 
 
@@ -81,7 +81,7 @@ class RankModelSpec(NamedTuple):
     """Description of a model to create."""
 
     config: ModelConfigText
-    compute: ComputeSpec
+    compute: TrainingBackendSpec
     folder: str
     """Folder from which each rank reads its shard; empty: rank 0 sends the weights with ``put``."""
     lora: AdapterSpec | None
@@ -100,7 +100,7 @@ class _Model:
         config: Any,
         model: nn.Module,
         names: list[str],
-        sharded: ShardedLayout,
+        sharded: FsdpWeightSharding,
     ) -> None:
         self.making = making
         self.model = model
@@ -132,7 +132,7 @@ class RankModels:
         device: torch.device,
         timeout_s: float,
         pulse: RankHeartbeat,
-        members: AuthenticatedGroups,
+        members: AuthenticatedGroupFactory,
     ) -> None:
         self.index = index
         self.size = size
@@ -143,13 +143,13 @@ class RankModels:
         self._saving = members.formed(
             lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), "cpu"
         )
-        self._pending: shards.CheckpointWrite | None = None
+        self._pending: sharded_checkpoint.CheckpointWrite | None = None
 
     def model(self, key: str) -> _Model:
         return self._models[key]
 
     @property
-    def saving(self) -> shards.CheckpointWrite:
+    def saving(self) -> sharded_checkpoint.CheckpointWrite:
         """The latest checkpoint write."""
         assert self._pending is not None
         return self._pending
@@ -167,7 +167,7 @@ class RankModels:
         mesh_sizes = shard.mesh(self.size)
         config = making.config.restored()
         model = on_meta(config, splits_layers=mesh_sizes.splits_layers)
-        plan = SplitPlan.of(model, mesh_sizes, shard)
+        plan = TensorParallelPlan.of(model, mesh_sizes, shard)
         names: list[str] = []
         if making.lora is not None:
             names = adapters.chosen(model, making.lora)
@@ -178,7 +178,9 @@ class RankModels:
             with torch.device("meta"):
                 model.add_module(VALUE_HEAD, value_head(config.hidden_size))
         mesh = RankMesh(self.device.type, mesh_sizes, self._members)
-        sharded = ShardedLayout(model, mesh, plan, self.device, making.compute, self._pulse.tick)
+        sharded = FsdpWeightSharding(
+            model, mesh, plan, self.device, making.compute, self._pulse.tick
+        )
         made = self._models[key] = _Model(making, config, model, names, sharded)
         values: dict[str, Any] = {}
         if making.folder:
@@ -236,7 +238,7 @@ class RankModels:
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
-        plain = ComputeSpec(
+        plain = TrainingBackendSpec(
             max_tokens=compute.max_tokens
             or most_tokens(made.policy.config, self.device, compute.recompute, compute.precision),
             precision="fp32",
@@ -253,7 +255,7 @@ class RankModels:
 
     def add(
         self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
-    ) -> PlainTally:
+    ) -> SerializableLossTally:
         """Add the gradient of ``batches``; None stands for a batch that only other ranks have.
         ``formula``: the loss, as ``LossSpec.stored`` gives it."""
         made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
@@ -296,15 +298,17 @@ class RankModels:
 
     # --- verbs: checkpoints
 
-    def save(self, key: str, folder: str, asynchronous: bool) -> shards.RandomState:
+    def save(self, key: str, folder: str, asynchronous: bool) -> sharded_checkpoint.RandomState:
         """Write this rank's shard. If writing continues in the background, ``wait`` waits for
         it."""
         self.wait()
         single = self.of(key)
         weights, optimizers = single.trained
-        trained = shards.ShardedState(weights, optimizers, self._models[key].sharded.packed)
-        self._pending = shards.save(Path(folder), trained, self._saving, asynchronous)
-        return shards.random_state(self.device)
+        trained = sharded_checkpoint.ShardedState(
+            weights, optimizers, self._models[key].sharded.packed
+        )
+        self._pending = sharded_checkpoint.save(Path(folder), trained, self._saving, asynchronous)
+        return sharded_checkpoint.random_state(self.device)
 
     def wait(self) -> None:
         """Wait until the last ``save`` is complete on all ranks. Raises StoreError if it failed on
@@ -313,15 +317,17 @@ class RankModels:
         if pending is not None:
             pending.wait()
 
-    def load(self, key: str, folder: str, num_steps: int, random: list[shards.RandomState]) -> None:
+    def load(
+        self, key: str, folder: str, num_steps: int, random: list[sharded_checkpoint.RandomState]
+    ) -> None:
         self.wait()
         made = self._models[key]
         made.sharded.reshard()
-        trained = shards.ShardedState(*made.backend.trained, made.sharded.packed)
-        shards.load(Path(folder), trained, self._saving)
+        trained = sharded_checkpoint.ShardedState(*made.backend.trained, made.sharded.packed)
+        sharded_checkpoint.load(Path(folder), trained, self._saving)
         made.backend.go_on_from(num_steps)
         if self.index < len(random):
-            shards.set_random_state(self.device, random[self.index])
+            sharded_checkpoint.set_random_state(self.device, random[self.index])
 
     def _base(self, made: _Model) -> list[str]:
         """Names of the tensors in a checkpoint of the model without adapters."""

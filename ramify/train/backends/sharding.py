@@ -34,10 +34,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ramify.train.backends.activation_memory import layers_of
-from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.layer_split import RankMesh, SplitPlan
+from ramify.train.backends.base import TrainingBackendSpec
 from ramify.train.backends.optimizers import Muon, orthogonal, squares
 from ramify.train.backends.single import VALUE_HEAD
+from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
 
 T = TypeVar("T")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,8 +79,8 @@ class ShardedMuon(Muon):
         return update
 
 
-class ShardedLayout:
-    """Implements ``WeightLayout`` for ``model``, whose parameters become this rank's rows of
+class FsdpWeightSharding:
+    """Implements ``WeightSharding`` for ``model``, whose parameters become this rank's rows of
     each."""
 
     muon = ShardedMuon
@@ -89,9 +89,9 @@ class ShardedLayout:
         self,
         model: nn.Module,
         mesh: RankMesh,
-        plan: SplitPlan,
+        plan: TensorParallelPlan,
         device: torch.device,
-        compute: ComputeSpec,
+        compute: TrainingBackendSpec,
         tick: Callable[[], None],
     ) -> None:
         """``model`` is on the meta device; afterwards its values are undefined, until ``put`` or
@@ -99,7 +99,7 @@ class ShardedLayout:
         makes progress."""
         self.device = device
         self.packed = plan.packed
-        """As in ``SplitPlan``."""
+        """As in ``TensorParallelPlan``."""
         self._shard = shard = compute.shard
         self._copies = mesh.sizes.tensor  # ranks that compute the same batch
         tied = dict(model.named_parameters(remove_duplicate=False))
@@ -138,7 +138,7 @@ class ShardedLayout:
         }
         """Name -> tensor, full on every rank: what a checkpoint holds in addition to parameters."""
 
-    # --- WeightLayout
+    # --- WeightSharding
 
     def run(self, work: Callable[[], T]) -> T:
         found = cast(T, self._root(work))
@@ -212,7 +212,7 @@ class ShardedLayout:
         found = torch.zeros_like(parameter) if found is None else found
         return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
 
-    def _precision(self, compute: ComputeSpec) -> MixedPrecisionPolicy:
+    def _precision(self, compute: TrainingBackendSpec) -> MixedPrecisionPolicy:
         if compute.precision != "bf16":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(

@@ -26,12 +26,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ramify.actors.rank_group import RemoteRankError
+from ramify.actors.rank_group import PeerRankFailedError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.dense import ARCHITECTURES, DenseModel, compile_layers
 from ramify.models.load import Policy
-from ramify.models.routing import MixtureRouters, StepBalance, configured_weight
-from ramify.models.trunk import HeadRequest, entry_logprobs, fixed_shape_trunk, trunk_of
+from ramify.models.routing import MixtureRouters, RouterLoadBalancingLoss, configured_weight
+from ramify.models.trunk import (
+    LmHeadRequest,
+    compute_logprobs_and_entropies,
+    fixed_shape_trunk,
+    trunk_of,
+)
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
 from ramify.train.backends.activation_memory import (
@@ -41,12 +46,16 @@ from ramify.train.backends.activation_memory import (
     most_tokens,
     recompute_layers,
 )
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
-from ramify.train.backends.optimizers import CombinedOptimizer, SingleProcessLayout, WeightLayout
+from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec, decided
+from ramify.train.backends.optimizers import (
+    CombinedOptimizer,
+    SingleProcessWeightSharding,
+    WeightSharding,
+)
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
-from ramify.train.losses import loss as losses
-from ramify.train.losses.loss import LossEntries, LossSpec, LossTally
+from ramify.train.losses import total_loss as losses
+from ramify.train.losses.total_loss import BatchLossInputs, LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats, SequenceUnit
 
 _STATE = "backend.pt"
@@ -64,11 +73,11 @@ class SingleBackend:
         self,
         policy: Policy,
         optim: OptimizerSpec | None = None,
-        compute: ComputeSpec | None = None,
+        compute: TrainingBackendSpec | None = None,
         *,
         dumps: Path | None = None,
         critic: bool = False,
-        spread: WeightLayout | None = None,
+        spread: WeightSharding | None = None,
     ) -> None:
         """``policy``'s weights are trained in place, in fp32; lower precisions are converted.
         Batches with a non-finite loss are written to ``dumps``, by default the working directory.
@@ -77,9 +86,9 @@ class SingleBackend:
         value head is part of the model (``VALUE_HEAD``)."""
         self._config = policy.config
         self._optim = optim or OptimizerSpec()
-        self._spread = spread or SingleProcessLayout(policy.device)
+        self._spread = spread or SingleProcessWeightSharding(policy.device)
         self._device = self._spread.device
-        self.compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
+        self.compute = decided(compute or TrainingBackendSpec(), policy.dtype, self._device.type)
         """Precision, sharing and other settings, with the choices of this device."""
         self._dumps = dumps or Path()
         self.model: nn.Module = policy.model.float()
@@ -92,7 +101,9 @@ class SingleBackend:
             """The network in two halves: hidden states, and their logits."""
         self._router_weight = configured_weight(policy.config)
         routers = MixtureRouters.of(self.model)
-        self._balance = None if routers is None else StepBalance(routers, self._spread.total)
+        self._balance = (
+            None if routers is None else RouterLoadBalancingLoss(routers, self._spread.total)
+        )
         if isinstance(self.model, DenseModel):
             compile_layers(self.model, "inductor" if self.compute.compile else None)
         elif self.compute.compile:
@@ -143,7 +154,7 @@ class SingleBackend:
         given = loss.router_aux_loss_coef
         weight = self._router_weight if given is None else given
         if self._balance is not None:
-            with self.trunk.scope():
+            with self.trunk.forward_context():
                 self._balance.count(
                     batches, weight, self._device, lambda each: self._entries(each, "values alone")
                 )
@@ -155,7 +166,7 @@ class SingleBackend:
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """``forward_backward`` of one batch, after ``prepare``; returns its metrics."""
-        with self.trunk.scope(), self._routed(batch):
+        with self.trunk.forward_context(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
@@ -200,7 +211,7 @@ class SingleBackend:
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         found = []
-        with torch.no_grad(), self.trunk.scope():
+        with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
                 with self._routed(batch):
                     found.append(self._entries(batch, "no").logprobs.cpu().numpy())
@@ -211,7 +222,7 @@ class SingleBackend:
         stream ``teacher_ids``, if it has one; and with ``top`` the likeliest tokens of each entry,
         ``top_ids`` and ``top`` [E, top]."""
         results = []
-        with torch.no_grad(), self.trunk.scope():
+        with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
                 if top:
                     heartbeat()
@@ -228,7 +239,7 @@ class SingleBackend:
         if self.value_head is None:
             raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
         results = []
-        with torch.no_grad(), self.trunk.scope():
+        with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
                 values = self._entries(batch, "values alone").values
                 assert values is not None
@@ -294,7 +305,7 @@ class SingleBackend:
 
     def _entries(
         self, batch: Batch, entropy: EntryOutput, unit: SequenceUnit = "call"
-    ) -> LossEntries:
+    ) -> BatchLossInputs:
         check_window(batch, self._window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
@@ -302,7 +313,7 @@ class SingleBackend:
             lambda: self._run_model(batch, streams, entropy)
         )
         places, num_sequences = losses.sequences_of(batch, unit)
-        return LossEntries(
+        return BatchLossInputs(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
@@ -330,7 +341,7 @@ class SingleBackend:
                 )
             else:
                 request = self._head_request(batch, streams, entropy)
-                logprobs, entropies = entry_logprobs(
+                logprobs, entropies = compute_logprobs_and_entropies(
                     h_ED,
                     self.trunk.logits,
                     request,
@@ -376,7 +387,7 @@ class SingleBackend:
         batch: Batch,
         streams: Mapping[str, Tensor],
         entropy: Literal["no", "value", "gradient"],
-    ) -> HeadRequest:
+    ) -> LmHeadRequest:
         targets = self._tensor(batch.targets)[:, None]
         if "teacher_ids" in streams:
             targets = torch.cat([targets, streams["teacher_ids"].long()], 1)
@@ -386,16 +397,16 @@ class SingleBackend:
         kept = None
         if batch.kept is not None and len(batch.kept.ids):
             kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
-        return HeadRequest(targets, temperature, kept, entropy)
+        return LmHeadRequest(targets, temperature, kept, entropy)
 
     def _fail(
-        self, batch: Batch, entries: LossEntries, loss: LossSpec, is_finite: bool
+        self, batch: Batch, entries: BatchLossInputs, loss: LossSpec, is_finite: bool
     ) -> NoReturn:
         """Write the batch to a file, name the first sequence with a non-finite loss, and raise
         TrainError."""
         self.trained_modules.zero_grad(set_to_none=True)
         if is_finite:
-            raise RemoteRankError(
+            raise PeerRankFailedError(
                 f"the loss of step {self._num_steps + 1} is not finite on another rank"
             )
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())

@@ -7,7 +7,7 @@
 Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
 that a second path shares with the first (a fork, or a history that was cut) are context there, so
 that a loss over all sequences counts every sampled token once. Not here: which sequences share
-computation (``batch.py``), and which ones go into a batch (``pack.py``).
+computation (``prefix_forest.py``), and which ones go into a batch (``pack.py``).
 
 Legend: T tokens of a path, N tokens sampled in one turn.
 """
@@ -19,8 +19,8 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from ramify.train.advantages.base import AssignedRollout, TokenCredit
-from ramify.types.sequence import Floats, Ints, SamplingSupport, TokenSequence
+from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
+from ramify.types.sequence import Floats, Ints, SamplingMask, TokenSequence
 from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call
 
@@ -28,7 +28,7 @@ _WEIGHTS = ("rl", "ce", "kd")
 
 
 def token_sequences(
-    rollouts: Iterable[AssignedRollout], temperature: float | Callable[[Call], float] = 1.0
+    rollouts: Iterable[RolloutAdvantages], temperature: float | Callable[[Call], float] = 1.0
 ) -> list[TokenSequence]:
     """The paths of all calls with credit, in the order of rollouts, calls and turns.
 
@@ -41,7 +41,7 @@ def token_sequences(
 
 
 def _of_rollout(
-    rollout: AssignedRollout, temperature: Callable[[Call], float]
+    rollout: RolloutAdvantages, temperature: Callable[[Call], float]
 ) -> Iterator[TokenSequence]:
     trajectory = rollout.trajectory
     _check_lengths(rollout)
@@ -71,7 +71,7 @@ def _of_rollout(
         )
 
 
-def _check_lengths(rollout: AssignedRollout) -> None:
+def _check_lengths(rollout: RolloutAdvantages) -> None:
     """Raise ValueError, with both lengths, if a turn's credit differs in length from its tokens."""
     turns = {
         (call.id, index): turn
@@ -195,10 +195,8 @@ def _routes(routes: tuple[tuple[int, ...], ...]) -> Ints:
     return table
 
 
-def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingSupport:
+def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingMask:
     offsets = np.fromiter(
         accumulate((len(ids) for ids in kept), initial=0), np.int64, len(kept) + 1
     )
-    return SamplingSupport(
-        offsets, np.fromiter(chain.from_iterable(kept), np.int64, int(offsets[-1]))
-    )
+    return SamplingMask(offsets, np.fromiter(chain.from_iterable(kept), np.int64, int(offsets[-1])))

@@ -11,8 +11,8 @@ For a loss over sequences, all paths of one call are in one batch, even beyond `
 All decisions depend only on lengths and ids: the same sequences, in any order, give the same
 batches.
 
-Not here: the content of a batch (``batch.py``), the meaning of its entries (``loss.py``), and how a
-device computes it (``models/forest_attention.py``). Legend: E entries of a batch.
+Not here: the content of a batch (``prefix_forest.py``), the meaning of its entries (``loss.py``),
+and how a device computes it (``models/forest_attention.py``). Legend: E entries of a batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.data.batch import (
-    BatchPiece,
-    BatchWriter,
+from ramify.train.data.prefix_forest import (
+    BatchBuilder,
     Forest,
     ForestNode,
-    NodeCopies,
+    ForestNodeComputeCounts,
+    PackableTree,
     entries,
     forest,
 )
@@ -42,7 +42,7 @@ Unit = str | int
 """Key of sequences that must be in one batch."""
 
 
-class ComputeCost(msgspec.Struct, frozen=True):
+class PackingCostModel(msgspec.Struct, frozen=True):
     """Compute costs, in units of one token's work outside attention."""
 
     pair: float = 2e-3
@@ -65,7 +65,7 @@ class PackingSpec(msgspec.Struct, frozen=True):
     """Maximum tokens of a batch; its activations bound memory. Larger trees are cut."""
     share: bool = True
     """Compute shared prefixes once; False: every path is a separate row."""
-    cost: ComputeCost = ComputeCost()
+    cost: PackingCostModel = PackingCostModel()
     fill_tokens: int | None = None
     """Trees share a batch up to this many tokens; a larger tree has its own batch, uncut. This is
     for CPUs, which are fastest with a few thousand tokens at once, but not if a tree must be cut
@@ -97,7 +97,7 @@ def pack(
     learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
     if not learning:
         return []
-    writer = BatchWriter(sequences, learning, denominators)
+    writer = BatchBuilder(sequences, learning, denominators)
     found = forest([sequences[index] for index in learning])
     trees = _shared(found, packing)
     units = [
@@ -106,7 +106,9 @@ def pack(
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    copies = NodeCopies(found, [stretch for piece in pieces for stretch in piece.stretches])
+    copies = ForestNodeComputeCounts(
+        found, [stretch for piece in pieces for stretch in piece.stretches]
+    )
     return [writer.batch(bin, copies) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 
@@ -232,15 +234,15 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 # --- cutting and balancing
 
 
-def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[BatchPiece]:
+def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[PackableTree]:
     """Cut all trees into pieces. ``units`` holds a key for each sequence, and sequences with the
     same key stay in one piece, even if they are in different trees."""
     num_trees = Counter(
         unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
     )
     spread = {unit for unit, num in num_trees.items() if num > 1}
-    pieces: list[BatchPiece] = []
-    parts: dict[Unit, list[BatchPiece]] = {unit: [] for unit in units if unit in spread}
+    pieces: list[PackableTree] = []
+    parts: dict[Unit, list[PackableTree]] = {unit: [] for unit in units if unit in spread}
     for tree in trees:
         leaves: dict[Unit, list[tuple[int, int]]] = {}
         for sequence, leaf in tree.leaves:
@@ -251,11 +253,13 @@ def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list
     return [*pieces, *(_side_by_side(each) for each in parts.values())]
 
 
-def _cut(tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec) -> list[BatchPiece]:
+def _cut(
+    tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec
+) -> list[PackableTree]:
     """Cut a tree into pieces of at most ``max_tokens`` tokens. ``units`` holds groups of leaves
     that must stay together, and whole groups are added to a piece while they fit. A group that
     exceeds the limit becomes a separate piece."""
-    pieces: list[BatchPiece] = []
+    pieces: list[PackableTree] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
     size = 0
@@ -282,7 +286,7 @@ def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> t
     return missing, sum(tree.stretches[each].end - tree.stretches[each].begin for each in missing)
 
 
-def _side_by_side(pieces: list[BatchPiece]) -> BatchPiece:
+def _side_by_side(pieces: list[PackableTree]) -> PackableTree:
     """Combine pieces of different trees into one piece, without sharing anything between them."""
     stretches: list[ForestNode] = []
     leaves: list[tuple[int, int]] = []
@@ -294,12 +298,12 @@ def _side_by_side(pieces: list[BatchPiece]) -> BatchPiece:
         ]
         leaves += [(sequence, leaf + first) for sequence, leaf in piece.leaves]
     num_tokens, cost = sum(each.num_tokens for each in pieces), sum(each.cost for each in pieces)
-    return BatchPiece(stretches, leaves, num_tokens, cost)
+    return PackableTree(stretches, leaves, num_tokens, cost)
 
 
 def _piece(
-    tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost
-) -> BatchPiece:
+    tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: PackingCostModel
+) -> PackableTree:
     """Return the nodes of ``tree`` whose indices are in ``present`` as a separate tree. A node with
     only one child left is merged with that child. ``leaves`` holds the sequences of the piece, each
     with the node in which it ends."""
@@ -327,18 +331,20 @@ def _piece(
             rank[index] = rank[absorbed[index]]
     num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
     total = sum(cost.of(stretch.begin, stretch.end) for stretch in stretches)
-    return BatchPiece(
+    return PackableTree(
         stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total
     )
 
 
-def _balanced(pieces: list[BatchPiece], fill_tokens: int, multiple: int) -> list[list[BatchPiece]]:
+def _balanced(
+    pieces: list[PackableTree], fill_tokens: int, multiple: int
+) -> list[list[PackableTree]]:
     """Bins of at most ``fill_tokens``, as far as single pieces allow: the most expensive piece
     first, each into the cheapest bin that has room."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple
-    bins: list[list[BatchPiece]] = [[] for _ in range(num_bins)]
+    bins: list[list[PackableTree]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     heap = [(0.0, bin) for bin in range(num_bins)]
     for index in order:

@@ -28,11 +28,11 @@ from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, nearest
 from ramify.evaluate.run import read_evaluation
 from ramify.plugins import Registry
-from ramify.store.private_files import EVALUATIONS
+from ramify.store.durable_files import EVALUATIONS
 from ramify.store.reviews import read_reviews
 from ramify.store.store import Store
-from ramify.tasks.base import DemonstrationTexts, Task
-from ramify.train.data.stored_tokens import StoredTokens
+from ramify.tasks.base import DemonstrationPromptFormat, Task
+from ramify.train.data.stored_tokens import TokenizedCallCache
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
@@ -112,7 +112,7 @@ class TrajectoryTokenizer:
         self,
         renderer: ConversationRenderer,
         tools: Sequence[Tool] = (),
-        stored: StoredTokens | None = None,
+        stored: TokenizedCallCache | None = None,
     ) -> None:
         """``tools`` are offered natively to each call. Token ids are looked up and stored in
         ``stored``."""
@@ -301,10 +301,10 @@ DEMOS = Registry("demos", "ramify.demos", {"ledger": "ramify.train.data.sft_data
 of the training split."""
 
 
-def texts_of(scaffold: Scaffold) -> DemonstrationTexts:
+def texts_of(scaffold: Scaffold) -> DemonstrationPromptFormat:
     """Return the texts that a scaffold adds around the replies in a demonstration: the first
     message, the reports of results, the system prompt and the native tools."""
-    return DemonstrationTexts(
+    return DemonstrationPromptFormat(
         scaffold.first_message, scaffold.report, scaffold.system_prompt(), scaffold.native_tools
     )
 
@@ -314,7 +314,7 @@ def ledger_demos(
 ) -> Iterator[Sequence[DemonstrationConversation]]:
     """Demonstrations of ``tasks.ledger.demos``: ``noisy``, with habits to unlearn, or
     ``expert``."""
-    from ramify.tasks.ledger.demos import EXPERT, NOISY, demonstrations
+    from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, demonstrations
 
     kinds = {"noisy": NOISY, "expert": EXPERT}
     if habits not in kinds:

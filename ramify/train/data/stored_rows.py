@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.types.sequence import TokenSequence
 
 ROWS_FILE = "sft_rows.npz"
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _STREAMS = ("token_ids", "mask", "sampler_logprobs", "advantages", "rl")
 _OPTIONAL = ("ce", "kd")
 

@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 
 from ramify.errors import ConfigError, StoreError
-from ramify.logging import RoomLogger
-from ramify.store.private_files import make_folder
+from ramify.logging import ComponentLogger
+from ramify.store.durable_files import make_folder
 from ramify.types.trajectory import Call, Turn
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the entries. Raise it if a renderer writes the same messages differently."""
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _OWN = np.array([-1], np.int64)
 """Entry of a call whose own ids are kept."""
 _HEAD = 3
 """Numbers of a turn before its ids: reused ids, ids of the prompt, ids of the reply."""
 
 
-class StoredTokens:
+class TokenizedCallCache:
     """The stored token ids of one tokenizer in one folder."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:

@@ -4,11 +4,11 @@
 register one:
 
     @POLICY_LOSSES.register("mine")
-    class Mine(LossFormula, frozen=True, kw_only=True, tag="mine"): …
+    class Mine(BaseLossFormula, frozen=True, kw_only=True, tag="mine"): …
 """
 
 from ramify.plugins import Registry
-from ramify.train.losses.base import LossFormula, LossTokens, PolicyLoss, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLoss, PolicyLossInputs, importance_ratio
 from ramify.train.losses.cispo import Cispo
 from ramify.train.losses.cov import ClipCov, KlCov
 from ramify.train.losses.critic import CriticOnlyLoss
@@ -25,6 +25,7 @@ from ramify.train.losses.sequence_clip import SequenceClip
 __all__ = [
     "POLICY_LOSSES",
     "SEQUENCE_MEANS",
+    "BaseLossFormula",
     "Cispo",
     "ClipCov",
     "CriticOnlyLoss",
@@ -38,15 +39,14 @@ __all__ = [
     "Gspo",
     "ImportanceSampling",
     "KlCov",
-    "LossFormula",
-    "LossTokens",
     "PolicyLoss",
+    "PolicyLossInputs",
     "PpoClip",
     "ProxApprox",
     "RolloutIs",
     "Sapo",
     "SequenceClip",
-    "ratio",
+    "importance_ratio",
 ]
 
 POLICY_LOSSES = Registry(

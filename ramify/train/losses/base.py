@@ -9,8 +9,8 @@ advantage.
     A  advantage                   sg  stop-gradient
 
 Each class in this package is one formula with its options. It returns a loss per token, which
-``loss.py`` weights and sums. A formula that looks beyond its own token declares how far: over the
-token's whole sequence (``whole``: such sequences may not be split), or over all tokens of the
+``total_loss.py`` weights and sums. A formula that looks beyond its own token declares how far: over
+the token's whole sequence (``whole``: such sequences may not be split), or over all tokens of the
 optimizer step, from which it selects some beforehand (``choose``).
 
 Legend: E entries of a batch, N tokens of an optimizer step.
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 _MAX_LOG_RATIO = 20.0
 
 
-class LossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
+class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
     """Base class of all loss and correction formulas. It lets a configuration store a formula, with
     the class's tag as its name, and declares which inputs the formula reads.
 
     Example:
-        class Bounded(train.LossFormula, frozen=True, kw_only=True, tag="bounded"):
+        class Bounded(train.BaseLossFormula, frozen=True, kw_only=True, tag="bounded"):
             most: float = 2.0
     """
 
@@ -76,7 +76,7 @@ class SequenceSums(NamedTuple):
         return self.sum(flags.float()) > 0
 
 
-class LossTokens(NamedTuple):
+class PolicyLossInputs(NamedTuple):
     """The inputs of a policy loss; each [E], in fp32."""
 
     now: Tensor
@@ -97,7 +97,7 @@ class LossTokens(NamedTuple):
         return self.whole
 
 
-class LossStep(NamedTuple):
+class TokenSelectionInputs(NamedTuple):
     """All tokens of an optimizer step that carry policy-gradient weight; each [N], in fp64."""
 
     now: Doubles
@@ -109,14 +109,14 @@ class LossStep(NamedTuple):
 
 
 class PolicyLoss(Protocol):
-    """The interface of every policy loss; most extend ``LossFormula``, some also implement
+    """The interface of every policy loss; most extend ``BaseLossFormula``, some also implement
     ``TokenSelectingLoss``."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         """Return the loss of each token, [E]."""
         ...
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         """Return for each token whether its policy gradient is cut off, [E]; without gradient."""
         ...
 
@@ -125,12 +125,12 @@ class PolicyLoss(Protocol):
 class TokenSelectingLoss(Protocol):
     """A policy loss that treats selected tokens of the step differently."""
 
-    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
+    def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
         """Return for each token of the step whether it is selected, [N]."""
         ...
 
 
-def ratio(now: Tensor, then: Tensor) -> Tensor:
+def importance_ratio(now: Tensor, then: Tensor) -> Tensor:
     """exp(now - then), the difference clamped to ±20.
 
     Example:
@@ -149,7 +149,7 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
-def nowhere(tokens: LossTokens) -> Tensor:
+def nowhere(tokens: PolicyLossInputs) -> Tensor:
     """Return False for every token, [E]."""
     return tokens.now.new_zeros(tokens.now.shape).bool()
 
@@ -172,7 +172,7 @@ def check_bounds(options: Any, where: str) -> None:
         raise ConfigError(f"{where}low={low:g} must not be above high={high:g}")
 
 
-def check_per_token(part: Any, method: str, given: Tensor, tokens: LossTokens) -> None:
+def check_per_token(part: Any, method: str, given: Tensor, tokens: PolicyLossInputs) -> None:
     """Raise ConfigError unless a loss term has one value for each token. ``given`` may come from a
     plug-in. A mean would be broadcast to every token without an error."""
     if given.shape != tokens.now.shape:

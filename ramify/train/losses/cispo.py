@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ramify.errors import ConfigError
-from ramify.train.losses.base import LossFormula, LossTokens, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
+class Cispo(BaseLossFormula, frozen=True, kw_only=True, tag="cispo"):
     """-sg(clip(r, 1 - low, 1 + high)) A l, or with ``cap`` -sg(min(r, cap)) A l   (2506.13585):
     every token keeps a gradient, with a bounded weight.
 
@@ -34,12 +34,12 @@ class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
         if self.anchor not in ("old", "sampler"):
             raise ConfigError(f"cispo anchor '{self.anchor}' is neither 'old' nor 'sampler'")
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         low, high = self._bounds
         weight = self._ratio(tokens).clamp(low, high)
         return -weight * tokens.advantages * tokens.now
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         r, (low, high) = self._ratio(tokens), self._bounds
         return (r > high) | (r < low)
 
@@ -47,5 +47,7 @@ class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
     def _bounds(self) -> tuple[float, float]:
         return (1 - self.clip_low, 1 + self.clip_high) if self.cap is None else (0.0, self.cap)
 
-    def _ratio(self, tokens: LossTokens) -> Tensor:
-        return ratio(tokens.now.detach(), tokens.old if self.anchor == "old" else tokens.sampler)
+    def _ratio(self, tokens: PolicyLossInputs) -> Tensor:
+        return importance_ratio(
+            tokens.now.detach(), tokens.old if self.anchor == "old" else tokens.sampler
+        )

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ramify.plugins import Registry
-from ramify.train.losses.base import LossFormula, LossTokens, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,22 +35,22 @@ _OLD = frozenset({"old_logprobs", "fresh_old"})
 class OffPolicyCorrection(Protocol):
     """The interface of every correction in this file."""
 
-    def factor(self, tokens: LossTokens) -> Tensor:
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
         """Return the factor for the policy loss of each token, [E]; 0 masks the token."""
         ...
 
 
-class TokenTis(LossFormula, frozen=True, kw_only=True, tag="token_tis"):
+class TokenTis(BaseLossFormula, frozen=True, kw_only=True, tag="token_tis"):
     """Truncated importance sampling per token: min(exp(gap), cap)."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     cap: float = 2.0
 
-    def factor(self, tokens: LossTokens) -> Tensor:
-        return ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
+        return importance_ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
 
 
-class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
+class SequenceTis(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
     """Truncated importance sampling per sequence: min(exp(sum of gap), cap).
 
     Example:
@@ -61,12 +61,12 @@ class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
     whole: ClassVar[bool] = True
     cap: float = 5.0
 
-    def factor(self, tokens: LossTokens) -> Tensor:
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
         gap = tokens.sequences.sum(tokens.old - tokens.sampler)
-        return ratio(gap, gap.new_zeros(())).clamp(max=self.cap)
+        return importance_ratio(gap, gap.new_zeros(())).clamp(max=self.cap)
 
 
-class SequenceMask(LossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
+class SequenceMask(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
     """Masks sequences whose exp(sum of gap) is out of bounds, and weights the others by it. The gap
     of a token is o - m, the trainer's log-probability minus the sampler's.
 
@@ -80,14 +80,14 @@ class SequenceMask(LossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
     high: float = 3.0
     weigh: bool = True
 
-    def factor(self, tokens: LossTokens) -> Tensor:
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
         gap = tokens.sequences.sum(tokens.old - tokens.sampler)
-        gap = ratio(gap, gap.new_zeros(()))
+        gap = importance_ratio(gap, gap.new_zeros(()))
         kept = (gap >= self.low) & (gap <= self.high)
         return gap.masked_fill(~kept, 0.0) if self.weigh else kept.to(gap.dtype)
 
 
-class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
+class IcePop(BaseLossFormula, frozen=True, kw_only=True, tag="icepop"):
     """Masks tokens whose exp(gap) is out of bounds. The gap of a token is o - m, the trainer's
     log-probability minus the sampler's."""
 
@@ -97,13 +97,13 @@ class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
     weigh: bool = False
     """Weight the remaining tokens by exp(gap)."""
 
-    def factor(self, tokens: LossTokens) -> Tensor:
-        gap = ratio(tokens.old, tokens.sampler)
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
+        gap = importance_ratio(tokens.old, tokens.sampler)
         kept = (gap > self.low) & (gap < self.high)
         return gap.masked_fill(~kept, 0.0) if self.weigh else kept.to(gap.dtype)
 
 
-class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
+class GeometricMask(BaseLossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
     """Masks sequences whose exp(mean of gap) is out of bounds. The gap of a token is o - m, the
     trainer's log-probability minus the sampler's.
 
@@ -116,12 +116,12 @@ class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"
     low: float = 0.99
     high: float = 1.01
 
-    def factor(self, tokens: LossTokens) -> Tensor:
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
         gap = tokens.sequences.mean(tokens.old - tokens.sampler).exp()
         return ((gap > self.low) & (gap < self.high)).to(gap.dtype)
 
 
-class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
+class WorstTokenMask(BaseLossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
     """Masks sequences with any token whose exp(gap) is out of bounds. The gap of a token is o - m,
     the trainer's log-probability minus the sampler's.
 
@@ -134,12 +134,12 @@ class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_ma
     low: float = 1e-4
     high: float = 100.0
 
-    def factor(self, tokens: LossTokens) -> Tensor:
-        gap = ratio(tokens.old, tokens.sampler)
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
+        gap = importance_ratio(tokens.old, tokens.sampler)
         return (~tokens.sequences.any((gap <= self.low) | (gap >= self.high))).to(gap.dtype)
 
 
-class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
+class Opsm(BaseLossFormula, frozen=True, kw_only=True, tag="opsm"):
     """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with A < 0 in sequences
     from which the policy has moved away since sampling (mean of m - l > delta).
 
@@ -150,7 +150,7 @@ class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
     whole: ClassVar[bool] = True
     delta: float = 0.5
 
-    def factor(self, tokens: LossTokens) -> Tensor:
+    def factor(self, tokens: PolicyLossInputs) -> Tensor:
         left = tokens.sequences.mean(tokens.sampler - tokens.now.detach()) > self.delta
         return (~(left & (tokens.advantages < 0))).to(tokens.now.dtype)
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from ramify.errors import ConfigError
 from ramify.train.losses.base import (
-    LossFormula,
-    LossStep,
-    LossTokens,
+    BaseLossFormula,
+    PolicyLossInputs,
+    TokenSelectionInputs,
     clipped_surrogate,
+    importance_ratio,
     is_clipped,
     nowhere,
-    ratio,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ramify.train.losses.base import Doubles
 
 
-class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
+class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
     """``ppo_clip``, in which a random ``share`` of all tokens, chosen from those with cov in
     (cov_low, cov_high), adds nothing."""
 
@@ -47,7 +47,7 @@ class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
     def __post_init__(self) -> None:
         _check_share(self.share)
 
-    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
+    def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
         cov = covariance(step)
         r = np.exp(np.clip(step.now - step.old, -20, 20))
         is_free = ~np.where(step.advantages > 0, r > 1 + self.clip_high, r < 1 - self.clip_low)
@@ -58,20 +58,26 @@ class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
         ] = True
         return chosen
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         loss = clipped_surrogate(
-            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+            importance_ratio(tokens.now, tokens.old),
+            tokens.advantages,
+            self.clip_low,
+            self.clip_high,
         )
         return loss.masked_fill(_chosen(tokens), 0.0)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         by_ratio = is_clipped(
-            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+            importance_ratio(tokens.now, tokens.old),
+            tokens.advantages,
+            self.clip_low,
+            self.clip_high,
         )
         return by_ratio | _chosen(tokens)
 
 
-class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
+class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
     """-r A, plus beta |l - o| at the ``share`` of all tokens that add most to the covariance of
     advantage and log-probability."""
 
@@ -83,28 +89,28 @@ class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
     def __post_init__(self) -> None:
         _check_share(self.share)
 
-    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
+    def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
         cov = covariance(step)
         chosen = np.zeros(len(cov), np.bool_)
         chosen[np.lexsort((step.keys, -cov))[: max(1, int(self.share * len(cov)))]] = True
         return chosen
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         penalty = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
-        return -ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * penalty
+        return -importance_ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * penalty
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return nowhere(tokens)
 
 
-def covariance(step: LossStep) -> Doubles:
+def covariance(step: TokenSelectionInputs) -> Doubles:
     """Return how much each token of a step adds to the covariance of advantage and log-probability:
     (A_i - mean A) (l_i - mean l), as [N]."""
     cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return cov
 
 
-def _chosen(tokens: LossTokens) -> Tensor:
+def _chosen(tokens: PolicyLossInputs) -> Tensor:
     if tokens.chosen is None:
         raise ConfigError(
             "clip_cov and kl_cov first choose among all tokens of a step, but the batch has no "

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.config_fields import check_optional
-from ramify.train.losses.base import LossFormula, LossTokens, nowhere
+from ramify.train.config_redaction import check_optional
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, nowhere
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CriticTokens(NamedTuple):
+class CriticLossInputs(NamedTuple):
     """The inputs of a critic's loss; each [E]."""
 
     now: Tensor
@@ -37,7 +37,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.weight <= 0:
             raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
 
-    def per_token(self, values: CriticTokens) -> Tensor:
+    def per_token(self, values: CriticLossInputs) -> Tensor:
         """Return the loss of each token, [E]."""
         squared_error = (values.now - values.returns).square()
         if self.clip is None:
@@ -46,15 +46,15 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return squared_error.maximum((clipped - values.returns).square()) / 2
 
 
-class CriticOnlyLoss(LossFormula, frozen=True, kw_only=True, tag="critic"):
+class CriticOnlyLoss(BaseLossFormula, frozen=True, kw_only=True, tag="critic"):
     """A policy loss that is 0, so that only the critic (``loss.value``) is trained.
 
     Example:
         train.LossSpec(policy=train.CriticOnlyLoss())
     """
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         return tokens.now * 0.0
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return nowhere(tokens)

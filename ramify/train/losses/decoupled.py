@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ramify.errors import ConfigError
 from ramify.train.losses.base import (
-    LossFormula,
-    LossTokens,
+    BaseLossFormula,
+    PolicyLossInputs,
     clipped_surrogate,
+    importance_ratio,
     is_clipped,
-    ratio,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
+class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
     """min(exp(o - m), cap) · ppo_clip(r = exp(l - o)) (AReaL, 2505.24298). The surrogate of PPO
     clips updates around the policy at the start of the step, whose log-probability is o. The first
     factor corrects for the sampler, whose log-probability is m.
@@ -45,18 +45,21 @@ class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
     """Give tokens above the cap the weight 0, as AReaL's rejection sampling does, instead of the
     cap."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         weight = self._weight(tokens)
-        r = ratio(tokens.now, tokens.old)
+        r = importance_ratio(tokens.now, tokens.old)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return is_clipped(
-            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+            importance_ratio(tokens.now, tokens.old),
+            tokens.advantages,
+            self.clip_low,
+            self.clip_high,
         )
 
-    def _weight(self, tokens: LossTokens) -> Tensor:
-        weight = ratio(tokens.old, tokens.sampler)
+    def _weight(self, tokens: PolicyLossInputs) -> Tensor:
+        weight = importance_ratio(tokens.old, tokens.sampler)
         return (
             weight.masked_fill(weight > self.cap, 0.0) if self.drop else weight.clamp(max=self.cap)
         )
@@ -75,23 +78,25 @@ class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
     """Average over each sequence, and then over the sequences. False: weigh tokens as
     ``rl.algorithm.reduction`` says, as AReaL does."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         weight = self._weight(tokens)
         r, advantages = self._means(tokens, weight)
         return weight * clipped_surrogate(r, advantages, self.clip_low, self.clip_high)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         r, advantages = self._means(tokens, self._weight(tokens))
         return is_clipped(r.detach(), advantages, self.clip_low, self.clip_high)
 
-    def _means(self, tokens: LossTokens, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _means(self, tokens: PolicyLossInputs, weight: Tensor) -> tuple[Tensor, Tensor]:
         kept = (weight > 0).to(tokens.now.dtype)
         num = tokens.sequences.sum(kept).clamp(min=1.0)
         gap = tokens.sequences.sum((tokens.now - tokens.old) * kept) / num
-        return ratio(gap, gap.new_zeros(())), tokens.sequences.sum(tokens.advantages * kept) / num
+        return importance_ratio(gap, gap.new_zeros(())), tokens.sequences.sum(
+            tokens.advantages * kept
+        ) / num
 
 
-class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
+class ProxApprox(BaseLossFormula, frozen=True, kw_only=True, tag="prox_approx"):
     """``decoupled`` without recomputed old log-probabilities: o is replaced by the interpolation x
     = m + a (sg(l) - m), with a = staleness / (staleness + 1)."""
 
@@ -100,17 +105,17 @@ class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
     clip_high: float = 0.28
     cap: float = 5.0
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         proximal = self._proximal(tokens)
-        weight = ratio(proximal, tokens.sampler).clamp(max=self.cap)
-        r = ratio(tokens.now, proximal)
+        weight = importance_ratio(proximal, tokens.sampler).clamp(max=self.cap)
+        r = importance_ratio(tokens.now, proximal)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
-        r = ratio(tokens.now, self._proximal(tokens))
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
+        r = importance_ratio(tokens.now, self._proximal(tokens))
         return is_clipped(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def _proximal(self, tokens: LossTokens) -> Tensor:
+    def _proximal(self, tokens: PolicyLossInputs) -> Tensor:
         if tokens.staleness is None:
             raise ConfigError(
                 "prox_approx interpolates by staleness: the batch has no stream 'staleness'"

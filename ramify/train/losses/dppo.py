@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ramify.train.losses.base import LossFormula, LossTokens, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +13,7 @@ _EDGE = 1e-6
 """Probabilities are kept this far from 0 and 1 before their logarithm is taken."""
 
 
-class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
+class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²
     (2602.04879)
 
@@ -24,19 +24,19 @@ class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     delta: float = 0.2
     pull: float = 1e-3
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
-        rho = ratio(tokens.now, tokens.sampler)
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
+        rho = importance_ratio(tokens.now, tokens.sampler)
         push = -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
         return push + self.pull * (tokens.now - tokens.sampler).square()
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         moved = tokens.now.detach().exp() - tokens.sampler.exp()
         return ((tokens.advantages > 0) & (moved > self.delta)) | (
             (tokens.advantages < 0) & (-moved > self.delta)
         )
 
 
-class DppoCapped(LossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
+class DppoCapped(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
     """-sg(min(r, cap)) A l at tokens that ``dppo_tv`` (or ``dppo_kl``) would not mask with o in
     place of m, and 0 at the others, as in verl. The ratio r is only a bounded weight: the gradient
     flows through l.
@@ -50,17 +50,17 @@ class DppoCapped(LossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
     cap: float = 20.0
     divergence: Literal["tv", "kl"] = "tv"
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
-        weight = ratio(tokens.now.detach(), tokens.old).clamp(max=self.cap)
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
+        weight = importance_ratio(tokens.now.detach(), tokens.old).clamp(max=self.cap)
         kept = (~self.clipped(tokens)).to(weight.dtype)
         return -weight * tokens.advantages * tokens.now * kept
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         formula = DppoTv if self.divergence == "tv" else DppoKl
         return formula(delta=self.delta).clipped(tokens._replace(sampler=tokens.old))
 
 
-class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
+class DppoKl(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
     """``dppo_tv`` with the binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of
     p - q, as the bound.
 
@@ -70,11 +70,11 @@ class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
 
     delta: float = 0.05
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
-        rho = ratio(tokens.now, tokens.sampler)
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
+        rho = importance_ratio(tokens.now, tokens.sampler)
         return -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         p, q = (
             logprobs.exp().clamp(_EDGE, 1 - _EDGE)
             for logprobs in (tokens.now.detach(), tokens.sampler)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ramify.train.losses.base import LossFormula, LossTokens, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
+class Gmpo(BaseLossFormula, frozen=True, kw_only=True, tag="gmpo"):
     """-Ā exp(mean over the sequence of c), c = min(l - o, high) if Ā > 0, else max(l - o, -low)
     (2507.20673)
 
@@ -28,12 +28,12 @@ class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
     """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
     as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)
         gap = tokens.now - tokens.old
         bounded = gap.clamp(max=self.clip_high).where(mean > 0, gap.clamp(min=-self.clip_low))
-        return -mean * ratio(tokens.sequences.mean(bounded), gap.new_zeros(()))
+        return -mean * importance_ratio(tokens.sequences.mean(bounded), gap.new_zeros(()))
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         mean, gap = tokens.sequences.mean(tokens.advantages), tokens.now.detach() - tokens.old
         return ((mean > 0) & (gap > self.clip_high)) | ((mean <= 0) & (gap < -self.clip_low))

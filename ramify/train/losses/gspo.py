@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ramify.train.losses.base import (
-    LossFormula,
-    LossTokens,
+    BaseLossFormula,
+    PolicyLossInputs,
     clipped_surrogate,
+    importance_ratio,
     is_clipped,
-    ratio,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Gspo(LossFormula, frozen=True, kw_only=True, tag="gspo"):
+class Gspo(BaseLossFormula, frozen=True, kw_only=True, tag="gspo"):
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of (l - o))
     (2507.18071)
 
@@ -32,16 +32,18 @@ class Gspo(LossFormula, frozen=True, kw_only=True, tag="gspo"):
     """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
     as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         return clipped_surrogate(
             self._ratio(tokens), tokens.advantages, self.clip_low, self.clip_high
         )
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return is_clipped(
             self._ratio(tokens).detach(), tokens.advantages, self.clip_low, self.clip_high
         )
 
-    def _ratio(self, tokens: LossTokens) -> Tensor:
+    def _ratio(self, tokens: PolicyLossInputs) -> Tensor:
         now = tokens.now.detach()
-        return ratio(tokens.now - now + tokens.sequences.mean(now - tokens.old), now.new_zeros(()))
+        return importance_ratio(
+            tokens.now - now + tokens.sequences.mean(now - tokens.old), now.new_zeros(())
+        )

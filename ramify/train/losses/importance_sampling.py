@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ramify.train.losses.base import LossFormula, LossTokens, nowhere, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio, nowhere
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ImportanceSampling(LossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
+class ImportanceSampling(BaseLossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
     """-rho A, without bounds; with one optimizer step per rollout it is the plain policy
     gradient.
 
@@ -18,8 +18,8 @@ class ImportanceSampling(LossFormula, frozen=True, kw_only=True, tag="importance
         train.LossSpec(policy=train.ImportanceSampling())
     """
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
-        return -ratio(tokens.now, tokens.sampler) * tokens.advantages
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
+        return -importance_ratio(tokens.now, tokens.sampler) * tokens.advantages
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return nowhere(tokens)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ramify.train.losses.base import (
-    LossFormula,
-    LossTokens,
+    BaseLossFormula,
+    PolicyLossInputs,
     clipped_surrogate,
+    importance_ratio,
     is_clipped,
-    ratio,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PpoClip(LossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
+class PpoClip(BaseLossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
     """-min(r A, clip(r, 1 - low, 1 + high) A)   (1707.06347; a higher upper bound: DAPO,
     2503.14476)
 
@@ -28,18 +28,24 @@ class PpoClip(LossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
     clip_low: float = 0.2
     clip_high: float = 0.28
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         return clipped_surrogate(
-            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+            importance_ratio(tokens.now, tokens.old),
+            tokens.advantages,
+            self.clip_low,
+            self.clip_high,
         )
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return is_clipped(
-            ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high
+            importance_ratio(tokens.now, tokens.old),
+            tokens.advantages,
+            self.clip_low,
+            self.clip_high,
         )
 
 
-class DualClip(LossFormula, frozen=True, kw_only=True, tag="dual_clip"):
+class DualClip(BaseLossFormula, frozen=True, kw_only=True, tag="dual_clip"):
     """``ppo_clip``, in which a token with A < 0 adds at most -bound A, however large r is
     (1912.09729)
 
@@ -52,12 +58,14 @@ class DualClip(LossFormula, frozen=True, kw_only=True, tag="dual_clip"):
     clip_high: float = 0.28
     bound: float = 3.0
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         loss = self._ppo().per_token(tokens)
         return loss.minimum(-self.bound * tokens.advantages).where(tokens.advantages < 0, loss)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
-        is_bounded = (tokens.advantages < 0) & (ratio(tokens.now, tokens.old) > self.bound)
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
+        is_bounded = (tokens.advantages < 0) & (
+            importance_ratio(tokens.now, tokens.old) > self.bound
+        )
         return self._ppo().clipped(tokens) | is_bounded
 
     def _ppo(self) -> PpoClip:

@@ -5,23 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ramify.train.losses.base import LossFormula, LossTokens, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RolloutIs(LossFormula, frozen=True, kw_only=True, tag="rollout_is"):
+class RolloutIs(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
     """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no
     gradient. Needs no recomputed old log-probabilities."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
-        rho = ratio(tokens.now.detach(), tokens.sampler)
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
+        rho = importance_ratio(tokens.now.detach(), tokens.sampler)
         return -rho.masked_fill(self.clipped(tokens), 0.0) * tokens.advantages * tokens.now
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
-        rho = ratio(tokens.now.detach(), tokens.sampler)
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
+        rho = importance_ratio(tokens.now.detach(), tokens.sampler)
         return (rho >= 1 + self.clip_high) | (rho <= 1 - self.clip_low)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ramify.train.losses.base import LossFormula, LossTokens, nowhere, ratio
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio, nowhere
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
+class Sapo(BaseLossFormula, frozen=True, kw_only=True, tag="sapo"):
     """-(4/tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A   (2511.20347)
 
     Example:
@@ -24,12 +24,12 @@ class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
     """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
     as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
-        r, advantages = ratio(tokens.now, tokens.old), tokens.advantages
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
+        r, advantages = importance_ratio(tokens.now, tokens.old), tokens.advantages
         tau = advantages.new_full((), self.tau_positive).where(
             advantages > 0, advantages.new_full((), self.tau_negative)
         )
         return -(4 / tau) * (tau * (r - 1)).sigmoid() * advantages
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         return nowhere(tokens)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ramify.train.losses.base import (
-    LossFormula,
-    LossTokens,
+    BaseLossFormula,
+    PolicyLossInputs,
     clipped_surrogate,
+    importance_ratio,
     is_clipped,
-    ratio,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SequenceClip(LossFormula, frozen=True, kw_only=True, tag="sequence_clip"):
+class SequenceClip(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_clip"):
     """-min(s Ā, clip(s, 1 - low, 1 + high) Ā), s = exp(sum over the sequence of (l - o)): the loss
     of TRL's ``RLOOTrainer``.
 
@@ -34,14 +34,14 @@ class SequenceClip(LossFormula, frozen=True, kw_only=True, tag="sequence_clip"):
     """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences.
     False: weigh tokens as ``rl.algorithm.reduction`` says."""
 
-    def per_token(self, tokens: LossTokens) -> Tensor:
+    def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)
         return clipped_surrogate(self._ratio(tokens), mean, self.clip_low, self.clip_high)
 
-    def clipped(self, tokens: LossTokens) -> Tensor:
+    def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)
         return is_clipped(self._ratio(tokens).detach(), mean, self.clip_low, self.clip_high)
 
-    def _ratio(self, tokens: LossTokens) -> Tensor:
+    def _ratio(self, tokens: PolicyLossInputs) -> Tensor:
         gap = tokens.sequences.sum(tokens.now - tokens.old)
-        return ratio(gap, gap.new_zeros(()))
+        return importance_ratio(gap, gap.new_zeros(()))

@@ -4,5 +4,5 @@ placement_spec.py       the recipe's part: pools, roles, and which roles share a
 placement_slots.py      which process gets which slot, and whether the slots fit the pools
 rollout_worker.py       a process that samples rollouts
 rollout_workers.py      the pool of these processes, as the run sees it
-services.py             servers of judges and rewards
+reward_services.py      servers of judges and rewards
 """

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ramify.actors.launcher import ALMOST, PlacementSlot, SlotMember, SlotResources
+from ramify.actors.launcher import ALMOST, NodeResourceSlot, RoleInstance, SlotResources
 from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
@@ -50,13 +50,15 @@ _FIELDS = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "
 """Role -> the run's field that sets its number; only the placement sets that of rollouts."""
 
 
-def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[PlacementSlot]:
+def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeResourceSlot]:
     """The slots of ``num`` processes of each role, beginning with the first rank's. Raises
     ConfigError, with the sums, if they do not fit the pools."""
     unplaced = _unplaced_slots(spec, num)
     if not spec.pools:
-        return [PlacementSlot("", 0, slot.needs, slot.members, slot.offsets) for slot in unplaced]
-    placed: dict[int, PlacementSlot] = {}
+        return [
+            NodeResourceSlot("", 0, slot.needs, slot.members, slot.offsets) for slot in unplaced
+        ]
+    placed: dict[int, NodeResourceSlot] = {}
     for name, pool in spec.pools.items():
         inside = [(index, slot) for index, slot in enumerate(unplaced) if slot.pool == name]
         _check_sums(name, pool, [slot for _, slot in inside])
@@ -69,7 +71,7 @@ class _UnplacedSlot(NamedTuple):
 
     pool: str
     needs: SlotResources
-    members: tuple[SlotMember, ...]
+    members: tuple[RoleInstance, ...]
     offsets: tuple[float, ...]
 
 
@@ -99,7 +101,7 @@ def _group_slots(
         for role in group:
             role_spec, per_slot = spec.role(role), -(-num[role] // num_slots)
             inside = range(slot * per_slot, min(num[role], (slot + 1) * per_slot))
-            members += [SlotMember(role, index) for index in inside]
+            members += [RoleInstance(role, index) for index in inside]
             offsets += [role_spec.gpus * place for place in range(len(inside))]
             gpus = len(inside) * role_spec.gpus
             more = SlotResources(0, len(inside) * role_spec.cpus, len(inside) * role_spec.memory_gb)
@@ -157,7 +159,7 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 
 def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
-) -> dict[int, PlacementSlot]:
+) -> dict[int, NodeResourceSlot]:
     """Assign the slots of one pool to its nodes. Returns the placed slots by their index. The
     largest slot is placed first. Each slot goes to the first node with enough room, or with
     ``spread`` to the node with the most room. Raises ConfigError if a slot fits on no node."""
@@ -181,11 +183,11 @@ def _placed(
             else max(fitting, key=lambda node: (free[node], -node))
         )
         free[node] = free[node].without(needs)
-        slots[index] = PlacementSlot(name, node, needs, slot.members, slot.offsets)
+        slots[index] = NodeResourceSlot(name, node, needs, slot.members, slot.offsets)
     return slots
 
 
-def _roles_of(members: Sequence[SlotMember]) -> str:
+def _roles_of(members: Sequence[RoleInstance]) -> str:
     """Describe the roles in a placement slot, with their counts: ``trainer and inference``, ``2
     trainer and inference``."""
     num = Counter(member.role for member in members)

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
@@ -71,7 +71,7 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             )
 
 
-class ServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server that provides judgements or rewards: one process, started before the engines."""
 
     command: tuple[str, ...]
@@ -104,7 +104,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     trainer: RoleSpec = RoleSpec()
     inference: RoleSpec = RoleSpec()
     rollouts: RoleSpec = RoleSpec()
-    services: dict[str, ServiceSpec] = {}
+    services: dict[str, RewardServiceSpec] = {}
     """Service name -> server, each a separate role: judges, graders of rewards."""
     colocate: tuple[tuple[str, ...], ...] = ()
     """Groups of roles whose processes share slots, and with them GPUs, which they use in turn. If

@@ -29,15 +29,15 @@ from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.log_outputs import Sender, SentRecord
+from ramify.log_outputs import ForwardedLogRecord, ForwardingLogHandler
 from ramify.logging import attach
 from ramify.sandbox.base import AnySandboxSpec, SharedContext, provider_spec
 from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
-from ramify.tasks.step_scoring import is_scored_by_step
+from ramify.tasks.batch_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, forking
-from ramify.train.depth_models import DepthModels, DepthSpec, FrozenSpec
+from ramify.train.depth_models import DepthModels, DepthSpec, FrozenModelBudget
 from ramify.types.message import Message
 
 
@@ -71,7 +71,7 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
         msgspec.structs.force_setattr(self, "sandbox", provider_spec(self.sandbox))
 
 
-class EncodedItem(msgspec.Struct, frozen=True):
+class SerializedTaskItem(msgspec.Struct, frozen=True):
     """An ``Item`` in the form in which it is sent to a worker. Its values use the codec of
     sessions, which keeps their types."""
 
@@ -82,7 +82,7 @@ class EncodedItem(msgspec.Struct, frozen=True):
     """Context, right answers, metadata and messages."""
 
     @classmethod
-    def of(cls, item: Item) -> EncodedItem:
+    def of(cls, item: Item) -> SerializedTaskItem:
         """Encode an item. Raises ConfigError for a value that no session could receive."""
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
@@ -111,7 +111,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
     """A request for one rollout."""
 
     id: int
-    item: EncodedItem
+    item: SerializedTaskItem
     name: str
     sampling: Sampling
     version: int
@@ -143,8 +143,9 @@ class WorkerMessage(msgspec.Struct, frozen=True):
     """A message from a worker to the run."""
 
     kind: str
-    """``ready``, ``said`` (a ``SentRecord``), ``done``, ``broke`` (a bug), ``failed`` (the worker
-    cannot start), ``gone`` (with the address of an engine that does not answer) or ``beat``."""
+    """``ready``, ``said`` (a ``ForwardedLogRecord``), ``done``, ``broke`` (a bug), ``failed`` (the
+    worker cannot start), ``gone`` (with the address of an engine that does not answer) or
+    ``beat``."""
     id: int = 0
     data: bytes = b""
     """A trajectory or a record as JSON for ``done`` and ``said``, otherwise text."""
@@ -172,7 +173,7 @@ class _RolloutWorker:
         self._spec = spec
         self._is_ended = threading.Event()
         self._rollouts: dict[int, asyncio.Task[None]] = {}
-        attach(Sender(self._forward))
+        attach(ForwardingLogHandler(self._forward))
 
     async def serve(self) -> None:
         """Sample rollouts as requested until the run ends. Raises RamifyError if the worker cannot
@@ -201,7 +202,7 @@ class _RolloutWorker:
         )
         self._client = AuditedClient(self._engines)
         self._rlm = RLM(
-            DepthModels(spec.depths, FrozenSpec(), self._client).clients,
+            DepthModels(spec.depths, FrozenModelBudget(), self._client).clients,
             limits=spec.limits,
             scaffold=scaffold_of(spec.scaffold),
             sandbox=spec.sandbox,
@@ -245,7 +246,7 @@ class _RolloutWorker:
     async def _roll(self, request: RolloutRequest) -> None:
         from ramify.evaluate.attempt import attempt
 
-        self._engines.follow(request.version)
+        self._engines.record_external_update(request.version)
         item = request.item.restored()
         try:
             trajectory = await attempt(
@@ -272,7 +273,7 @@ class _RolloutWorker:
         finally:
             self._rollouts.pop(request.id, None)
 
-    def _forward(self, record: SentRecord) -> None:
+    def _forward(self, record: ForwardedLogRecord) -> None:
         self._send(WorkerMessage("said", data=msgspec.json.encode(record)))
 
     def _send(self, message: WorkerMessage) -> None:

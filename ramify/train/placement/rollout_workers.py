@@ -31,24 +31,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.actors.child_process import Process, end_when_done, import_path
-from ramify.actors.connect_back import HeartbeatDeadline, Listener
-from ramify.actors.launcher import Launcher, SlotMember
-from ramify.actors.restarts import RestartCount, cancel_all, until_started
+from ramify.actors.connect_back import ConnectBackListener, HeartbeatDeadline
+from ramify.actors.launcher import Launcher, RoleInstance
+from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, until_started
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
-from ramify.log_outputs import SentRecord
-from ramify.logging import RoomLogger
+from ramify.log_outputs import ForwardedLogRecord
+from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.placement.rollout_worker import (
     AvailableEngines,
     CancelRollout,
-    EncodedItem,
     EndWorker,
     RolloutRequest,
     RolloutWorkerSpec,
     RunMessage,
+    SerializedTaskItem,
     WorkerMessage,
 )
 from ramify.types.trajectory import Trajectory
@@ -56,7 +56,7 @@ from ramify.types.trajectory import Trajectory
 if TYPE_CHECKING:
     from ramify.inference.http.http_engines import HttpEngines  # it imports PyTorch
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 _END_S = 10.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
@@ -122,7 +122,7 @@ class RolloutWorkers:
         self._seen = seen
         self._start_s = start_s
         self._heartbeat_s = heartbeat_s
-        self._restarts = RestartCount(restarts, _log, "worker")
+        self._restarts = ProcessRestartLimiter(restarts, _log, "worker")
         self._alive: list[_Worker] = []
         self._processes: dict[int, Process] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
@@ -155,7 +155,7 @@ class RolloutWorkers:
         """Sample one rollout on the least busy worker. ``branch`` sets where the rollout forks into
         several continuations; None for no forks. Raises TrainError if no worker is left, and
         RuntimeError for a bug in the worker."""
-        stored, version = EncodedItem.of(item), self._engines.version
+        stored, version = SerializedTaskItem.of(item), self._engines.version
         request = RolloutRequest(next(self._ids), stored, name, sampling, version, branch)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         self._futures[request.id] = future
@@ -223,11 +223,11 @@ class RolloutWorkers:
         names = {self._spec.inference.key_variable, *self._spec.variables}
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
-        member = SlotMember("rollouts", number)
+        member = RoleInstance("rollouts", number)
         if before := self._processes.get(number):
             before.end(0.0)
             self._hosts.renew(member)
-        with Listener(self._hosts.address) as listener:
+        with ConnectBackListener(self._hosts.address) as listener:
             environment = {
                 "OMP_NUM_THREADS": "1",
                 **import_path(),
@@ -333,7 +333,7 @@ class RolloutWorkers:
                     ConfigError(f"rollout worker {worker.number} cannot start: {text}")
                 )
             case "said":
-                sent = msgspec.json.decode(message.data, type=SentRecord)
+                sent = msgspec.json.decode(message.data, type=ForwardedLogRecord)
                 _log.forward(sent, f"rollout worker {worker.number}")
             case "gone" if not self._is_closing:
                 self._run_task(self._check_engine(worker, text))

@@ -16,11 +16,11 @@ weights after k steps:
 
 ``max_staleness = 0`` is the synchronous run: each step waits for its groups, in order.
 With dynamic sampling, groups without a signal are replaced by others, up to ``max_items`` per step.
-If the task scores whole steps (``tasks/step_scoring.py``), complete groups wait unscored. Once they
-are enough for the step, those that it takes are scored with one call. If some turn out to have no
-signal, dynamic sampling continues, and each further round has its own call.
-A rollout that takes more than ``straggler_factor`` times the median, while the step waits for
-nothing else, is given up, and its group continues without it.
+If the task scores whole steps (``tasks/batch_scoring.py``), complete groups wait unscored. Once
+they are enough for the step, those that it takes are scored with one call. If some turn out to have
+no signal, dynamic sampling continues, and each further round has its own call. A rollout that takes
+more than ``straggler_factor`` times the median, while the step waits for nothing else, is given up,
+and its group continues without it.
 
 Decides which groups a step has. Not here: what they teach (``stages.py``), and which weights
 answer; the newest ones do, even in the middle of a reply (``inference/``).
@@ -42,7 +42,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.progress import ProgressTask, report_progress
 from ramify.tasks.base import Item
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 from ramify.train.metrics import GroupRecord, account
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import GroupRollout, RolloutAttempt, Rollouter, close
@@ -54,7 +54,7 @@ _MOMENT_S = 1e-9
 """Tolerance for times: a sum of floats may fall just short of the time that was waited for."""
 
 
-class StepSampleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How much each step of reinforcement learning samples."""
 
     items: int = 24
@@ -171,7 +171,7 @@ class GroupQueue:
         self,
         rollouts: Rollouter,
         items: Sequence[Item],
-        sample: StepSampleSpec,
+        sample: RolloutBatchSpec,
         num_steps: int,
         *,
         next_item: int,
@@ -247,7 +247,7 @@ class GroupQueue:
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
 
-    def skipped(self) -> list[GroupRecord]:
+    def take_skipped(self) -> list[GroupRecord]:
         """Return the records of the items that were skipped since the last call or step."""
         records, self._skipped = self._skipped, []
         return records
@@ -436,7 +436,7 @@ class GroupQueue:
         metrics = {"items": float(len(closed))}
         if sample.settled_share is not None:
             metrics["skipped_items"] = float(len(self._skipped))
-        given_up += self.skipped()
+        given_up += self.take_skipped()
         if sample.max_staleness:
             metrics["in_flight"] = float(len(self.open_groups))
         if sample.straggler_factor:
@@ -466,7 +466,7 @@ def _time_left(group: OpenGroup, bound: float) -> float | None:
 # --- the rules: which groups may begin, and which ones a step waits for
 
 
-class AdmissionRules(Protocol):
+class RolloutAdmissionOptions(Protocol):
     """The options that decide how many groups may be in progress and how old their tokens may
     become. Training and the simulator both have them."""
 
@@ -500,7 +500,9 @@ class StartedGroup(Protocol):
 G = TypeVar("G", bound=StartedGroup)
 
 
-def room(rules: AdmissionRules, begun: Sequence[StartedGroup], step: int, num_steps: int) -> int:
+def room(
+    rules: RolloutAdmissionOptions, begun: Sequence[StartedGroup], step: int, num_steps: int
+) -> int:
     """How many more groups may begin with the weights after ``step`` of ``num_steps`` steps."""
     num_zero_variance = sum(group.has_no_signal for group in begun)
     ahead = min(rules.max_staleness, num_steps - step - 1)
@@ -516,7 +518,10 @@ def room(rules: AdmissionRules, begun: Sequence[StartedGroup], step: int, num_st
 
 
 def suffice(
-    rules: AdmissionRules, begun: Sequence[StartedGroup], whole: Sequence[StartedGroup], step: int
+    rules: RolloutAdmissionOptions,
+    begun: Sequence[StartedGroup],
+    whole: Sequence[StartedGroup],
+    step: int,
 ) -> bool:
     """Return whether step ``step`` could start if, of the groups in ``begun``, exactly those in
     ``whole`` were complete."""
@@ -541,7 +546,7 @@ def suffice(
 
 
 def too_slow(
-    rules: AdmissionRules, begun: Sequence[G], left_s: Sequence[float | None], step: int
+    rules: RolloutAdmissionOptions, begun: Sequence[G], left_s: Sequence[float | None], step: int
 ) -> tuple[list[G], float | None]:
     """Find groups whose slow rollouts should be given up, because step ``step`` waits for nothing
     else.

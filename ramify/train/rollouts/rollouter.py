@@ -3,8 +3,8 @@
     item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
          ── once all are complete ──> Group
 
-    A task that scores a whole step at once (``tasks/step_scoring.py``): a rollout gives up its slot
-    unscored, and ``score`` scores those of the step.
+    A task that scores a whole step at once (``tasks/batch_scoring.py``): a rollout gives up its
+    slot unscored, and ``score`` scores those of the step.
 
 Decides the seeds: each rollout has its own, derived from the run's seed, the rollout's name and its
 item, never from its start time. A rollout that fails is recorded, and its group continues
@@ -39,18 +39,18 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import (
     GRACE_S,
-    UnscoredAttempt,
+    AttemptAwaitingScore,
     attempt,
     root_kind,
     score_attempts,
 )
 from ramify.inference.base import CachePressure
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
-from ramify.tasks.step_scoring import is_scored_by_step
+from ramify.tasks.batch_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, forking
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.traffic import TrafficTask, is_recorded
 from ramify.types.event import scores_of
@@ -138,7 +138,7 @@ class ConcurrencyController:
                 turn.set_result(None)
 
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -309,11 +309,11 @@ class GroupRollout:
             self._greedy.result.result() if self._greedy is not None else None,
         )
 
-    def unscored(self, *, every_line: bool) -> list[UnscoredAttempt]:
+    def unscored(self, *, every_line: bool) -> list[AttemptAwaitingScore]:
         """The complete rollouts that await their score. ``every_line``: their forks are scored,
         too."""
         return [
-            UnscoredAttempt(self.item, trajectory, every_line and each is not self._greedy)
+            AttemptAwaitingScore(self.item, trajectory, every_line and each is not self._greedy)
             for each in self.attempts
             if not each.was_given_up and (trajectory := each.result.result()).awaits_score
         ]
@@ -408,11 +408,11 @@ class Rollouter:
                 events = scores_of(each.trajectory, took_s)
                 await asyncio.to_thread(self._rlm.store.append, run, events)
 
-    async def roots(self, items: Sequence[Item]) -> RootCount:
+    async def count_root_modes(self, items: Sequence[Item]) -> RootModeCounts:
         """Count how the root calls of ``items`` will begin. This calls no model."""
         options = self._options
         if isinstance(self._task, TrafficTask):
-            return RootCount(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
+            return RootModeCounts(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
         # Without plain calls, all items of a task begin alike.
         looked_at = items if options.direct else items[:1]
         checks = (
@@ -422,8 +422,8 @@ class Rollouter:
         kinds = await asyncio.gather(*checks)
         depth = self._rlm.limits.max_depth
         if "conversations" in kinds:
-            return RootCount(len(items), 0, depth, is_conducted=True)
-        return RootCount(len(items), kinds.count("plain call"), depth)
+            return RootModeCounts(len(items), 0, depth, is_conducted=True)
+        return RootModeCounts(len(items), kinds.count("plain call"), depth)
 
     async def groups(
         self,
@@ -513,7 +513,7 @@ ITEMS = 20
 """Number of items to count: the first ones that the run will roll out."""
 
 
-class RootCount(msgspec.Struct, frozen=True):
+class RootModeCounts(msgspec.Struct, frozen=True):
     """Counts how the first items of a run begin: how many with one plain call, and how many with a
     recursive root call, which has a session and may call children."""
 

@@ -72,11 +72,11 @@ class SignalScore(msgspec.Struct, eq=False):
     so they are never trained on."""
 
 
-class JudgedTurn(msgspec.Struct, frozen=True):
+class JudgeTurnView(msgspec.Struct, frozen=True):
     """One turn as a judge sees it.
 
     Example:
-        JudgedTurn(("0", 1), reply="FINAL(2)", observed="", error="")    # call 0, its second turn
+        JudgeTurnView(("0", 1), reply="FINAL(2)", observed="", error="")  # call 0, turn 1
     """
 
     place: TurnId
@@ -109,7 +109,7 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
     it is privileged and must say so."""
 
     trajectory: Trajectory
-    steps: tuple[JudgedTurn, ...]
+    steps: tuple[JudgeTurnView, ...]
     """The turns of the judged call, in order, up to and including the judged turn."""
     place: TurnId
     """The turn to judge; the last one if the whole trajectory is judged."""
@@ -118,7 +118,7 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
     """For judges that are models; None if no client pool is available."""
 
     @property
-    def step(self) -> JudgedTurn:
+    def step(self) -> JudgeTurnView:
         """The turn to judge."""
         return next(step for step in self.steps if step.place == self.place)
 
@@ -147,7 +147,7 @@ class Judge(Protocol):
     async def judge(self, view: JudgeView) -> JudgeVerdict: ...
 
 
-class ScoringRow(msgspec.Struct, frozen=True, eq=False):
+class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
     """A sequence of token ids, some of which are scored. Ids are never converted to text."""
 
     ids: Sequence[int]
@@ -180,14 +180,16 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 class TokenScorer(Protocol):
     """One model that scores tokens; see ``scorer.py``."""
 
-    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
+    async def score(
+        self, rows: Sequence[TokenScoringRequest], *, top: int = 0
+    ) -> list[TokenScores]:
         """Return one result per row, in order. ``top`` is the number of most likely tokens to
         return at each position. Raises RamifyError if the rows cannot be scored; zeros never stand
         for a missing score."""
         ...
 
 
-class PromptRenderer(Protocol):
+class ConversationTokenizer(Protocol):
     """Converts conversations to token ids; the policy's renderer implements it."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
@@ -211,7 +213,7 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
     scorers: Mapping[str, TokenScorer] = {}
     """Teachers by name: ``reference``, ``ema``, ``live`` (the current policy), or a checkpoint
     folder."""
-    writing: PromptRenderer | None = None
+    writing: ConversationTokenizer | None = None
     temperature: float = 1.0
     """The temperature at which rollouts were sampled."""
     wants_reference: bool = False
@@ -231,12 +233,12 @@ class Signal(Protocol):
 NO_ITEM = Item("")
 
 
-def steps_of(call: Call) -> tuple[JudgedTurn, ...]:
+def steps_of(call: Call) -> tuple[JudgeTurnView, ...]:
     """Return the turns of ``call`` as a judge sees them, in order."""
     turns = call.turns
     after = [*turns[1:], None]
     return tuple(
-        JudgedTurn((call.id, index), _reply_text(turn), _observed(following), _error(turn))
+        JudgeTurnView((call.id, index), _reply_text(turn), _observed(following), _error(turn))
         for index, (turn, following) in enumerate(zip(turns, after, strict=True))
     )
 

@@ -12,7 +12,7 @@
 ``Hybrid`` is an algorithm that wraps another. The wrapped one gives each call its outcome advantage
 and each token its weight. Terms are added to its advantages before zero-variance groups are
 dropped. With ``into="loss"`` a term becomes the loss component ``kd`` instead, with the same token
-weights. By now the signals have run (``signal_reader.py``), so this file never calls a model and
+weights. By now the signals have run (``signal_runner.py``), so this file never calls a model and
 never waits.
 
 A term is 0 wherever its signal gives no number, and on all tokens that were not sampled. The
@@ -31,20 +31,20 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 from ramify.train.advantages.base import (
     Algorithm,
-    AssignedRollout,
-    AssignedStep,
+    RolloutAdvantages,
     Stamps,
-    even_streams,
+    StepAdvantages,
+    fill_missing_streams,
 )
-from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.by_task import PerTaskAlgorithm
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.train.signals.weighted_term import (
     OUTCOME,
     HybridTerm,
+    HybridTermValues,
     Readings,
     Weight,
-    WeightedTerm,
     check_length,
     weight_at,
 )
@@ -80,7 +80,7 @@ class Hybrid(
             raise ConfigError(
                 "a hybrid wraps another algorithm, not a hybrid: add its terms to this one"
             )
-        if isinstance(self.outcome, ByTask):
+        if isinstance(self.outcome, PerTaskAlgorithm):
             raise ConfigError(
                 "a hybrid adds its terms to one algorithm, and by_task has several: choose one of "
                 "the two"
@@ -115,7 +115,7 @@ class Hybrid(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         """Assign advantages by the outcome alone, as if no signal gave any number."""
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
@@ -135,16 +135,16 @@ class HybridAlgorithm:
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> AssignedStep:
+    ) -> StepAdvantages:
         hybrid = self._hybrid
         judged = [self._with_outcomes(group) for group in groups]
-        base: AssignedStep = hybrid.outcome.assign_advantages(
+        base: StepAdvantages = hybrid.outcome.assign_advantages(
             judged, weights, every_token=every_token
         )
         parts = [
             part
             for term in hybrid.terms
-            if (part := WeightedTerm(term, weight_at(term.weight, self._step))).weight != 0
+            if (part := HybridTermValues(term, weight_at(term.weight, self._step))).weight != 0
         ]
         metrics = dict(base.metrics)
         for part in parts:
@@ -154,14 +154,14 @@ class HybridAlgorithm:
         # The wrapped algorithm must not drop a group in which only a term has a signal.
         kept = [group for group in judged if self._teaches(group, weights, parts)]
         alpha = weight_at(hybrid.observe, self._step)
-        assigned: AssignedStep = _keeping_zero_variance(hybrid.outcome).assign_advantages(
+        assigned: StepAdvantages = _keeping_zero_variance(hybrid.outcome).assign_advantages(
             kept, weights, every_token=True
         )
         rollouts = [
             self._composed(rollout, parts, alpha, every_token) for rollout in assigned.rollouts
         ]
         rollouts = [rollout for rollout in rollouts if rollout.credits]
-        even_streams(rollouts)
+        fill_missing_streams(rollouts)
         denominators = dict(assigned.denominators)
         if any(credit.kd for rollout in rollouts for credit in rollout.credits.values()):
             denominators["kd"] = assigned.denominators["rl"]
@@ -190,22 +190,22 @@ class HybridAlgorithm:
         return msgspec.structs.replace(group, trajectories=replaced)
 
     def _teaches(
-        self, group: Group, weights: Mapping[str, float], parts: Sequence[WeightedTerm]
+        self, group: Group, weights: Mapping[str, float], parts: Sequence[HybridTermValues]
     ) -> bool:
         if any(part.acts_on(trajectory.id) for part in parts for trajectory in group.trajectories):
             return True
         if not self._w_rl:
             return False
-        assigned: AssignedStep = self._hybrid.outcome.assign_advantages([group], weights)
+        assigned: StepAdvantages = self._hybrid.outcome.assign_advantages([group], weights)
         return not assigned.no_signal
 
     def _composed(
         self,
-        rollout: AssignedRollout,
-        parts: Sequence[WeightedTerm],
+        rollout: RolloutAdvantages,
+        parts: Sequence[HybridTermValues],
         alpha: float,
         every_token: bool,
-    ) -> AssignedRollout:
+    ) -> RolloutAdvantages:
         trajectory = rollout.trajectory
         reference = self._reference(trajectory.id)
         credits: Stamps = {}
@@ -240,7 +240,7 @@ class HybridAlgorithm:
                     streams=streams,
                     given=observed,
                 )
-        return AssignedRollout(trajectory, credits)
+        return RolloutAdvantages(trajectory, credits)
 
     def _reference(self, id: str) -> dict[TurnId, list[float]]:
         """Return reference log-probabilities of the trajectory with this id, if a signal has
@@ -263,7 +263,7 @@ def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:
     return algorithm
 
 
-def _num_observed(rollout: AssignedRollout) -> int:
+def _num_observed(rollout: RolloutAdvantages) -> int:
     turns = {
         (call.id, index): turn
         for call in rollout.trajectory.calls

@@ -1,6 +1,6 @@
 """Hints for a teacher: what a source of hints returns, and which sources have names.
 
-    finished group ── source of hints ──> TrajectoryHints for each trajectory ── teacher
+    finished group ── source of hints ──> HintsForTrajectory for each trajectory ── teacher
 
 Decides what a source of hints is. Not here: the sources (``extras/studies/hindsight.py``, or a
 plug-in), and how hints are used (``teacher.py``).
@@ -18,11 +18,11 @@ from ramify.train.signals.base import SignalContext, SignalScore, TurnId
 from ramify.types.trajectory import Group
 
 
-class TrajectoryHints(msgspec.Struct, eq=False):
+class HintsForTrajectory(msgspec.Struct, eq=False):
     """The hints found for one trajectory.
 
     Example:
-        TrajectoryHints(SignalScore(), {("0", 1): ["The list is sorted."]})
+        HintsForTrajectory(SignalScore(), {("0", 1): ["The list is sorted."]})
     """
 
     reading: SignalScore
@@ -34,7 +34,7 @@ class TrajectoryHints(msgspec.Struct, eq=False):
 class HintSource(Protocol):
     """A source of hints, such as ``train.Hindsight`` or ``train.FeedbackHints``."""
 
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         """The hints for each trajectory, in order."""
         ...
 

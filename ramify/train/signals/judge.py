@@ -1,8 +1,8 @@
 r"""Judges that are models: their prompts, how strictly their replies are parsed, and the process
 reward, for which one judges each turn.
 
-    StepJudge   one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
-    HintJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
+    StepJudge   one turn and its observation   ── m votes ──         \boxed{1} or \boxed{-1}
+    HintWritingJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
                                                               or \boxed{-1}
 
 The last box decides and must hold exactly one of the signs. Anything else is an invalid vote: it is
@@ -37,7 +37,7 @@ from ramify.train.signals.base import (
     SignalScore,
     view_of,
 )
-from ramify.types.boxed import last_boxed
+from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Trajectory
 
@@ -170,7 +170,7 @@ class StepJudge(
         )
 
 
-class HintJudge(
+class HintWritingJudge(
     _ModelJudge,
     frozen=True,
     forbid_unknown_fields=True,
@@ -182,7 +182,7 @@ class HintJudge(
     ``Judge``.
 
     Example:
-        train.Hindsight(judge=train.HintJudge(model="openai:gpt-5-mini"))
+        train.Hindsight(judge=train.HintWritingJudge(model="openai:gpt-5-mini"))
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
@@ -234,7 +234,7 @@ JUDGES = Registry(
     "judge",
     "ramify.judges",
     {
-        "hint_judge": "ramify.train.signals.judge:HintJudge",
+        "hint_judge": "ramify.train.signals.judge:HintWritingJudge",
         "step_judge": "ramify.train.signals.judge:StepJudge",
     },
 )

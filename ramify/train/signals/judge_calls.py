@@ -2,7 +2,7 @@
 the tree.
 
     judge ── ModelCaller(model, messages, sampling, turn) ── cached reply?
-          ── ClientPool.ask (gates, rate limits, retries) ──> Reply
+          ── RateLimitedClientPool.ask (gates, rate limits, retries) ──> Reply
           └─ a call of kind ``judge``, below the call that it is about
 
 Judges and rollouts share one pool, and with it its rate limits. One ledger counts the calls of all
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from ramify.clients.base import Client, Request, Sampling
-from ramify.clients.pool import ClientPool
-from ramify.engine.limits import Ledger, Limits, Reservation
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.engine.limits import BudgetLedger, Limits, Reservation
 from ramify.engine.model_requests import prompt_hash
 from ramify.errors import ConfigError, RamifyError
 from ramify.store.call_cache import CallCache
@@ -40,7 +40,7 @@ class JudgeCallers:
 
     def __init__(
         self,
-        pool: ClientPool,
+        pool: RateLimitedClientPool,
         limits: Limits = BUDGET,
         *,
         own: Mapping[str, Client] | None = None,
@@ -50,7 +50,7 @@ class JudgeCallers:
         self.pool = pool
         self._own = dict(own or {})
         self._cache = cache
-        self.ledger = Ledger(limits, priced=True)
+        self.ledger = BudgetLedger(limits, priced=True)
         self.ledger.cost = None  # until a judge with a known price has replied
 
     def caller_of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
@@ -116,7 +116,7 @@ class LedgerBudget:
     """The budget of one request. It is reserved in each of ``ledgers`` before the request is
     sent."""
 
-    def __init__(self, client: Client, request: Request, *ledgers: Ledger) -> None:
+    def __init__(self, client: Client, request: Request, *ledgers: BudgetLedger) -> None:
         most = Usage(
             request.max_input_tokens(), request.sampling.max_tokens, calls=1, unknown_calls=1
         )
@@ -131,7 +131,7 @@ class LedgerBudget:
                 await reservation.reserve()
             except BaseException:
                 for earlier in self._reservations[:index]:
-                    earlier.free()
+                    earlier.release_unspent()
                 raise
 
     def is_enough(self) -> bool:
@@ -140,20 +140,20 @@ class LedgerBudget:
             return True
         for reservation, is_reserved in zip(self._reservations, enough, strict=True):
             if is_reserved:
-                reservation.free()
+                reservation.release_unspent()
         return False
 
     def settle(self, usage: Usage, cost: float | None) -> None:
         for reservation in self._reservations:
             reservation.settle(usage, cost, self._name)
 
-    def forfeit(self, error: str) -> None:
+    def charge_full_reservation(self, error: str) -> None:
         for reservation in self._reservations:
             reservation.settle(reservation.usage, reservation.cost, self._name)
 
     def release(self, error: str) -> None:
         for reservation in self._reservations:
-            reservation.free()
+            reservation.release_unspent()
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:

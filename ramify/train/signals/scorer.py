@@ -31,7 +31,7 @@ import numpy as np
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.train.data.pack import describe, pack
-from ramify.train.signals.base import ScoringRow, TokenScorer, TokenScores
+from ramify.train.signals.base import TokenScorer, TokenScores, TokenScoringRequest
 from ramify.types.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PolicyScorer:
         self._window = window
         self._num_ids = num_ids
         self._in_thread = run
-        self._waiting: list[tuple[ScoringRow, int, asyncio.Future[TokenScores]]] = []
+        self._waiting: list[tuple[TokenScoringRequest, int, asyncio.Future[TokenScores]]] = []
         self._running: asyncio.Task[None] | None = None
         self.busy_s = 0.0
         """Total compute time in seconds."""
@@ -68,7 +68,9 @@ class PolicyScorer:
         self.plain_tokens = 0.0
         """Tokens computed for plain rows, which training does not compute again."""
 
-    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
+    async def score(
+        self, rows: Sequence[TokenScoringRequest], *, top: int = 0
+    ) -> list[TokenScores]:
         for row in rows:
             if len(row.ids) > self._window:
                 raise RamifyError(
@@ -90,7 +92,9 @@ class PolicyScorer:
         await asyncio.sleep(0)  # let requests of the same moment share one pass
         while self._waiting:
             chunk, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
-            by_top: dict[tuple[int, int], list[tuple[ScoringRow, asyncio.Future[TokenScores]]]] = {}
+            by_top: dict[
+                tuple[int, int], list[tuple[TokenScoringRequest, asyncio.Future[TokenScores]]]
+            ] = {}
             for row, top, future in chunk:
                 width = len(row.candidates[0]) if row.candidates else 0
                 by_top.setdefault((top, width), []).append((row, future))
@@ -100,7 +104,7 @@ class PolicyScorer:
                 )
 
     async def _pass(
-        self, rows: list[ScoringRow], top: int, futures: list[asyncio.Future[TokenScores]]
+        self, rows: list[TokenScoringRequest], top: int, futures: list[asyncio.Future[TokenScores]]
     ) -> None:
         try:
             results = await self._in_thread(lambda: self.compute(rows, top))
@@ -118,7 +122,7 @@ class PolicyScorer:
             if not future.done():
                 future.set_result(scores)
 
-    def compute(self, rows: Sequence[ScoringRow], top: int = 0) -> list[TokenScores]:
+    def compute(self, rows: Sequence[TokenScoringRequest], top: int = 0) -> list[TokenScores]:
         """Score the rows immediately, in this thread."""
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
@@ -140,7 +144,7 @@ class PolicyScorer:
         return [_scores(row, logprobs[index], columns[index]) for index, row in enumerate(rows)]
 
     def _count(
-        self, rows: Sequence[ScoringRow], sequences: Sequence[TokenSequence], packed: float
+        self, rows: Sequence[TokenScoringRequest], sequences: Sequence[TokenSequence], packed: float
     ) -> None:
         plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
         num_plain = (
@@ -163,7 +167,9 @@ class ClientScorer:
         self._client = client
         self.busy_s = self.row_tokens = self.packed_tokens = self.plain_tokens = 0.0
 
-    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
+    async def score(
+        self, rows: Sequence[TokenScoringRequest], *, top: int = 0
+    ) -> list[TokenScores]:
         if top or any(row.candidates for row in rows):
             raise RamifyError(
                 f"{self._client.name} returns log-probabilities of the given tokens only: set "
@@ -171,7 +177,7 @@ class ClientScorer:
             )
         return list(await asyncio.gather(*(self._score_row(row) for row in rows)))
 
-    async def _score_row(self, row: ScoringRow) -> TokenScores:
+    async def _score_row(self, row: TokenScoringRequest) -> TokenScores:
         if row.temperature != 1:
             raise RamifyError(
                 f"{self._client.name} scores at temperature 1, but these tokens were sampled at "
@@ -196,7 +202,7 @@ class ClientScorer:
         return TokenScores([float(value) for value in values])
 
 
-def _sequence(row: ScoringRow, index: int) -> TokenSequence:
+def _sequence(row: TokenScoringRequest, index: int) -> TokenSequence:
     num = len(row.ids)
     zeros, weights = np.zeros(num, np.float32), np.zeros(num, np.float32)
     for start, end in row.spans:
@@ -220,7 +226,7 @@ def _sequence(row: ScoringRow, index: int) -> TokenSequence:
     )
 
 
-def _scores(row: ScoringRow, logprobs: Any, columns: Mapping[str, Any]) -> TokenScores:
+def _scores(row: TokenScoringRequest, logprobs: Any, columns: Mapping[str, Any]) -> TokenScores:
     at = np.concatenate([np.arange(start, end) for start, end in row.spans])
     return TokenScores(
         logprobs[at].tolist(),

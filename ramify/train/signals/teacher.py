@@ -26,25 +26,25 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.train.advantages.credit import is_scored, was_cut_off
-from ramify.train.config_fields import check_optional
+from ramify.train.config_redaction import check_optional
 from ramify.train.signals.base import (
-    PromptRenderer,
-    ScoringRow,
+    ConversationTokenizer,
     SignalContext,
     SignalScore,
     TokenScorer,
     TokenScores,
+    TokenScoringRequest,
     TopKCandidates,
     TurnId,
 )
-from ramify.train.signals.hints import TrajectoryHints, hints_of
+from ramify.train.signals.hints import HintsForTrajectory, hints_of
 from ramify.types.message import Message
 from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 TEMPLATE = "\n\n[A hint for this task]\n{hint}"
 ALL = -1
 """Value of ``top`` for the whole vocabulary."""
@@ -154,8 +154,8 @@ class TeacherSignal(
                 own.reading.reference.clear()
         return [own.reading for own in hints]
 
-    def _without_hints(self, trajectory: Trajectory) -> TrajectoryHints:
-        hints = TrajectoryHints(SignalScore())
+    def _without_hints(self, trajectory: Trajectory) -> HintsForTrajectory:
+        hints = HintsForTrajectory(SignalScore())
         if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
             hints.reading.abstained = "not scored"
         elif not self.cut_off and was_cut_off(trajectory.root):
@@ -168,8 +168,8 @@ class TeacherSignal(
         self,
         index: int,
         trajectory: Trajectory,
-        hints: TrajectoryHints,
-        writing: PromptRenderer | None,
+        hints: HintsForTrajectory,
+        writing: ConversationTokenizer | None,
     ) -> list[_HintedRow]:
         """Return one row per turn and candidate hint. If a hint cannot be inserted, the failure is
         counted and the signal abstains."""
@@ -196,7 +196,7 @@ class TeacherSignal(
         return rows
 
     def _spans(
-        self, path: TokenPath, call: Call, place: TurnId, hints: TrajectoryHints
+        self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[TokenSpan]:
         """Return the spans of ``path`` to score for a hint at ``place``. If several turns have
         hints, each hint applies only to its own turn."""
@@ -213,8 +213,8 @@ class TeacherSignal(
         path: TokenPath,
         spans: list[TokenSpan],
         hint: str,
-        writing: PromptRenderer | None,
-    ) -> tuple[ScoringRow, ScoringRow, list[TokenSpan]]:
+        writing: ConversationTokenizer | None,
+    ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[TokenSpan]]:
         """Return the teacher's row, the row without the hint, and the spans to score."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
@@ -222,7 +222,7 @@ class TeacherSignal(
         hinted = (
             self._hinted(trajectory, call, spans[0].turn, prompt, hint, writing) if hint else prompt
         )
-        row = ScoringRow(
+        row = TokenScoringRequest(
             [*hinted, *plain[begin:]],
             [(s.start + len(hinted) - begin, s.end + len(hinted) - begin) for s in spans],
         )
@@ -232,7 +232,7 @@ class TeacherSignal(
                     f"{trajectory.id}/call={call.id}/turn={span.turn}: the teacher's row has "
                     "different response ids"
                 )
-        return row, ScoringRow(plain, [(s.start, s.end) for s in spans]), spans
+        return row, TokenScoringRequest(plain, [(s.start, s.end) for s in spans]), spans
 
     def _hinted(
         self,
@@ -241,7 +241,7 @@ class TeacherSignal(
         turn: int,
         prompt: list[int],
         hint: str,
-        writing: PromptRenderer | None,
+        writing: ConversationTokenizer | None,
     ) -> list[int]:
         """Return the ids of ``prompt`` with the hint at the end of its last message.
 
@@ -274,7 +274,7 @@ class TeacherSignal(
         rows: Sequence[_HintedRow],
         scorer: TokenScorer,
         group: Group,
-        hints: Sequence[TrajectoryHints],
+        hints: Sequence[HintsForTrajectory],
         context: SignalContext,
     ) -> None:
         """Run one pass of the policy over the plain rows, if needed, and one of the teacher over
@@ -287,13 +287,13 @@ class TeacherSignal(
         ) < len(rows)
         student = await self._student(rows, compares, context)
         hinted = [
-            ScoringRow(
+            TokenScoringRequest(
                 row.row.ids, row.row.spans, _first(scores.top_ids, self._num_support), temperature
             )
             for row, scores in zip(rows, student, strict=True)
         ]
         plain = [
-            ScoringRow(row.plain.ids, row.plain.spans, scored.candidates, temperature)
+            TokenScoringRequest(row.plain.ids, row.plain.spans, scored.candidates, temperature)
             for row, scored in zip(rows, hinted, strict=True)
         ]
         roots = list(self._sampled_roots(group, context))
@@ -333,7 +333,8 @@ class TeacherSignal(
             else max(self._num_support, self.overlap if compares else 0)
         )
         plain = [
-            ScoringRow(row.plain.ids, row.plain.spans, (), context.temperature) for row in rows
+            TokenScoringRequest(row.plain.ids, row.plain.spans, (), context.temperature)
+            for row in rows
         ]
         return list(await context.scorers["live"].score(plain, top=top))
 
@@ -360,7 +361,7 @@ class TeacherSignal(
                 )
                 yield _SampledRoot(
                     index,
-                    ScoringRow(ids, places, (), context.temperature, is_plain=True),
+                    TokenScoringRequest(ids, places, (), context.temperature, is_plain=True),
                     list(spans),
                 )
 
@@ -440,8 +441,8 @@ class _HintedRow(NamedTuple):
     """Index of the trajectory in its group."""
     place: TurnId
     hint: str
-    row: ScoringRow
-    plain: ScoringRow
+    row: TokenScoringRequest
+    plain: TokenScoringRequest
     """This row without the hint."""
     spans: list[TokenSpan]
 
@@ -450,7 +451,7 @@ class _SampledRoot(NamedTuple):
     """A root call as it was sampled."""
 
     number: int
-    row: ScoringRow
+    row: TokenScoringRequest
     spans: list[TokenSpan]
 
 

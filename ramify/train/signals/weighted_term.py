@@ -94,7 +94,7 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError(f"term '{self.signal}': early={self.early} cannot be negative")
 
 
-class RoutedScore(NamedTuple):
+class ScoredTrajectory(NamedTuple):
     """One trajectory's score and reward."""
 
     trajectory: Trajectory
@@ -102,7 +102,7 @@ class RoutedScore(NamedTuple):
     reward: float
 
 
-class WeightedTerm:
+class HybridTermValues:
     """The values of one term of a hybrid algorithm at one training step, for each trajectory and
     turn."""
 
@@ -133,7 +133,7 @@ class WeightedTerm:
         num, num_bad, num_hinted, num_nonzero = 0, 0, 0, 0
         pairs: list[tuple[float, float]] = []
         for group in groups:
-            scored: list[RoutedScore] = []
+            scored: list[ScoredTrajectory] = []
             for trajectory in group.trajectories:
                 reading = readings.get(trajectory.id)
                 num += 1
@@ -149,7 +149,7 @@ class WeightedTerm:
                 reward = total(trajectory.rewards, weights)
                 if reading.turns:
                     pairs.append((statistics.fmean(reading.turns.values()), reward))
-                scored.append(RoutedScore(trajectory, reading, reward))
+                scored.append(ScoredTrajectory(trajectory, reading, reward))
             self._add_group(scored, passed)
         values = [
             value for numbers in self.numbers.values() for row in numbers.values() for value in row
@@ -172,7 +172,7 @@ class WeightedTerm:
             metrics[f"{name}/outcome_correlation"] = correlation
         return metrics
 
-    def _add_group(self, scored: Sequence[RoutedScore], passed: float) -> None:
+    def _add_group(self, scored: Sequence[ScoredTrajectory], passed: float) -> None:
         term = self.term
         turns = _normalised(term, scored)
         for (trajectory, reading, reward), numbers in zip(scored, turns, strict=True):
@@ -220,7 +220,7 @@ class WeightedTerm:
             )
 
 
-def _normalised(term: HybridTerm, scored: Sequence[RoutedScore]) -> list[dict[TurnId, float]]:
+def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[dict[TurnId, float]]:
     """Return the numbers on turns, with the outcome added, normalised within the group. Turn i of a
     call is compared with turn i of the same call in the other trajectories."""
     rows = [

@@ -24,12 +24,12 @@ import msgspec
 
 from ramify.errors import ConfigError, nearest
 from ramify.install_command import install_command
-from ramify.logging import RoomLogger
+from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
-from ramify.train.config_fields import redacted
+from ramify.train.config_redaction import redacted
 from ramify.train.metrics import StepMetrics
 
-_log = RoomLogger("train")
+_log = ComponentLogger("train")
 TRACKERS = Registry(
     "tracker",
     "ramify.trackers",
@@ -47,7 +47,7 @@ CLOSE_S = 60.0
 """Seconds to wait at the end of a run until pending metrics are sent."""
 
 
-class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+class TrackerRunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a tracker receives when a run begins."""
 
     name: str
@@ -122,7 +122,7 @@ class RunTrackers:
             return
         folder.mkdir(parents=True, exist_ok=True)
         stored_ids = _ids(folder) if resumed_at is not None else {}
-        about = RunInfo(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
+        about = TrackerRunInfo(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
         sender = threading.Thread(target=self._send, daemon=True, name="ramify trackers")
         self._failed = True
         try:
@@ -141,7 +141,7 @@ class RunTrackers:
         finally:
             self._end(sender)
 
-    def _opened_one(self, name: str, kind: Any, about: RunInfo) -> Tracker:
+    def _opened_one(self, name: str, kind: Any, about: TrackerRunInfo) -> Tracker:
         try:
             tracker: Tracker = kind(about, **self._options.get(name, {}))
         except Exception as error:
@@ -213,7 +213,7 @@ def send_folder(
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
-    about = RunInfo(
+    about = TrackerRunInfo(
         name=title, folder=run_folder, config=flat(config), id=_ids(run_folder).get(name, "")
     )
     try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ramify.train.trackers.base import RunInfo
+from ramify.train.trackers.base import TrackerRunInfo
 
 _PARAMS_PER_REQUEST = 100
 """Maximum parameters per request."""
@@ -23,7 +23,7 @@ class MlflowTracker:
     modules: ClassVar[tuple[str, ...]] = ("mlflow",)
     extra: ClassVar[str] = "mlflow"
 
-    def __init__(self, about: RunInfo, uri: str = "", experiment: str = "ramify") -> None:
+    def __init__(self, about: TrackerRunInfo, uri: str = "", experiment: str = "ramify") -> None:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 

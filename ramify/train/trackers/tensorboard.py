@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ramify.train.trackers.base import RunInfo
+from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TensorBoardTracker:
@@ -20,7 +20,7 @@ class TensorBoardTracker:
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
-    def __init__(self, about: RunInfo, folder: str = "") -> None:
+    def __init__(self, about: TrackerRunInfo, folder: str = "") -> None:
         """``folder`` is ``tensorboard`` in ``about.folder`` by default. After a resume, readers of
         the files drop events of steps later than the resumed one."""
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ramify.train.trackers.base import RunInfo
+from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TrackioTracker:
@@ -21,7 +21,7 @@ class TrackioTracker:
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     extra: ClassVar[str] = "trackio"
 
-    def __init__(self, about: RunInfo, project: str = "ramify", **options: Any) -> None:
+    def __init__(self, about: TrackerRunInfo, project: str = "ramify", **options: Any) -> None:
         import trackio
 
         self.id = about.id or f"{about.name}-{uuid.uuid4().hex[:6]}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ramify.train.trackers.base import RunInfo
+from ramify.train.trackers.base import TrackerRunInfo
 
 
 class WandbTracker:
@@ -18,7 +18,7 @@ class WandbTracker:
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
     extra: ClassVar[str] = "wandb"
 
-    def __init__(self, about: RunInfo, project: str = "ramify", **options: Any) -> None:
+    def __init__(self, about: TrackerRunInfo, project: str = "ramify", **options: Any) -> None:
         import wandb
 
         # Only ``ramify train`` itself writes to the terminal.

@@ -12,7 +12,7 @@ import { MEASURES } from "./measures.js";
 
 const PLACEHOLDER = "filter calls";
 const TOGETHER = 8; // maximum plain sub-calls of one cell with separate rows
-const MIN_SIBLINGS = 4; // fewer are not compared (types/outliers.py), so they are not called alike
+const MIN_SIBLINGS = 4; // fewer are not compared (types/sibling_outliers.py), so they are not called alike
 const MIN_ALIKE = 3; // calls in a row that are folded
 const MAX_APART = 8; // failed or differing calls of one cell with separate rows
 const TWO_LINES = matchMedia("(max-width: 1300px)"); // a row's question above its answer

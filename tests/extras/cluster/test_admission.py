@@ -12,13 +12,13 @@ import pytest
 from simpy import Environment
 
 from ramify.extras.cluster import simulated_rollout
-from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import CallShape, RolloutShape, TurnShape
 from ramify.extras.cluster.simulate import SimulationSetting
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
-from ramify.extras.cluster.simulated_rollout import SimulatedStage
+from ramify.extras.cluster.simulated_rollout import RolloutSimulator
 from ramify.tasks.base import Item
-from ramify.train.rollouts.group_queue import GroupQueue, StepSampleSpec
+from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec
 from ramify.train.rollouts.rollouter import ConcurrencyController, GroupRollout
 from ramify.types.trajectory import Group, Trajectory
 
@@ -40,7 +40,7 @@ class _RecordingQueue(simulated_rollout.SimulatedQueue):
 
 
 def simulated(
-    sample: StepSampleSpec, has_no_signal: Callable[[int], bool], seed: int
+    sample: RolloutBatchSpec, has_no_signal: Callable[[int], bool], seed: int
 ) -> list[Event]:
     env, draw, events = Environment(), random.Random(seed), []
     rate = EngineRate(((1.0, 1.0),))
@@ -53,7 +53,7 @@ def simulated(
         max_items=sample.max_items or 0,
         grace_steps=sample.grace_steps,
     )
-    stage = SimulatedStage(env, [SimulatedEngine(env, rate, 99)], rate, 99, 99)
+    stage = RolloutSimulator(env, [SimulatedEngine(env, rate, 99)], rate, 99, 99)
 
     def drawn(number: int) -> tuple[list[RolloutShape], bool]:
         return [RolloutShape((CallShape((TurnShape(0, 0, 0),), took[number]),))], has_no_signal(
@@ -104,7 +104,7 @@ class _Rollouts:
 
 
 async def check(
-    sample: StepSampleSpec, has_no_signal: Callable[[int], bool], events: list[Event]
+    sample: RolloutBatchSpec, has_no_signal: Callable[[int], bool], events: list[Event]
 ) -> int:
     """Replay ``events`` to the real queue; return the number of steps that were compared."""
     items = [Item("?", "", id=str(number)) for number in range(500)]
@@ -151,7 +151,7 @@ def test_simulated_and_real_queue_take_the_same_groups(
     def has_no_signal(number: int) -> bool:
         return bool(max_items) and random.Random(f"silent/{number}").random() < 0.4
 
-    sample = StepSampleSpec(
+    sample = RolloutBatchSpec(
         items=3, max_items=max_items or None, max_staleness=staleness, grace_steps=grace_steps
     )
     for seed in range(3):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.extras.cluster.rate import EngineRate, RecordedCpu, recorded_cpu
+from ramify.extras.cluster.engine_rate import EngineRate, RecordedCpu, recorded_cpu
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
-from ramify.inference.local.step_timings import StepTiming, StepTimings
+from ramify.inference.local.step_timings import EngineStepTiming, EngineStepTimingRecorder
 from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
 
 
@@ -91,7 +91,7 @@ def test_sequences_wait_for_cache_space() -> None:
 
 
 def test_step_timings_are_grouped_by_kind() -> None:
-    paces = StepTimings()
+    paces = EngineStepTimingRecorder()
     for sequences, read, cpu_s in ((5, 0, 0.5), (8, 0, 1.0), (3, 40, 2.0), (0, 7, 0.25)):
         paces.note(sequences, read, cpu_s)
     assert [(each.sequences, each.reads, each.steps, each.tokens, each.read, each.cpu_s) for each in paces.taken()] == [
@@ -101,7 +101,7 @@ def test_step_timings_are_grouped_by_kind() -> None:
 
 
 def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
-    paces = StepTimings()
+    paces = EngineStepTimingRecorder()
     meter = CpuMeter(paces.taken)
     paces.note(9, 9, 9.0)
     meter.restart()
@@ -118,9 +118,9 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     metrics.write(7, "rl", 1.0, {**spent, "cpu/cores": 2, "cpu/loop_s": 0.5, "cpu/sessions_s": 1.5})
     metrics.write(8, "sft", 1.0, {"loss": 1.0})
     engine = [
-        StepTiming(sequences=1, reads=False, steps=1, tokens=1, cpu_s=0.5),
-        StepTiming(sequences=4, reads=True, steps=2, tokens=6, read=42, cpu_s=3.0),
-        StepTiming(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
+        EngineStepTiming(sequences=1, reads=False, steps=1, tokens=1, cpu_s=0.5),
+        EngineStepTiming(sequences=4, reads=True, steps=2, tokens=6, read=42, cpu_s=3.0),
+        EngineStepTiming(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
     ]
     expected = RecordedCpu(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
     assert list(recorded_cpu(tmp_path, list(read_metrics(tmp_path)))) == [expected]

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ramify.extras.cluster import memory
-from ramify.extras.cluster.shape import ModelShape, config_of, device_of, shape_of
+from ramify.extras.cluster.model_and_device_specs import ModelShape, config_of, device_of, shape_of
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.local.generation import Generation
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.inference.local.generation_request import Generation
+from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
 from ramify.train.data.pack import pack
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from tests.inference import helpers
 from tests.train.backends.small import CONFIG, policy, tree
 from tests.train.small import small
@@ -47,7 +47,7 @@ def half(**changes: Any) -> Run:
 
 def stepped(optim: OptimizerSpec) -> SingleBackend:
     """Return a backend after one step, so that its optimizer has allocated its state."""
-    single = SingleBackend(policy(), optim, ComputeSpec(precision="fp32"))
+    single = SingleBackend(policy(), optim, TrainingBackendSpec(precision="fp32"))
     rows = tree()
     single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), LossSpec())
     single.optim_step()
@@ -58,7 +58,7 @@ def stepped(optim: OptimizerSpec) -> SingleBackend:
 def test_trainer_memory_matches_real_backend(kind: Any) -> None:
     optim = OptimizerSpec(kind=kind)
     run = small(warmup=None, sft=None, rl=RlSpec(optim=optim))
-    found = memory.of_rank(run, shape_of(CONFIG), CPU, ranks=1).parts
+    found = memory.estimate_rank_memory(run, shape_of(CONFIG), CPU, ranks=1).parts
     single = stepped(optim)
     weights = sum(tensor.nbytes for _, tensor in single.weights())
     state = 0
@@ -81,7 +81,7 @@ def test_engine_cache_memory_matches_real_engine() -> None:
     shape = shape_of(model.config)
     assert memory.cache_bytes(shape, CPU, 4, slots, None) == real
     run = small(policy=msgspec.structs.replace(small().policy, slots=slots))
-    assert memory.of_rank(run, shape, CPU, 1).parts["keys and values"] == real
+    assert memory.estimate_rank_memory(run, shape, CPU, 1).parts["keys and values"] == real
 
 
 def test_memory_limit_reduces_the_number_of_full_window_slots() -> None:
@@ -103,14 +103,16 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     the last norm                                                                    896
                                                                              494,032,768
     """
-    run = half(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384))
+    run = half(
+        compute=TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384)
+    )
     shape = shape_of(config_of(run))
     assert shape == ModelShape(
         parameters=494_032_768, inside=24 * 14_909_440, products=24 * 14_909_440 + 136_134_656,
         largest_layer=14_912_384, outside=136_135_552, layers=24, width=896, mlp=4864, heads=14, head_size=64, kv_heads=2,
         vocabulary=151_936, window=32_768,
     )  # fmt: skip
-    found = memory.of_rank(run, shape, H100, ranks=4, rank=1).parts
+    found = memory.estimate_rank_memory(run, shape, H100, ranks=4, rank=1).parts
     quarter = 123_508_192 * 4
     assert (found["weights"], found["gradients"], found["optimizer"]) == (
         quarter,
@@ -123,10 +125,12 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     assert found["activations, at most"] == 16_384 * 24 * 2 * (8_960 + 19_456)
     # 2 x 24 layers x 2 heads x 64 x 2 bytes = 12,288 a token; a third of 80 GB is 66 slots of
     # 32,768 tokens
-    engine = memory.of_engine(msgspec.structs.replace(run, inference=InferenceSpec()), shape, H100)
+    engine = memory.estimate_engine_memory(
+        msgspec.structs.replace(run, inference=InferenceSpec()), shape, H100
+    )
     assert engine.parts == {"weights": 988_065_536, "keys and values": 66 * 32_768 * 12_288}
     assert engine.fits
-    assert memory.of_rank(half(), shape, device_of("l4"), 1).fits is False
+    assert memory.estimate_rank_memory(half(), shape, device_of("l4"), 1).fits is False
 
 
 def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
@@ -135,7 +139,7 @@ def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
     run = half(policy=PolicySpec(shape=QWEN_05B, lora=spec))
     shape = shape_of(config_of(run), spec)
     assert shape.adapters == 24 * 8 * (896 + 896)
-    found = memory.of_rank(run, shape, CPU, 1).parts
+    found = memory.estimate_rank_memory(run, shape, CPU, 1).parts
     assert found["gradients"] == shape.adapters * 4
     assert found["optimizer"] == shape.adapters * 8
 
@@ -143,7 +147,8 @@ def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
 def test_kl_reference_model_is_counted() -> None:
     rl = RlSpec(loss=LossSpec(kl_beta=0.1))
     with_kl, without = (
-        memory.of_rank(small(rl=each), shape_of(CONFIG), CPU, 1).parts for each in (rl, RlSpec())
+        memory.estimate_rank_memory(small(rl=each), shape_of(CONFIG), CPU, 1).parts
+        for each in (rl, RlSpec())
     )
     assert with_kl["reference"] == with_kl["weights"]
     assert "reference" not in without

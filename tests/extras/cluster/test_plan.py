@@ -14,25 +14,25 @@ from transformers import Qwen3MoeConfig
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
 from ramify.errors import ConfigError
-from ramify.extras.cluster import steps
+from ramify.extras.cluster import step_time_estimate
 from ramify.extras.cluster.meshes import meshes
-from ramify.extras.cluster.plan import PlanOptions, lines, plan
-from ramify.extras.cluster.shape import (
+from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
-    DeviceSpec,
+    DeviceHardwareSpec,
     ModelShape,
     device_of,
     shape_of,
 )
-from ramify.extras.cluster.steps import StepTokens
+from ramify.extras.cluster.plan import ClusterPlanOptions, lines, plan
+from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import Run, plain
 from ramify.train.metrics import MetricsFile
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from tests.extras.cluster.test_memory import half
 from tests.train.small import small
 
@@ -51,13 +51,13 @@ TOY = ModelShape(
     parameters=1000, inside=800, products=1000, largest_layer=400, outside=200, layers=2, width=10, mlp=20, heads=2,
     head_size=5, kv_heads=1, vocabulary=20, window=100,
 )  # fmt: skip
-SLOW = DeviceSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
+SLOW = DeviceHardwareSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
 """1e6 FLOP/s and 1e6 bytes/s."""
 
 
 def placed(**changes: Any) -> Run:
     fields: dict[str, Any] = {
-        "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        "compute": TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
         "inference": InferenceSpec(num=2),
         "placement": COLOCATED,
     }
@@ -96,14 +96,14 @@ def test_plan_shows_placement_and_memory_of_each_role() -> None:
     weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
     assert weak.parts[-1].limits["all together, each at its limit"] == 128 * (2 << 30)
     assert found.too_large == []
-    large = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=16_384)
-    small_ones = plan(placed(compute=large), PlanOptions(device="l4"))
+    large = TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=16_384)
+    small_ones = plan(placed(compute=large), ClusterPlanOptions(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
 
 
 def test_number_of_nodes_can_be_given_for_the_only_pool() -> None:
     four = placed(
-        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
+        compute=TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
         inference=InferenceSpec(num=4),
     )
     with pytest.raises(
@@ -111,7 +111,8 @@ def test_number_of_nodes_can_be_given_for_the_only_pool() -> None:
     ):
         plan(four)
     assert [
-        placement_slot.node for placement_slot in plan(four, PlanOptions(nodes=2)).placement_slots
+        placement_slot.node
+        for placement_slot in plan(four, ClusterPlanOptions(nodes=2)).placement_slots
     ] == [0, 0, 1, 1]
 
 
@@ -119,7 +120,7 @@ def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
     """Each GPU holds half of an engine; the sum of both roles is compared with one device."""
     over_two = msgspec.structs.replace(COLOCATED, inference=RoleSpec(gpus=2))
     one = InferenceSpec(num=1, engine="vllm")
-    found = plan(placed(placement=over_two, inference=one), PlanOptions(device="l4"))
+    found = plan(placed(placement=over_two, inference=one), ClusterPlanOptions(device="l4"))
     text = "\n".join(lines(found))
     assert "  placement slot 0: 2 GPUs, 3 CPUs: trainer 0, trainer 1, inference 0\n" in text
     rank, engine = found.parts[0].memory, found.parts[2].memory
@@ -147,17 +148,19 @@ def test_step_time_matches_hand_calculation() -> None:
         ),
     )
     tokens, shares = StepTokens(400, 600, 10, "given"), DeviceEfficiency(0.5, 0.5, 0.5)
-    found = steps.seconds(run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5)
+    found = step_time_estimate.seconds(
+        run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
+    )
     assert (found.learning, found.sampling, found.sync) == pytest.approx((18.0, 8.4, 0.4))
     assert found.step == pytest.approx(26.8)
     apart = msgspec.structs.replace(
-        run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1))
+        run, rl=msgspec.structs.replace(run.rl, sample=RolloutBatchSpec(max_staleness=1))
     )
-    assert steps.seconds(
+    assert step_time_estimate.seconds(
         apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     ).step == pytest.approx(18.4)
-    again = msgspec.structs.replace(run, compute=ComputeSpec(recompute=True))
-    assert steps.seconds(
+    again = msgspec.structs.replace(run, compute=TrainingBackendSpec(recompute=True))
+    assert step_time_estimate.seconds(
         again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares
     ).learning == pytest.approx(24.0)
 
@@ -177,7 +180,7 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
             "length_mean": 20.0,
         }
         written.write(step, "rl", 0.0, values)
-    found = plan(placed(), PlanOptions(measured=tmp_path))
+    found = plan(placed(), ClusterPlanOptions(measured=tmp_path))
     assert found.seconds is not None
     assert (found.seconds.sampling, found.seconds.learning) == (2.0, 1.0)
     assert found.tokens.rollouts == 10
@@ -189,14 +192,14 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
             step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0}
         )
     with pytest.raises(ConfigError, match=r"no step of .* that counts learnt anything"):
-        plan(placed(), PlanOptions(measured=tmp_path))
+        plan(placed(), ClusterPlanOptions(measured=tmp_path))
     with pytest.raises(
         ConfigError, match=r"--measured .*nowhere is not a run's folder: it has no metrics\.jsonl"
     ):
-        plan(placed(), PlanOptions(measured=tmp_path / "nowhere"))
+        plan(placed(), ClusterPlanOptions(measured=tmp_path / "nowhere"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no step of reinforcement learning"):
-        plan(placed(), PlanOptions(measured=tmp_path))
+        plan(placed(), ClusterPlanOptions(measured=tmp_path))
 
 
 def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
@@ -206,12 +209,12 @@ def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
         pools={"main": NodePool(nodes=125, gpus=8, cpus=96)}, trainer=RoleSpec(gpus=1)
     )
     run = placed(
-        compute=ComputeSpec(backend="fsdp", precision="bf16", shard=ShardSpec(ranks=1000)),
+        compute=TrainingBackendSpec(backend="fsdp", precision="bf16", shard=ShardSpec(ranks=1000)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         placement=large,
     )
     tokens = StepTokens(20_000, 20_000, 20, "given")
-    found = plan(run, PlanOptions(tokens=tokens))
+    found = plan(run, ClusterPlanOptions(tokens=tokens))
     text = list(lines(found))
     assert text[1] == (
         "pool main: 125 nodes of 8 GPUs and 96 CPUs, 1000 placement slots: 1000 x trainer"
@@ -237,7 +240,9 @@ def test_moe_mesh_traffic_matches_hand_calculation() -> None:
     )  # fmt: skip
     shape = shape_of(config)
     assert (shape.experts, shape.experts_per_token) == (2 * 4 * 3 * 16 * 32, 2)
-    run = placed(compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2)))
+    run = placed(
+        compute=TrainingBackendSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2))
+    )
     tokens = StepTokens(400, 600, 10, "given")
     found = {
         (each.fields["replicas"], each.fields["tensor"], each.fields["experts"]): each

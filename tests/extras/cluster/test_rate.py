@@ -13,13 +13,13 @@ from simpy import Environment
 
 from ramify import ScriptedClient
 from ramify.errors import ConfigError
-from ramify.extras.cluster.rate import (
+from ramify.extras.cluster.engine_rate import (
     EngineRate,
     MeasuredRequest,
     admitted,
-    calibrate,
     fit,
     from_steps,
+    measure_engine_rate,
 )
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
 
@@ -91,7 +91,7 @@ def test_fitted_rates_are_never_negative() -> None:
 
 def test_rate_is_calibrated_on_a_live_engine() -> None:
     client = ScriptedClient(lambda messages: "word " * 80, latency_s=0.02)
-    rate = asyncio.run(calibrate(client, slots=4, tokens=40))
+    rate = asyncio.run(measure_engine_rate(client, slots=4, tokens=40))
     assert [b for b, _ in rate.points] == [1, 2, 4]
     # Reading the prompts (of at most 64 tokens) is measured apart and subtracted.
     assert all(
@@ -99,4 +99,4 @@ def test_rate_is_calibrated_on_a_live_engine() -> None:
     )
     short = ScriptedClient(lambda messages: "no")
     with pytest.raises(ConfigError, match="ends its replies after 1 of 40 tokens"):
-        asyncio.run(calibrate(short, slots=4, tokens=40))
+        asyncio.run(measure_engine_rate(short, slots=4, tokens=40))

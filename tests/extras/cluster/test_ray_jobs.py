@@ -80,11 +80,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_ray_nodes_are_awaited_and_missing_ones_are_named(cluster: Cluster, tmp_path: Path) -> None:
-    words = (sys.executable, "-m", "ramify.actors.ray_nodes", cluster.address)
+    words = (sys.executable, "-m", "ramify.actors.wait_for_ray_nodes", cluster.address)
     done = cluster.run(tmp_path, *words, "1")
     assert done.returncode == 0, (done.stderr, cluster.log.read_text()[-2000:])
     code = f"""
-from ramify.actors.ray_nodes import wait_for_nodes
+from ramify.actors.wait_for_ray_nodes import wait_for_nodes
 from ramify.errors import ConfigError
 try:
     wait_for_nodes({cluster.address!r}, 2, 1.0)

@@ -7,21 +7,21 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.rate import EngineRate
+from ramify.extras.cluster.engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape
 from ramify.extras.cluster.simulate import (
     DeviceSplit,
     SimulationSetting,
     best,
-    choices,
     predict,
     quantile,
+    setting_combinations,
     simulate,
     splits,
 )
-from ramify.extras.cluster.simulation_inputs import RunSizes, SimulationInputs
+from ramify.extras.cluster.simulation_inputs import MeasuredRunSettings, SimulationInputs
 
-SIZES = RunSizes(
+SIZES = MeasuredRunSettings(
     items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0
 )
 
@@ -179,11 +179,15 @@ def test_best_device_split_is_chosen() -> None:
         splits(1, 2)
     measured = inputs_for(*[[20] * 8] * 3, learn_s=1.0)
     measured.sizes = msgspec.structs.replace(SIZES, items=4, group=8, slots=4, concurrency=32)
-    found = predict(measured, list(choices(measured, splits(4), staleness=[0, 1])), steps=6)
+    found = predict(
+        measured, list(setting_combinations(measured, splits(4), staleness=[0, 1])), steps=6
+    )
     assert len(found) == 8
     assert best(found).setting.engines >= 3
     one = predict(
-        inputs_for([10]), list(choices(inputs_for([10]), splits(3), staleness=[0])), steps=4
+        inputs_for([10]),
+        list(setting_combinations(inputs_for([10]), splits(3), staleness=[0])),
+        steps=4,
     )
     assert (best(one).setting.engines, best(one).setting.ranks) == (
         1,

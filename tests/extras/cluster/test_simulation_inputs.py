@@ -11,7 +11,7 @@ import pytest
 
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.errors import ConfigError
-from ramify.extras.cluster.plan_commands import SIMULATE
+from ramify.extras.cluster.plan_and_simulate_commands import SIMULATE
 from ramify.extras.cluster.simulate import SimulationSetting, simulate
 from ramify.extras.cluster.simulation_inputs import measured
 from ramify.train.checkpoint import CheckpointState, CheckpointStore

@@ -14,7 +14,7 @@ from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
-from ramify.extras.studies.evidence import evidence
+from ramify.extras.studies.paper_evidence_task import evidence
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
 from ramify.tasks.validation import answered, validate

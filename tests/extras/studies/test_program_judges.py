@@ -8,11 +8,11 @@ from typing import Any
 
 from ramify.extras.studies.hindsight import Hindsight, HintFilter
 from ramify.extras.studies.programs.judges import OracleJudge, RuleJudge, ShuffledHints, StepRules
-from ramify.extras.studies.programs.program_library import (
+from ramify.extras.studies.programs.toy_program_language import (
     IMPORTED,
     NUM_CHECKED,
     NUM_WORDS,
-    ProgramProblem,
+    ToyProgramExercise,
     library,
 )
 from ramify.tasks.base import Item, task_of
@@ -56,7 +56,7 @@ def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -
 def checked_problem(index: int = 0) -> tuple[Item, str, int]:
     """Return an item, a program with the wrong function for one checked word, and that word."""
     for item in task_of("programs").splits["train"][index : index + 100]:
-        problem = ProgramProblem.read(item.question)
+        problem = ToyProgramExercise.read(item.question)
         assert problem is not None
         word = next(
             (w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None
@@ -110,7 +110,7 @@ def test_shuffled_hints_come_from_another_problem() -> None:
     (hint,) = first.at["0", 0]
     assert hint.startswith("use @w")
     about = int(hint.removeprefix("use @w").partition("@")[0])
-    assert about in {w for w, _ in ProgramProblem.read(other.question).steps}  # type: ignore[union-attr]
+    assert about in {w for w, _ in ToyProgramExercise.read(other.question).steps}  # type: ignore[union-attr]
     assert first.reading.notes == {("0", 0): hint}  # on the turn that raised
     assert not second.at
     again, _ = asyncio.run(ShuffledHints(source).hints(group, context))

@@ -13,15 +13,16 @@ from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
-from ramify.extras.studies.programs.demos import (
-    HintRule,
+from ramify.extras.studies.programs.scripted_demonstrator import (
+    HintedRule,
     ProgramDemonstratorHabits,
     demonstrate,
     from_errors,
     from_facts,
     hint_text,
 )
-from ramify.extras.studies.programs.program_library import (
+from ramify.extras.studies.programs.task import programs
+from ramify.extras.studies.programs.toy_program_language import (
     IMPORTED,
     NO_PROGRAM,
     NOT_IMPORTED,
@@ -29,14 +30,13 @@ from ramify.extras.studies.programs.program_library import (
     NUM_WORDS,
     PROGRAM_HINT,
     PROGRAM_WORDS,
-    Program,
-    ProgramProblem,
-    RuleViolation,
+    ToyProgram,
+    ToyProgramExercise,
+    ToyProgramRuleViolation,
     library,
 )
-from ramify.extras.studies.programs.task import programs
 from ramify.models.renderer import renderer_of
-from ramify.models.tokenizer import UNKNOWN, word_tokenizer
+from ramify.models.tokenizer_training import UNKNOWN, word_tokenizer
 from ramify.sandbox.base import Sandbox, open_sandbox
 from ramify.tasks.base import task_of
 from ramify.tasks.validation import validate
@@ -45,38 +45,40 @@ from ramify.types.message import Message
 
 KNOWN = library()
 BARE = texts_of(SCAFFOLDS["bare"])
-EVALUATOR = SandboxSpec(provider="ramify.extras.studies.programs.evaluator")
+EVALUATOR = SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter")
 RIGHT = dict(enumerate(KNOWN.right))
 
 
-def some_program(rng: random.Random) -> Program:
+def some_program(rng: random.Random) -> ToyProgram:
     """Return a program that may be right, silently wrong, rejected, or missing an import."""
     words = rng.sample(range(NUM_WORDS), rng.randint(1, 6))
     functions = {
         word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words
     }
-    problem = ProgramProblem(rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words))
+    problem = ToyProgramExercise(
+        rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words)
+    )
     return problem.program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
 
 
 def test_programs_and_problems_are_parsed_and_run() -> None:
-    program = Program.read("from ops import f10;50@w3@f7@5@w9@f0@2")
+    program = ToyProgram.read("from ops import f10;50@w3@f7@5@w9@f0@2")
     assert program is not None
     assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
-    assert ProgramProblem.read("50@w3@5@w9@2\nhint: use @w3@f9") == ProgramProblem(
+    assert ToyProgramExercise.read("50@w3@5@w9@2\nhint: use @w3@f9") == ToyProgramExercise(
         50, ((3, 5), (9, 2))
     )
     word, right = 2, KNOWN.right[2]
     imports = "".join(f"from ops import f{right};" for _ in [0] if right in IMPORTED)
     a, b, c = KNOWN.maps[right]
-    found = Program.read(f"{imports}50@w{word}@f{right}@5")
+    found = ToyProgram.read(f"{imports}50@w{word}@f{right}@5")
     assert found is not None
     assert KNOWN.run(found) == (a * 50 + b * 5 + c) % 97
     other = next(each for each in range(NUM_WORDS) if each != right and each not in IMPORTED)
-    wrong = Program.read(f"50@w{word}@f{other}@5")
+    wrong = ToyProgram.read(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
-    assert broken == RuleViolation(word, right)
+    assert broken == ToyProgramRuleViolation(word, right)
     assert KNOWN.message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 
@@ -97,7 +99,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     ],
 )
 def test_invalid_program_texts_are_rejected(text: str) -> None:
-    assert Program.read(text) is None
+    assert ToyProgram.read(text) is None
 
 
 def test_evaluator_gives_the_same_output_as_python() -> None:
@@ -150,7 +152,7 @@ def test_sandbox_providers_are_loaded_by_module_name() -> None:
     ):
         open_sandbox(SandboxSpec(provider="no.such.module"))
     with pytest.raises(ConfigError, match="has no open_provider"):
-        open_sandbox(SandboxSpec(provider="ramify.extras.studies.programs.program_library"))
+        open_sandbox(SandboxSpec(provider="ramify.extras.studies.programs.toy_program_language"))
     with pytest.raises(ConfigError, match="unknown sandbox 'jial': did you mean 'jail'"):
         open_sandbox(SandboxSpec(provider="jial"))
 
@@ -164,7 +166,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
     assert len({question for questions in splits.values() for question in questions}) == 1200
     assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
     assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(
-        ProgramProblem.read(programs(secret=1).splits["test"][0].question)
+        ToyProgramExercise.read(programs(secret=1).splits["test"][0].question)
     )  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="1 to 24 different words"):
         programs(steps=25)
@@ -173,7 +175,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
 def test_rollout_scores_the_same_in_both_sandboxes() -> None:
     task = task_of("programs")
     item = task.splits["test"][0]
-    problem = ProgramProblem.read(item.question)
+    problem = ToyProgramExercise.read(item.question)
     assert problem is not None
     needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
     right = problem.program(RIGHT, needed).text
@@ -252,7 +254,7 @@ def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_hints_are_wr
     assert 0.4 < len(wrong) / len(hinted) < 0.6
     for each in hinted:
         hint = each.messages[0].content.partition(PROGRAM_HINT)[2].removeprefix("use ")
-        program = Program.read(each.messages[1].content)
+        program = ToyProgram.read(each.messages[1].content)
         assert program is not None
         for rule in hint.partition("from")[0].split("@w")[1:]:
             assert f"@w{rule}@" in program.text  # the program follows the hint
@@ -281,14 +283,14 @@ def test_hints_from_errors_and_from_the_library() -> None:
         "ImportError: from ops import f10;",
         "TypeError: not @w9@f20 but @w9@f4",
     ]
-    assert from_errors(seen) == [HintRule(9, 4), HintRule(None, 10)]
+    assert from_errors(seen) == [HintedRule(9, 4), HintedRule(None, 10)]
     assert hint_text(from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
-    problem = ProgramProblem(5, ((silent, 1),))
+    problem = ToyProgramExercise(5, ((silent, 1),))
     wrong = problem.program({silent: (RIGHT[silent] + 1) % 10})
     assert from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
     assert from_facts(problem, ["no program", wrong.text], KNOWN) == [
-        HintRule(silent, RIGHT[silent])
+        HintedRule(silent, RIGHT[silent])
     ]
     assert from_facts(problem, [problem.program(RIGHT).text], KNOWN) == []

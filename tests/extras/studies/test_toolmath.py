@@ -16,12 +16,12 @@ from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
-from ramify.extras.studies.toolmath.demos import conversation, demonstrations
+from ramify.extras.studies.toolmath.retool_sft_conversion import conversation, demonstrations
 from ramify.extras.studies.toolmath.task import auto, item_of, toolmath
 from ramify.tasks.base import Item, scored, task_of
 from ramify.tasks.validation import answered, validate
 from ramify.train.data.sft_data import texts_of, trajectory_of
-from ramify.types.boxed import last_boxed
+from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message
 from tests.shown import heard
 

@@ -35,7 +35,12 @@ from ramify.extras.suites import (
     planted,
 )
 from ramify.tasks.base import Item, SimpleTask, items_of, task_of
-from ramify.testing.offline import OFFLINE_SUITES, AccuracyCurve, OfflineModel, OfflineSuite
+from ramify.testing.offline import (
+    OFFLINE_SUITES,
+    AccuracyCurve,
+    OfflineModel,
+    OfflineModelSuiteStrategy,
+)
 from ramify.types.message import Message
 
 SUITES = (code_qa, mrcr, multihop, niah, oolong, oolong_pairs, planted)
@@ -63,7 +68,7 @@ def score(task: SimpleTask, answer: str, item: Item) -> float:
     return reward
 
 
-def session(suite: OfflineSuite) -> Callable[..., str]:
+def session(suite: OfflineModelSuiteStrategy) -> Callable[..., str]:
     """The strategy, in a namespace that has only what a root's cell imports."""
     names: dict[str, Any] = {"__builtins__": builtins, "Callable": Callable}
     for module in (collections, datetime, difflib, re):

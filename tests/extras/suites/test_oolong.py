@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.suites.oolong import LABELS, OolongScore, oolong
+from ramify.extras.suites.oolong import LABELS, OolongScorer, oolong
 from ramify.tasks.base import Item, items_of
 from ramify.tasks.validation import validate
 
@@ -59,7 +59,7 @@ def test_tokens_sets_the_context_length(tokens: int) -> None:
     ],
 )
 def test_oolong_score(answer: Any, gold: Any, score: float) -> None:
-    assert OolongScore()(answer, Item("?", gold=gold)) == pytest.approx(score)
+    assert OolongScorer()(answer, Item("?", gold=gold)) == pytest.approx(score)
 
 
 def test_public_oolong_files_are_loaded(tmp_path: Path) -> None:

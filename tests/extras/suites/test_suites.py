@@ -16,10 +16,10 @@ import pytest
 
 from ramify.errors import RamifyError
 from ramify.extras import ENTRY_POINTS
-from ramify.extras.suites.mrcr import RepeatScore
-from ramify.extras.suites.niah import NeedleScore
-from ramify.extras.suites.oolong_pairs import PairScore
-from ramify.extras.suites.planted import FactScore
+from ramify.extras.suites.mrcr import MrcrScorer
+from ramify.extras.suites.niah import NeedleScorer
+from ramify.extras.suites.oolong_pairs import PairScorer
+from ramify.extras.suites.planted import FactScorer
 from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
 from ramify.tasks.validation import answered, validate
 from tests.extras.suites.readers import READERS, read
@@ -270,7 +270,7 @@ def test_needle_score(golds: list[str], answer: Any, expected: float) -> None:
     words = "oil cup pan pot tea jam ham egg tea jam rye"
     listed = " ".join(f"{number}. {word}" for number, word in enumerate(words.split(), 1))
     item = Item("?", listed, golds)
-    assert NeedleScore()(answer, item) == pytest.approx(expected)
+    assert NeedleScorer()(answer, item) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_needle_score(golds: list[str], answer: Any, expected: float) -> None:
 )
 def test_pair_score(answer: Any, expected: float) -> None:
     item = Item("?", gold=[[12, 15], [15, 20]])
-    assert PairScore()(answer, item) == pytest.approx(expected)
+    assert PairScorer()(answer, item) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_pair_score(answer: Any, expected: float) -> None:
 )
 def test_repeat_score(answer: Any, expected: float) -> None:
     item = Item("?", gold="aZ9The red tower.", metadata={"random_string_to_prepend": "aZ9"})
-    assert RepeatScore()(answer, item) == pytest.approx(expected)
+    assert MrcrScorer()(answer, item) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -323,4 +323,4 @@ def test_repeat_score(answer: Any, expected: float) -> None:
 )
 def test_fact_score(answer: Any, expected: float) -> None:
     item = Item("?", gold={"Lodavi": "4210", "Kelumo": "3100"})
-    assert FactScore()(answer, item) == pytest.approx(expected)
+    assert FactScorer()(answer, item) == pytest.approx(expected)

@@ -16,7 +16,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import WeightSource, sources
+from ramify.inference.weight_sync.base import LazyWeight, sources
 from ramify.models.load import Policy
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import Message
@@ -39,7 +39,7 @@ class World:
         self.trained, self.servers, self.locals, self.said = trained, servers, locals, said
         self.engines: HttpEngines
 
-    def sources(self) -> list[WeightSource]:
+    def sources(self) -> list[LazyWeight]:
         return sources(self.trained.model.named_parameters(), torch.float32)
 
     async def train(self, version: int) -> None:

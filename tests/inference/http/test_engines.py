@@ -17,7 +17,11 @@ import torch
 from ramify.clients.base import Request, Sampling
 from ramify.errors import Refused, ServerFailed, TrainError
 from ramify.inference.base import CachePressure
-from ramify.inference.http.engine_server import combined_pressure, pressure_text, read_pressure
+from ramify.inference.http.engine_client import (
+    combine_kv_cache_pressure,
+    format_kv_cache_pressure,
+    parse_kv_cache_pressure,
+)
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import WeightPiece, source
 from ramify.models.weights import fingerprint, fingerprint_of
@@ -125,16 +129,18 @@ vllm:num_requests_waiting{engine="1"} 2.0
 vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 vllm:num_preemptions_total{engine="1"} 12.0
 """
-    assert read_pressure(said) == CachePressure(0.875, 5, 12)
-    assert read_pressure(
+    assert parse_kv_cache_pressure(said) == CachePressure(0.875, 5, 12)
+    assert parse_kv_cache_pressure(
         'sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n'
     ) == CachePressure(0.5, 4, 0)
-    assert read_pressure("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
-    assert read_pressure(pressure_text(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
-    assert combined_pressure(
+    assert parse_kv_cache_pressure("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
+    assert parse_kv_cache_pressure(
+        format_kv_cache_pressure(CachePressure(0.5, 4, 7))
+    ) == CachePressure(0.5, 4, 7)
+    assert combine_kv_cache_pressure(
         [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]
     ) == CachePressure(0.7, 5, 9)
-    assert combined_pressure([None]) is None
+    assert combine_kv_cache_pressure([None]) is None
 
 
 def test_tree_stays_at_its_server_and_trees_are_distributed() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ramify.actors.child_process import Process
-from ramify.actors.launcher import SlotMember, free_port
+from ramify.actors.launcher import RoleInstance, free_port
 from ramify.errors import ServerFailed, TrainError
 from ramify.http_server.access import ListenAddress
 from ramify.inference.http.http_engines import HttpEngines
@@ -146,17 +146,21 @@ class EnginesInThisLoop:
         self.servers: list[PolicyServer] = []
         self.may_come = asyncio.Event()
 
-    def address_of(self, member: SlotMember) -> str:
+    def address_of(self, member: RoleInstance) -> str:
         return self._host
 
-    def free_port(self, member: SlotMember) -> int:
+    def free_port(self, member: RoleInstance) -> int:
         return free_port(self._host)
 
-    def renew(self, member: SlotMember) -> None:
+    def renew(self, member: RoleInstance) -> None:
         self._host = "127.0.0.2"
 
     def start(
-        self, member: SlotMember, command: Sequence[str], environment: Mapping[str, str], log: Path
+        self,
+        member: RoleInstance,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
     ) -> Process:
         port = int(command[command.index("--port") + 1])
         asyncio.run_coroutine_threadsafe(self._serve(self._host, port), self._loop)
@@ -221,7 +225,7 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
             lambda _: None,
             gone=lambda url: asked.append(asyncio.ensure_future(tell(url))),
         )
-        theirs.follow(1)
+        theirs.record_external_update(1)
         expected = await theirs.complete(request(3, 20))
         first = ours.answering[0]
         await launcher.servers[0].__aexit__(None, None, None)

@@ -20,7 +20,7 @@ from aiohttp import web
 from transformers import Qwen3MoeConfig
 
 from ramify.clients.base import Sampling
-from ramify.errors import BadReply, ConfigError
+from ramify.errors import ConfigError, MalformedResponse
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
@@ -266,7 +266,9 @@ def test_experts_that_become_wrong_end_the_reply() -> None:
         double = Double(VLLM["whole prompt"])
         async with engines("vllm", double) as made:
             double.form = lambda rows, num: {"routed_experts": npy(rows[1:-1])}
-            with pytest.raises(BadReply, match=r"^http://\S+: routed_experts has \d+ rows for"):
+            with pytest.raises(
+                MalformedResponse, match=r"^http://\S+: routed_experts has \d+ rows for"
+            ):
                 await made.complete(request())
 
     asyncio.run(test())

@@ -20,7 +20,7 @@ from ramify.errors import ConfigError
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
     AdaptedMatrix,
-    StaleWeights,
+    FullWeightsRequiredError,
     WeightReceiver,
     WeightSync,
     as_checkpoint,
@@ -310,7 +310,8 @@ def test_engine_with_another_base_gets_all_weights() -> None:
         trained["a"] += 1
         chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False))
         with pytest.raises(
-            StaleWeights, match=r"builds on the weights '\w+', but this engine has 'none of them'"
+            FullWeightsRequiredError,
+            match=r"builds on the weights '\w+', but this engine has 'none of them'",
         ):
             list(fresh.take(chunk.info))
         received: list[Weights] = [{}]

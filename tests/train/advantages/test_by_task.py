@@ -18,8 +18,8 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import AssignedStep, finish, needs_of, remembering
-from ramify.train.advantages.by_task import ByTask
+from ramify.train.advantages.base import StepAdvantages, finish, needs_of, remembering
+from ramify.train.advantages.by_task import PerTaskAlgorithm
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
@@ -27,8 +27,8 @@ from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.sft import SFT
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.data.compile import token_sequences
+from ramify.train.other_trainer_presets import with_preset
 from ramify.train.override import override
-from ramify.train.presets import with_preset
 from ramify.train.recipe import CHOICES
 from ramify.train.signals.compose import Hybrid
 from ramify.types.sequence import TokenSequence
@@ -61,7 +61,7 @@ def groups(*parts: str) -> list[Group]:
     return found
 
 
-def loss_shares(assigned: AssignedStep) -> dict[str, list[float]]:
+def loss_shares(assigned: StepAdvantages) -> dict[str, list[float]]:
     """Rollout -> weight of each of its tokens' log-probabilities in the step's loss."""
     found: dict[str, list[float]] = {}
     for rollout in assigned.rollouts:
@@ -80,7 +80,7 @@ def test_step_of_two_tasks_matches_hand_computation() -> None:
     """sums: group mean, per rollout; 1 of 3 groups with a signal, divided by 2 rollouts.
     texts: leave-one-out mean, per token; 2 of 3 groups, divided by 10 tokens."""
     sums, texts = DrGRPO(reduction="rollout"), RLOO(reduction="token")
-    step = ByTask(tasks={"sums": sums, "texts": texts}).assign_advantages(groups(), {})
+    step = PerTaskAlgorithm(tasks={"sums": sums, "texts": texts}).assign_advantages(groups(), {})
     third = 1 / 3
     assert loss_shares(step) == {
         "s0": pytest.approx([third / 2 * 0.5 / 2] * 2),
@@ -120,7 +120,7 @@ def test_step_of_two_tasks_matches_hand_computation() -> None:
 )
 def test_each_task_has_the_loss_of_its_algorithm_used_alone(sums: Any) -> None:
     """Scaled by the task's share of the step: 2 of 4 groups, or 1 of 3 if one was dropped."""
-    both = ByTask(tasks={"sums": sums}, other=RLOO()).assign_advantages(groups(), {})
+    both = PerTaskAlgorithm(tasks={"sums": sums}, other=RLOO()).assign_advantages(groups(), {})
     num = 1 if isinstance(sums, GRPO) else 2
     for part, algorithm, share in (("sums", sums, num), ("texts", RLOO(), 2)):
         alone = algorithm.assign_advantages(groups(part), {})
@@ -138,7 +138,7 @@ def test_same_algorithm_for_every_task_equals_that_algorithm_used_alone(
     """With one L for all tasks; otherwise each task has its own."""
     algorithm = ALGORITHMS.build({"name": name, "reduction": reduction, "rollout_tokens": 10})
     alone = algorithm.assign_advantages(groups(), {})
-    by_task = ByTask(other=algorithm).assign_advantages(groups(), {})
+    by_task = PerTaskAlgorithm(other=algorithm).assign_advantages(groups(), {})
     assert loss_shares(by_task) == {
         id: pytest.approx(values, abs=1e-12) for id, values in loss_shares(alone).items()
     }
@@ -163,11 +163,11 @@ def test_finish_computes_advantages_separately_per_task() -> None:
 
     metric_names = [("sums", "explained_variance"), ("texts", "explained_variance")]
     sums, texts = PPO(lam=0.5), PPO(lam=0.9, normalise=False)
-    both = finished(ByTask(tasks={"sums": sums, "texts": texts}, other=PPO()))
+    both = finished(PerTaskAlgorithm(tasks={"sums": sums, "texts": texts}, other=PPO()))
     assert both == finished(sums, "sums") | finished(texts, "texts")
     metric_names = [("sums", "reward_kl")]
     charged = ReinforcePP(kl_reward=0.1)
-    both = finished(ByTask(tasks={"sums": charged}, other=RLOO()))
+    both = finished(PerTaskAlgorithm(tasks={"sums": charged}, other=RLOO()))
     assert both == finished(charged, "sums") | finished(RLOO(), "texts")
 
 
@@ -177,14 +177,16 @@ def rollout_id(row: TokenSequence) -> str:
 
 def test_kl_reduction_of_one_task_does_not_affect_another() -> None:
     charged = RLOO(reduction="token", kl_reduction="rollout")
-    step = ByTask(tasks={"sums": charged}).assign_advantages(groups(), {})
+    step = PerTaskAlgorithm(tasks={"sums": charged}).assign_advantages(groups(), {})
     kl = {r.trajectory.id: c.streams["kl_share"] for r in step.rollouts for c in r.credits.values()}
     assert kl["t0"] == [1.0] * 5
     assert kl["s0"] == [pytest.approx(3 / 2)] * 2  # 6 tokens of 2 rollouts, this one has 2 of them
 
 
 def test_each_task_has_its_own_memory() -> None:
-    algorithm = ByTask(tasks={"texts": RAE(decay=0.5, memory={"rlm@0": 1.0})}, other=RAE())
+    algorithm = PerTaskAlgorithm(
+        tasks={"texts": RAE(decay=0.5, memory={"rlm@0": 1.0})}, other=RAE()
+    )
     first = algorithm.assign_advantages(groups(), {})
     assert first.memory == {
         "sums/rlm@0": pytest.approx(0.05 * 0.75),
@@ -202,9 +204,9 @@ def test_each_task_has_its_own_memory() -> None:
 
 def test_no_signal_message_names_the_tasks() -> None:
     equal = [group for group in groups() if group.task == "sums:1"]
-    step = ByTask().assign_advantages(equal, {})
+    step = PerTaskAlgorithm().assign_advantages(equal, {})
     assert step.no_signal == "sums: in each of 1 groups all rollouts did equally well"
-    assert ByTask().assign_advantages([], {}).no_signal == "the step has no group"
+    assert PerTaskAlgorithm().assign_advantages([], {}).no_signal == "the step has no group"
 
 
 # --- training runs
@@ -233,9 +235,9 @@ def mixture_run(algorithm: Any, **rl: Any) -> Run:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (ByTask(tasks={"d": GRPO()}), r"the mixture has no part 'd'"),
-        (ByTask(tasks={"c": GRPO()}), r"part 'c' has weight 0"),
-        (ByTask(tasks={"a": PPO()}), r"'a' has a critic and that of 'b' has none"),
+        (PerTaskAlgorithm(tasks={"d": GRPO()}), r"the mixture has no part 'd'"),
+        (PerTaskAlgorithm(tasks={"c": GRPO()}), r"part 'c' has weight 0"),
+        (PerTaskAlgorithm(tasks={"a": PPO()}), r"'a' has a critic and that of 'b' has none"),
     ],
 )
 def test_algorithms_that_do_not_fit_the_mixture_are_rejected(
@@ -251,20 +253,20 @@ def test_single_task_and_nested_algorithms_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is one task: set task"):
         train(override(one, ["rl.algorithm=by_task"], CHOICES), tmp_path)
     for wrong in (
-        lambda: ByTask(tasks={"a": Hybrid()}),
-        lambda: ByTask(other=ByTask()),
-        lambda: ByTask(tasks={"a": "gpro"}),
-        lambda: ByTask(tasks={"a": 3}),
-        lambda: ByTask(other=None),
-        lambda: ByTask(tasks={"a": {"reduction": "token"}}),
-        lambda: Hybrid(outcome=ByTask()),
+        lambda: PerTaskAlgorithm(tasks={"a": Hybrid()}),
+        lambda: PerTaskAlgorithm(other=PerTaskAlgorithm()),
+        lambda: PerTaskAlgorithm(tasks={"a": "gpro"}),
+        lambda: PerTaskAlgorithm(tasks={"a": 3}),
+        lambda: PerTaskAlgorithm(other=None),
+        lambda: PerTaskAlgorithm(tasks={"a": {"reduction": "token"}}),
+        lambda: Hybrid(outcome=PerTaskAlgorithm()),
     ):
         with pytest.raises(ConfigError):
             wrong()
 
 
 def test_preset_sets_algorithm_of_unlisted_tasks() -> None:
-    run = with_preset(mixture_run(ByTask(tasks={"a": SFT()})), "trl")
+    run = with_preset(mixture_run(PerTaskAlgorithm(tasks={"a": SFT()})), "trl")
     assert run.rl is not None
     algorithm = run.rl.algorithm
     assert (algorithm.tasks, type(algorithm.other)) == ({"a": SFT()}, GRPO)

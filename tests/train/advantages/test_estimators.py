@@ -18,7 +18,7 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import AssignedStep, finish, needs_of, remembering
+from ramify.train.advantages.base import StepAdvantages, finish, needs_of, remembering
 from ramify.train.advantages.gdpo import GDPO
 from ramify.train.advantages.group_estimators import (
     GRPO,
@@ -66,7 +66,7 @@ def roots(*rewards: float) -> list[Group]:
     ]
 
 
-def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
+def advantages(assigned: StepAdvantages) -> dict[str, list[float]]:
     """Rollout/call -> advantages of its tokens."""
     found: dict[str, list[float]] = {}
     for rollout in assigned.rollouts:

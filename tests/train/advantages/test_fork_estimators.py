@@ -23,7 +23,7 @@ from ramify.train.advantages.fork_estimators import (
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.types.forked_root import line_of, root_segments
+from ramify.types.fork_segment import line_of, root_segments
 from ramify.types.trajectory import Call, Fork, Group, Parent, Trajectory
 from tests.train.trees import call, cut, tree
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.base import AssignedStep
+from ramify.train.advantages.base import StepAdvantages
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
-from ramify.train.advantages.weight import MeanTokens
+from ramify.train.advantages.token_loss_weights import RunningMeanRolloutTokens
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.train.trees import call, cut, group, tree
 
@@ -29,7 +29,9 @@ def known_batch() -> list[Group]:
     ]
 
 
-def streams(assigned: AssignedStep) -> list[dict[tuple[str, int], tuple[list[float], list[float]]]]:
+def streams(
+    assigned: StepAdvantages,
+) -> list[dict[tuple[str, int], tuple[list[float], list[float]]]]:
     """Return (advantages, rl) per rollout, call and turn."""
     return [
         {key: (s.advantages, s.rl) for key, s in each.credits.items()} for each in assigned.rollouts
@@ -267,12 +269,16 @@ def test_fixed_rollout_tokens_divide_every_step() -> None:
 
 def test_mean_tokens_is_a_slow_moving_average() -> None:
     """Starts as the plain mean (of 100 and 300); later steps weigh a tenth."""
-    mean = MeanTokens()
+    mean = RunningMeanRolloutTokens()
     for tokens in (100, 300):
         mean = mean.after([[{"0": tokens}, {"0": 0}]])
-    assert mean == MeanTokens(200, 2)
-    assert MeanTokens(200, 50).after([[{"0": 300}]]) == MeanTokens(210, 51)
-    assert MeanTokens(200, 50).after([[{"0": 0}]]) == MeanTokens(200, 50)
+    assert mean == RunningMeanRolloutTokens(200, 2)
+    assert RunningMeanRolloutTokens(200, 50).after([[{"0": 300}]]) == RunningMeanRolloutTokens(
+        210, 51
+    )
+    assert RunningMeanRolloutTokens(200, 50).after([[{"0": 0}]]) == RunningMeanRolloutTokens(
+        200, 50
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ramify.train.advantages.advantage_pipeline import has_signal
 from ramify.train.advantages.credit import (
     LengthLimits,
     RolloutLength,
     length_penalty,
     soft_overlong,
 )
-from ramify.train.advantages.group import has_signal
-from ramify.train.advantages.weight import Reduction, Share, weights
+from ramify.train.advantages.token_loss_weights import Reduction, Share, weights
 from ramify.train.rollouts.group_queue import num_more
 
 ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]

@@ -20,15 +20,15 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from ramify.errors import ConfigError
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation import Generation
+from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.load import Policy
 from ramify.models.routing import MixtureRouters
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainingBackendSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.data.pack import ComputeCost, PackingSpec, pack
+from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import ImportanceSampling
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import MIXTURE_SIZES, policy, row, tree
 
@@ -47,9 +47,9 @@ FAMILIES = [
         **SIZES, intermediate_size=16, num_local_experts=4, layer_types=["full_attention"] * 2
     ),
 ]
-FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
+FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 LOSS = LossSpec(entropy=0.01)
-EXACT = ComputeSpec(precision="fp32")
+EXACT = TrainingBackendSpec(precision="fp32")
 
 
 def separate() -> list[TokenSequence]:
@@ -60,7 +60,9 @@ def separate() -> list[TokenSequence]:
 
 def learn(config: Any, batches: list[Batch], **compute: Any) -> tuple[dict[str, float], Any]:
     """Return (metrics, gradient by parameter name)."""
-    backend = SingleBackend(policy(config), compute=ComputeSpec(precision="fp32", **compute))
+    backend = SingleBackend(
+        policy(config), compute=TrainingBackendSpec(precision="fp32", **compute)
+    )
     measured = backend.forward_backward(batches, LOSS)
     return measured, {name: each.grad for name, each in backend.model.named_parameters()}
 

@@ -25,16 +25,16 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import SeparateCritic
-from ramify.train.data.pack import ComputeCost, PackingSpec, pack
+from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.data.pack import attach as attach_stream
 from ramify.train.losses import DppoTv, Gmpo, Gspo, KlCov
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from tests.train.backends.fsdp_checks import FP32, LOSS, check_gradients, check_steps, shard, spread
 from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 
@@ -54,7 +54,7 @@ GPT2 = GPT2Config(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
     found = FsdpRanks(
-        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
         dumps=tmp_path_factory.mktemp("dumps"),
     )
     yield found
@@ -117,7 +117,7 @@ def test_sequence_and_step_level_losses_match_single_process(ranks: FsdpRanks, f
     """Losses over whole sequences and over the whole step; the idle rank has no sequence."""
     rows = [msgspec.structs.replace(each, ce=None) for each in tree()]
     batches, loss = (
-        pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(share=0.0, join=0.0))),
+        pack(rows, PackingSpec(max_tokens=60, cost=PackingCostModel(share=0.0, join=0.0))),
         LossSpec(policy=formula),
     )
     model, single = spread(ranks), SingleBackend(policy(), None, FP32)
@@ -172,7 +172,7 @@ def test_bf16_loss_is_close_to_fp32(ranks: FsdpRanks):
     batches = pack(tree(), PackingSpec(max_tokens=60))
     wanted = SingleBackend(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
     for reduce in ("fp32", "bf16"):
-        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
+        compute = TrainingBackendSpec(precision="bf16", shard=ShardSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
         fsdp = spread(ranks, compute).backend()
         assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(wanted, rel=0.02)
         assert fsdp.optim_step()["grad_norm"] > 0
@@ -191,7 +191,7 @@ def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
     batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
     single = SingleBackend(policy(), optim, FP32, critic=True)
     for gather in ("layer", "step"):
-        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
+        compute = TrainingBackendSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
         fsdp = ranks.spread(
             CONFIG, policy().model.state_dict(), compute=compute, critic=True
         ).backend(optim, critic=True)
@@ -417,7 +417,9 @@ def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
     with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
         fsdp.logprobs(batches)
     ranks.close()
-    alone = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False)))
+    alone = FsdpRanks(
+        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False))
+    )
     try:
         resumed = alone.spread(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
         resumed.load(tmp_path)
@@ -442,7 +444,8 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 @pytest.mark.slow
 def test_stalled_rank_is_named_with_its_stack(tmp_path: Path):
     ranks = FsdpRanks(
-        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)), dumps=tmp_path
+        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)),
+        dumps=tmp_path,
     )
     try:
         fsdp = spread(ranks).backend()
@@ -465,17 +468,17 @@ def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: py
     ):
         ShardSpec(ranks=6, replicas=4)
     with pytest.raises(ConfigError, match=r"1 ranks do not fit a mesh of 2 replicas"):
-        FsdpRanks(ComputeSpec(shard=ShardSpec(replicas=2)))
+        FsdpRanks(TrainingBackendSpec(shard=ShardSpec(replicas=2)))
     with pytest.raises(
         ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"
     ):
-        FsdpRanks(ComputeSpec(shard=ShardSpec(offload=True)))
+        FsdpRanks(TrainingBackendSpec(shard=ShardSpec(offload=True)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigError, match=f"port={port} is not available .*another run may use it"
         ):
-            FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
+            FsdpRanks(TrainingBackendSpec(shard=ShardSpec(ranks=2, port=port)))
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -484,9 +487,9 @@ def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: py
     ):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"compute.shard.ranks=2, but torchrun started 4"):
-        FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2)))
+        FsdpRanks(TrainingBackendSpec(shard=ShardSpec(ranks=2)))
 
 
 def test_fsdp2_is_a_deprecated_alias_of_fsdp():
     with pytest.warns(DeprecationWarning, match="fsdp2 is called fsdp here"):
-        assert ComputeSpec(backend="fsdp2") == ComputeSpec(backend="fsdp")
+        assert TrainingBackendSpec(backend="fsdp2") == TrainingBackendSpec(backend="fsdp")

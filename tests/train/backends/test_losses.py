@@ -18,7 +18,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import SeparateCritic
-from ramify.train.data.pack import ComputeCost, PackingSpec, pack
+from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import (
     POLICY_LOSSES,
     ClipCov,
@@ -35,11 +35,11 @@ from ramify.train.losses.corrections import (
     SequenceTis,
     WorstTokenMask,
 )
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import policy, tree
 
-FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
+FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 TIGHT: dict[str, Any] = {
     "clip_cov": ClipCov(share=0.3, cov_low=0.01),
     "kl_cov": KlCov(share=0.3),

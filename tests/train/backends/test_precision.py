@@ -21,15 +21,15 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.train.assemble import RunParts
-from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
+from ramify.train.backends.base import ShardSpec, TrainingBackendSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import trained_model
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
+from ramify.train.load_run_parts import RunParts
 from ramify.train.precision import RunPrecision, precision_of
-from ramify.train.selfcheck import AuditedClient, CanaryLimits, SelfCheck
+from ramify.train.selfcheck import AuditedClient, CanaryTolerance, EngineConsistencyChecks
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -52,7 +52,7 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
 def test_auto_precision_follows_the_policy_dtype(
     asked: Any, dtype: torch.dtype, found: str
 ) -> None:
-    assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
+    assert decided(TrainingBackendSpec(precision=asked), dtype, "cpu").precision == found
 
 
 def chosen_precisions(
@@ -139,9 +139,9 @@ for name in dir(torch.cpu):
         setattr(torch.cpu, name, lambda: sys.argv[1] == "yes")
 import json
 from ramify.train.execute import train
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainingBackendSpec
 from tests.train.small import small
-run = small(compute=ComputeSpec())
+run = small(compute=TrainingBackendSpec())
 rows = []
 train(run, sys.argv[2], listener=rows.append)
 losses = [row.values[name] for row in rows for name in ("loss", "grad_norm") if name in row.values]
@@ -171,7 +171,7 @@ def test_run_does_not_depend_on_reported_bf16_support(tmp_path: Path) -> None:
 
 
 def run_with_precision(precision: Any, dtype: Any, **compute: Any) -> Run:
-    run = small(compute=ComputeSpec(precision=precision, **compute))
+    run = small(compute=TrainingBackendSpec(precision=precision, **compute))
     return msgspec.structs.replace(run, policy=msgspec.structs.replace(run.policy, dtype=dtype))
 
 
@@ -215,10 +215,11 @@ def test_every_stage_backend_uses_the_chosen_precision(
 
 def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:
     rows = tree()
-    rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
+    rough = SingleBackend(small_policy(), compute=TrainingBackendSpec(precision="bf16"))
     rough.save(tmp_path)
     exact, resumed = (
-        SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2)
+        SingleBackend(small_policy(), compute=TrainingBackendSpec(precision="fp32"))
+        for _ in range(2)
     )
     resumed.load(tmp_path)
     batches = pack(rows, exact.packing)
@@ -248,15 +249,17 @@ def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other
     served.model.to(engine)
     client = LocalClient(served, name="local:sharp")
     hint = "set compute.precision=fp32"
-    check = SelfCheck(
+    check = EngineConsistencyChecks(
         AuditedClient(client),
         served.model.named_parameters,
         PROMPT,
-        CanaryLimits(0.3, rounding, hint),
+        CanaryTolerance(0.3, rounding, hint),
     )
     try:
         asyncio.run(
-            check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once)
+            check.engine(
+                SingleBackend(trained, compute=TrainingBackendSpec(precision=precision)), at_once
+            )
         )
     finally:
         asyncio.run(client.close())

@@ -21,14 +21,14 @@ from ramify.errors import ConfigError, TrainError
 from ramify.models.weights import read_weights
 from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
 from ramify.train.backends.launch import is_restarted
-from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.execute import train
-from ramify.train.losses import ImportanceSampling, LossTokens
-from ramify.train.losses.loss import LossSpec
+from ramify.train.losses import ImportanceSampling, PolicyLossInputs
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
 from tests.packaged import TINY
 from tests.processes import below, kill
@@ -37,16 +37,18 @@ from tests.train.small import small, weights_of
 from tests.train.test_killed_processes import GATE, LINUX
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
-RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))
+RANKS = TrainingBackendSpec(
+    precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200)
+)
 ADAPTED = """
 import os, time
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainingBackendSpec
 from tests.train.backends.test_ranks import GATED, adapted
 
 def run():
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
         time.sleep(1)  # the other rank arrives early and finds leftovers of the previous attempt
-    return adapted(compute=ComputeSpec(precision="fp32", backend="fsdp"), task=GATED)
+    return adapted(compute=TrainingBackendSpec(precision="fp32", backend="fsdp"), task=GATED)
 """
 
 
@@ -152,7 +154,7 @@ def test_two_rank_run_matches_one_process_and_restart_is_bit_identical(
 class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
     """A loss that never returns on rank 1."""
 
-    def per_token(self, tokens: LossTokens) -> Any:
+    def per_token(self, tokens: PolicyLossInputs) -> Any:
         if torch.distributed.get_rank() == 1:
             time.sleep(600)
         return super().per_token(tokens)
@@ -264,15 +266,15 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
-        (ComputeSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
+        (TrainingBackendSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
         (
-            ComputeSpec(backend="fsdp", shard=ShardSpec(replicas=4)),
+            TrainingBackendSpec(backend="fsdp", shard=ShardSpec(replicas=4)),
             r"1 ranks do not fit a mesh of 4 replicas: 1 = 4 x 0 \+ 1",
         ),
     ],
 )
 def test_invalid_compute_specs_are_rejected_before_the_run_starts(
-    compute: ComputeSpec, message: str, tmp_path: Path
+    compute: TrainingBackendSpec, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(small(compute=compute), tmp_path / "out")

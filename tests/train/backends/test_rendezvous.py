@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from ramify.actors.connect_back import Listener, Ticket
-from ramify.actors.rank_store import ChannelStore, StoreHost
+from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.rank_store import ChannelStore, KeyValueStoreServer
 from ramify.actors.run_channel import Channel, connect
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.torchrun import RankInfo, TorchrunMeeting
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
 
 KEY = "a key that all machines were given"
 
@@ -39,7 +39,7 @@ def member(rank: int, port: int, is_local: bool) -> TorchrunMeeting:
     return TorchrunMeeting(RankInfo(rank, 2, rank, "127.0.0.1", port, is_local))
 
 
-def joins(ticket: Ticket, listener: Listener) -> int:
+def joins(ticket: ConnectBackTicket, listener: ConnectBackListener) -> int:
     """Connect with a ticket; returns what the listener hears."""
     joining = threading.Thread(target=lambda: connect(ticket.address, ticket.key, 1).close())
     joining.start()
@@ -120,11 +120,11 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def stores(
     look: Callable[[], None] = lambda: None,
-) -> tuple[StoreHost, ChannelStore, Channel]:
+) -> tuple[KeyValueStoreServer, ChannelStore, Channel]:
     import socket
 
     ours, theirs = (Channel(each) for each in socket.socketpair())
-    return StoreHost([ours], look), ChannelStore(theirs), theirs
+    return KeyValueStoreServer([ours], look), ChannelStore(theirs), theirs
 
 
 def test_store_has_the_operations_of_torch() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify.train.advantages.base import AssignedRollout, TokenCredit
+from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.data.compile import token_sequences
 from ramify.types.message import Message, Reply, VersionSpan
 from ramify.types.trajectory import Call, Fork, Parent, Trajectory, Turn
@@ -25,8 +25,8 @@ def call(id: str, *turns: Turn, **more: Any) -> Call:
     )
 
 
-def rollout(credits: dict[tuple[str, int], TokenCredit], *calls: Call) -> AssignedRollout:
-    return AssignedRollout(Trajectory("t", "q", calls=list(calls)), credits)
+def rollout(credits: dict[tuple[str, int], TokenCredit], *calls: Call) -> RolloutAdvantages:
+    return RolloutAdvantages(Trajectory("t", "q", calls=list(calls)), credits)
 
 
 def summary(found: Any) -> list[tuple[str, list[int], list[float]]]:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.train.data.batch import Forest, forest
+from ramify.train.data.prefix_forest import Forest, forest
 from ramify.types.sequence import TokenSequence
 
 

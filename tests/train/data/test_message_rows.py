@@ -11,10 +11,10 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.advantages.sft import SFT
-from ramify.train.assemble import RunParts
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.demonstrations import message_demonstrations, num_demonstrated
+from ramify.train.load_run_parts import RunParts
 from ramify.train.policy_defaults import shape_for, vocabulary_for
 from ramify.types.trajectory import Trajectory
 from tests.train.small import assemble, small

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.train.data.pack import ComputeCost, PackingSpec, attach, describe, pack
-from ramify.types.sequence import Batch, SamplingSupport, Segment, TokenSequence
+from ramify.train.data.pack import PackingCostModel, PackingSpec, attach, describe, pack
+from ramify.types.sequence import Batch, SamplingMask, Segment, TokenSequence
 
-FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
+FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 """Sharing always pays."""
 
 
@@ -101,9 +101,9 @@ def test_rows_do_not_share_prefixes():
 
 def test_prefixes_are_shared_only_if_that_saves_cost():
     """Sharing [1 2 3] saves 3 tokens for 2 children, [7 8] another 2."""
-    (batch,) = pack(SIBLINGS, PackingSpec(cost=ComputeCost(pair=0.0, share=2.5, join=0.0)))
+    (batch,) = pack(SIBLINGS, PackingSpec(cost=PackingCostModel(pair=0.0, share=2.5, join=0.0)))
     assert spans(batch) == [(0, 3, -1), (3, 6, 0), (6, 9, 0), (9, 10, 0)]
-    (batch,) = pack(SIBLINGS, PackingSpec(cost=ComputeCost(pair=0.0, share=6.5, join=0.0)))
+    (batch,) = pack(SIBLINGS, PackingSpec(cost=PackingCostModel(pair=0.0, share=6.5, join=0.0)))
     assert spans(batch) == [(0, 6, -1), (6, 12, -1), (12, 16, -1)]
 
 
@@ -132,9 +132,9 @@ def test_batches_are_balanced_by_cost_rather_than_tokens():
     rows = [
         sequence(str(first), [first] * num, {1: 1.0}) for first, num in enumerate((40, 20, 20, 20))
     ]
-    batches = pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(pair=1.0)))
+    batches = pack(rows, PackingSpec(max_tokens=60, cost=PackingCostModel(pair=1.0)))
     assert [list(batch.sequences) for batch in batches] == [[0], [1, 2, 3]]
-    batches = pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(pair=0.0)))
+    batches = pack(rows, PackingSpec(max_tokens=60, cost=PackingCostModel(pair=0.0)))
     assert [list(batch.sequences) for batch in batches] == [[0, 3], [1, 2]]
 
 
@@ -153,7 +153,7 @@ def test_pack_properties_hold_for_arbitrary_sequences(
         sequence(str(index), row, dict.fromkeys(range(1 + index % 2, len(row)), index + 1.0))
         for index, row in enumerate(rows)
     ]
-    packing = PackingSpec(max_tokens, share, ComputeCost(pair=0.1, share=price, join=0.0))
+    packing = PackingSpec(max_tokens, share, PackingCostModel(pair=0.1, share=price, join=0.0))
     batches = pack(sequences, packing)
     found = []
     for batch in batches:
@@ -190,7 +190,7 @@ def test_denominators_cover_the_whole_step():
 
 def test_cross_entropy_of_token_sampled_at_temperature_gets_separate_entry():
     """Sampled at temperature 0.5 from kept sets: token 1 has RL weight, 2 CE weight, 3 both."""
-    kept = SamplingSupport(np.array([0, 0, 2, 2, 3]), np.array([7, 9, 5]))
+    kept = SamplingMask(np.array([0, 0, 2, 2, 3]), np.array([7, 9, 5]))
     both = sequence(
         "a", [1, 7, 6, 5], {1: 1.0, 3: 1.0}, ce=np.float32([0, 0, 2, 3]), temperature=0.5, kept=kept,
         versions=np.array([-1, 4, 4, 5]),

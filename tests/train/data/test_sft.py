@@ -11,8 +11,8 @@ import pytest
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.models.renderer import renderer_of
-from ramify.models.tokenizer import train_tokenizer
-from ramify.tasks.ledger.demos import EXPERT, NOISY, demonstrations
+from ramify.models.tokenizer_training import train_tokenizer
+from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, demonstrations
 from ramify.tasks.ledger.task import ledger
 from ramify.train.advantages.sft import SFT
 from ramify.train.data.compile import token_sequences
@@ -135,11 +135,11 @@ def test_sft_reads_evaluated_runs_from_a_store(tmp_path: Path) -> None:
     """A scripted model answers eight items, three of them wrongly: only the correct runs are
     trained on."""
     from ramify import Store
-    from ramify.evaluate.run import EvaluationRecords
+    from ramify.evaluate.run import EvaluationStore
     from tests.evaluate.helpers import evaluated, plan, unless
 
     store = Store(tmp_path / "store")
-    record = EvaluationRecords(store.root).create(plan())
+    record = EvaluationStore(store.root).create(plan())
     evaluated(unless(lambda n: n in (1, 2, 5)), record=record, store=store)
     record.close()
     found = list(read(store.root))

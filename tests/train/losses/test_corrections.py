@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError
-from ramify.train.losses import ImportanceSampling, LossTokens, PpoClip
+from ramify.train.losses import ImportanceSampling, PolicyLossInputs, PpoClip
 from ramify.train.losses.base import SequenceSums
 from ramify.train.losses.corrections import (
     CORRECTIONS,
@@ -28,7 +28,7 @@ from ramify.train.losses.corrections import (
     TokenTis,
     WorstTokenMask,
 )
-from ramify.train.losses.loss import LossEntries, LossSpec, compute
+from ramify.train.losses.total_loss import BatchLossInputs, LossSpec, compute
 
 OLD = np.array([-1.0, -2.0, -1.5, -0.5, -3.0])
 SAMPLER = OLD - np.log([4, 2, 0.25, 1.01, 1])
@@ -37,11 +37,11 @@ A = np.array([1.0, -1.0, 1.0, -1.0, 1.0])
 OWNER = torch.tensor([0, 0, 0, 1, 1])
 
 
-def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> LossTokens:
+def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> PolicyLossInputs:
     now, old, sampler, advantages = (
         torch.tensor(each, dtype=torch.float64) for each in (NOW, OLD, SAMPLER, A)
     )
-    return LossTokens(
+    return PolicyLossInputs(
         now, old, sampler, advantages, SequenceSums(OWNER, 2, torch.tensor(weighs) > 0)
     )
 
@@ -78,12 +78,12 @@ def test_tokens_without_weight_do_not_count_for_their_sequence() -> None:
     assert Opsm(delta=-0.5).factor(tokens(weighs))[1].item() == 1
 
 
-def entries(**streams: Any) -> LossEntries:
+def entries(**streams: Any) -> BatchLossInputs:
     columns = {"advantages": A, "sampler_logprobs": SAMPLER, "rl": np.ones(5), **streams}
     given = {
         name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in columns.items()
     }
-    return LossEntries(
+    return BatchLossInputs(
         torch.tensor(NOW, requires_grad=True), given, {"rl": 5.0}, sequences=(OWNER, 2)
     )
 

@@ -17,6 +17,7 @@ import torch
 from ramify.errors import ConfigError
 from ramify.train.losses import (
     POLICY_LOSSES,
+    BaseLossFormula,
     Cispo,
     ClipCov,
     CriticOnlyLoss,
@@ -28,17 +29,16 @@ from ramify.train.losses import (
     Gspo,
     ImportanceSampling,
     KlCov,
-    LossFormula,
-    LossTokens,
+    PolicyLossInputs,
     PpoClip,
     ProxApprox,
     RolloutIs,
     Sapo,
-    ratio,
+    importance_ratio,
 )
 from ramify.train.losses.base import SequenceSums, clipped_surrogate, is_clipped
-from ramify.train.losses.loss import (
-    LossEntries,
+from ramify.train.losses.total_loss import (
+    BatchLossInputs,
     LossSpec,
     LossTally,
     compute,
@@ -83,12 +83,12 @@ DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log(
 )
 
 
-def tokens(now: np.ndarray = L) -> LossTokens:
+def tokens(now: np.ndarray = L) -> PolicyLossInputs:
     given = (now, np.log(P_OLD), M, A)
     leaf, *others = (torch.tensor(each, dtype=torch.float64) for each in given)
     whole = SequenceSums(torch.tensor([0, 0, 0, 1, 1]), 2, torch.ones(5) > 0)
     staleness = torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
-    return LossTokens(
+    return PolicyLossInputs(
         leaf.requires_grad_(),
         *others,
         whole=whole,
@@ -241,7 +241,7 @@ def test_extreme_ratios_give_finite_losses_and_gradients():
 
 def test_log_ratios_are_clamped_at_twenty():
     now = torch.tensor([30.0, 20.0, 19.0, 0.0, -19.0, -20.0, -30.0], dtype=torch.float64)
-    logs = ratio(now, torch.zeros_like(now)).log()
+    logs = importance_ratio(now, torch.zeros_like(now)).log()
     assert logs.tolist() == pytest.approx([20.0, 20.0, 19.0, 0.0, -19.0, -20.0, -20.0])
 
 
@@ -269,7 +269,7 @@ def test_kl_estimators_and_their_gradients():
     assert far.tolist() == [10.0, 10.0]
 
 
-def entries(**changed: Any) -> LossEntries:
+def entries(**changed: Any) -> BatchLossInputs:
     streams = {
         "advantages": A,
         "sampler_logprobs": M,
@@ -283,7 +283,7 @@ def entries(**changed: Any) -> LossEntries:
         },
         "denominators": {"rl": 10.0},
     }
-    return LossEntries(**(fields | changed))
+    return BatchLossInputs(**(fields | changed))
 
 
 def test_each_loss_component_is_divided_by_its_own_denominator():
@@ -401,7 +401,7 @@ def test_tallying_metrics_does_not_read_device_tensors():
     for _ in range(2):
         now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()
         clipped = torch.zeros(5, dtype=torch.bool, device="meta")
-        found.policy(LossTokens(now, old, sampler, advantages), clipped, ~clipped)
+        found.policy(PolicyLossInputs(now, old, sampler, advantages), clipped, ~clipped)
 
 
 def test_sampler_is_the_anchor_without_old_logprobs():
@@ -416,7 +416,7 @@ def test_sampler_is_the_anchor_without_old_logprobs():
 def test_distillation_by_teacher_top_ids_and_by_sampled_token():
     """Two tokens with the teacher's top two ids: the sum over them of p_T (log p_T - log p)."""
     teacher, ours = np.array([[0.7, 0.2], [0.5, 0.5]]), np.array([[0.6, 0.3], [0.9, 0.1]])
-    given = LossEntries(
+    given = BatchLossInputs(
         logprobs=torch.tensor(L[:2], requires_grad=True),
         streams={
             "kd": torch.tensor([1.0, 2.0]),
@@ -456,7 +456,7 @@ def test_invalid_loss_options_are_rejected():
 
 
 def test_formula_of_a_plug_in_cannot_be_changed_after_its_bounds_were_checked():
-    class Bounded(LossFormula, tag="bounded"):
+    class Bounded(BaseLossFormula, tag="bounded"):
         high: float = 2.0
 
     with pytest.raises(AttributeError):

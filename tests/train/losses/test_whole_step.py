@@ -15,11 +15,11 @@ import pytest
 from ramify.errors import ConfigError, TrainError
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import POLICY_LOSSES, ClipCov, KlCov
-from ramify.train.losses import loss as losses
-from ramify.train.losses.base import LossStep
+from ramify.train.losses import total_loss as losses
+from ramify.train.losses.base import TokenSelectionInputs
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.cov import covariance
-from ramify.train.losses.loss import LossSpec, chooses
+from ramify.train.losses.total_loss import LossSpec, chooses
 from ramify.types.sequence import TokenSequence
 from tests.train.backends.small import tree
 
@@ -28,8 +28,8 @@ NOW = np.array([-0.1, -3, -0.1, -0.1, -3, -3, -0.1, -3, -0.1, -0.1])
 COV = [0.116, -0.174, 0.116, -2.204, 3.306, -0.174, 0.116, 3.306, -2.204, 8.236]
 
 
-def step(keys: list[int], old: np.ndarray = NOW) -> LossStep:
-    return LossStep(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
+def step(keys: list[int], old: np.ndarray = NOW) -> TokenSelectionInputs:
+    return TokenSelectionInputs(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
 
 
 def test_only_formulas_over_sequences_forbid_to_split_them() -> None:

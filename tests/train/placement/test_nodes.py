@@ -21,15 +21,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import SlotMember
+from ramify.actors.launcher import RoleInstance
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainingBackendSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_slots import placement_slots
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
-from ramify.train.placement.services import RunServices
-from ramify.train.resource_counts import by
+from ramify.train.placement.placement_spec import (
+    NodePool,
+    PlacementSpec,
+    RewardServiceSpec,
+    RoleSpec,
+)
+from ramify.train.placement.reward_services import RewardServices
+from ramify.train.placement_plan import by
 from tests.shown import heard, train
 from tests.train.backends.test_ranks import check_measured, tuned
 from tests.train.placement.test_services import SERVES
@@ -56,7 +61,7 @@ def spread_run(address: str = "") -> Run:
         start_s=300,
     )
     return tuned(
-        compute=ComputeSpec(precision="fp32"),
+        compute=TrainingBackendSpec(precision="fp32"),
         inference=InferenceSpec(weight_sync="file"),
         placement=spec,
     )
@@ -78,7 +83,7 @@ def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
     the third is removed, too."""
     from ramify.actors.ray_launcher import RayLauncher
 
-    judge = ServiceSpec(
+    judge = RewardServiceSpec(
         pool="far",
         cpus=1.5,
         command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
@@ -96,11 +101,11 @@ def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
         placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}),
         address=spec.address,
     )
-    member = SlotMember("judge", 0)
+    member = RoleInstance("judge", 0)
     messages: list[str] = []
 
     async def go() -> None:
-        services = RunServices(hosts, {"judge": judge}, Path(folder), restarts=1)
+        services = RewardServices(hosts, {"judge": judge}, Path(folder), restarts=1)
         await services.start()
         url = os.environ["RAMIFY_TEST_JUDGE"]
         before = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import PlacementSlot, SlotMember, SlotResources
+from ramify.actors.launcher import NodeResourceSlot, RoleInstance, SlotResources
 from ramify.actors.ray_launcher import bundles, check_bundles
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
 from ramify.train.config import Run
 from ramify.train.override import override
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.resource_counts import by, counted, settled
+from ramify.train.placement_plan import by, counted, settled
 from tests.train.small import small
 
 GPU = RoleSpec(gpus=1)
@@ -25,7 +25,11 @@ NO = {"trainer": 0, "inference": 0, "rollouts": 0}
 
 
 def placed(placement: PlacementSpec, ranks: int = 0, engines: int = 0, **changes: Any) -> Run:
-    compute = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=ranks)) if ranks else ComputeSpec()
+    compute = (
+        TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=ranks))
+        if ranks
+        else TrainingBackendSpec()
+    )
     inference = InferenceSpec(num=engines) if engines else None
     return small(compute=compute, inference=inference, placement=placement, **changes)
 
@@ -41,7 +45,7 @@ def test_colocated_roles_share_slots_and_others_get_separate_slots() -> None:
     assert [(placement_slot.node, placement_slot.needs) for placement_slot in found] == [
         (node, SlotResources(1, 2, 0)) for node in (0, 0, 1, 1)
     ]
-    assert found[3].members == (SlotMember("trainer", 3), SlotMember("inference", 3))
+    assert found[3].members == (RoleInstance("trainer", 3), RoleInstance("inference", 3))
 
     apart = PlacementSpec(
         pools={
@@ -56,10 +60,10 @@ def test_colocated_roles_share_slots_and_others_get_separate_slots() -> None:
         (placement_slot.pool, placement_slot.node, *placement_slot.members)
         for placement_slot in found
     ] == [
-        ("train", 0, SlotMember("trainer", 0)),
-        ("train", 0, SlotMember("trainer", 1)),
-        ("serve", 0, SlotMember("inference", 0)),
-        ("serve", 1, SlotMember("inference", 1)),
+        ("train", 0, RoleInstance("trainer", 0)),
+        ("train", 0, RoleInstance("trainer", 1)),
+        ("serve", 0, RoleInstance("inference", 0)),
+        ("serve", 1, RoleInstance("inference", 1)),
     ]
 
 
@@ -113,7 +117,7 @@ def test_gpus_of_a_shared_slot_are_divided_among_its_processes() -> None:
         "rollouts 1": ["4", "7"],
     }
     half = placement_slots(PlacementSpec(trainer=RoleSpec(gpus=0.5)), NO | {"trainer": 1})[0]
-    assert half.share(SlotMember("trainer", 0), 0.5, ["3"]) == ["3"]
+    assert half.share(RoleInstance("trainer", 0), 0.5, ["3"]) == ["3"]
 
 
 def test_spread_picks_the_emptiest_node_and_pack_the_first() -> None:
@@ -240,7 +244,7 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
         "rollouts": 0,
     }
     unsaid = small(
-        compute=ComputeSpec(backend="fsdp"),
+        compute=TrainingBackendSpec(backend="fsdp"),
         placement=PlacementSpec(
             kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePool(cpus=3)}
         ),
@@ -254,7 +258,7 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
     with pytest.raises(ConfigError, match="but the run starts no engines: set inference"):
         settled(placed(PlacementSpec(inference=RoleSpec(count=1))))
     with pytest.raises(ConfigError, match=r"set compute\.shard\.ranks"):
-        settled(by(small(compute=ComputeSpec(backend="fsdp")), "ray"))
+        settled(by(small(compute=TrainingBackendSpec(backend="fsdp")), "ray"))
 
 
 def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> None:
@@ -275,8 +279,8 @@ def test_single_process_run_needs_no_placement() -> None:
 
 def test_requested_bundles_are_checked_against_cluster_nodes() -> None:
     found = [
-        PlacementSlot("a", 0, SlotResources(1, 2), (SlotMember("trainer", 0),)), PlacementSlot("a", 0, SlotResources(1, 2), (SlotMember("trainer", 1),)),
-        PlacementSlot("a", 1, SlotResources(1, 2), (SlotMember("trainer", 2),)), PlacementSlot("", 0, SlotResources(0, 1), (SlotMember("rollouts", 0),)),
+        NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstance("trainer", 0),)), NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstance("trainer", 1),)),
+        NodeResourceSlot("a", 1, SlotResources(1, 2), (RoleInstance("trainer", 2),)), NodeResourceSlot("", 0, SlotResources(0, 1), (RoleInstance("rollouts", 0),)),
     ]  # fmt: skip
     asked = bundles(found)
     assert asked == {

@@ -26,9 +26,9 @@ from ramify.train.data.sft_data import read as trajectories
 from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
-from ramify.train.placement.rollout_worker import EncodedItem, RolloutWorkerSpec
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec, SerializedTaskItem
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.resource_counts import settled
+from ramify.train.placement_plan import settled
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 from tests.shown import heard, logged, train
@@ -186,10 +186,10 @@ def test_items_keep_the_types_of_their_values() -> None:
         metadata={"day": datetime.date(2026, 1, 2), "pairs": ((1, 2),)},
         messages=(Message("system", "be brief"), Message("assistant", "hm", reasoning="why")),
     )
-    assert EncodedItem.of(item).restored() == item
-    assert type(EncodedItem.of(item).restored().context["rows"][0]) is tuple
+    assert SerializedTaskItem.of(item).restored() == item
+    assert type(SerializedTaskItem.of(item).restored().context["rows"][0]) is tuple
     with pytest.raises(ConfigError, match="the item 'x/1' cannot be sent to a rollout worker: a"):
-        EncodedItem.of(Item("q", id="x/1", gold=object()))
+        SerializedTaskItem.of(Item("q", id="x/1", gold=object()))
 
 
 SILENT = """

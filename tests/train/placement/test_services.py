@@ -15,13 +15,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import LocalLauncher, SlotMember
+from ramify.actors.launcher import LocalLauncher, RoleInstance
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import EngineProcess
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
-from ramify.train.placement.services import RunServices
-from ramify.train.resource_counts import check_reach, settled
+from ramify.train.placement.placement_spec import (
+    NodePool,
+    PlacementSpec,
+    RewardServiceSpec,
+    RoleSpec,
+)
+from ramify.train.placement.reward_services import RewardServices
+from ramify.train.placement_plan import check_reach, settled
 from tests.shown import heard
 from tests.train.small import small
 
@@ -29,7 +34,7 @@ from tests.train.small import small
 class TwoMachines(LocalLauncher):
     """Two machines: every member except the first is on the other one."""
 
-    def address_of(self, member: SlotMember) -> str:
+    def address_of(self, member: RoleInstance) -> str:
         return "10.0.0.2" if member.number else self.address
 
 
@@ -55,7 +60,7 @@ def test_engine_listens_on_the_address_of_its_machine(tmp_path: Path) -> None:
 
 def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) -> None:
     """Python's file server takes the place of a judge; a second service exits at once."""
-    judge = ServiceSpec(
+    judge = RewardServiceSpec(
         command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
         variable="RAMIFY_TEST_JUDGE",
         path="/",
@@ -63,7 +68,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
     (tmp_path / "verdict").write_text("right")
 
     async def ask() -> str:
-        services = RunServices(LocalLauncher(), {"judge": judge}, tmp_path)
+        services = RewardServices(LocalLauncher(), {"judge": judge}, tmp_path)
         await services.start()
         address = os.environ["RAMIFY_TEST_JUDGE"]
         try:
@@ -76,23 +81,23 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
 
     assert "Directory listing" in asyncio.run(ask())
     assert "RAMIFY_TEST_JUDGE" not in os.environ
-    broken = ServiceSpec(
+    broken = RewardServiceSpec(
         command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE"
     )
     with pytest.raises(
         ConfigError,
         match=r"service 'judge' \(process \d+ on .*\) did not accept connections: it ended with status 7; its log ends: .*no model",
     ):
-        asyncio.run(RunServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
+        asyncio.run(RewardServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
 
     spec = PlacementSpec(
         pools={"main": NodePool(gpus=1, cpus=4)},
-        services={"judge": ServiceSpec(command=("x",), variable="Y", gpus=1)},
+        services={"judge": RewardServiceSpec(command=("x",), variable="Y", gpus=1)},
     )
     _, found = settled(small(placement=spec))
     assert [placement_slot.members for placement_slot in found] == [
-        (SlotMember("trainer", 0),),
-        (SlotMember("judge", 0),),
+        (RoleInstance("trainer", 0),),
+        (RoleInstance("judge", 0),),
     ]
     with pytest.raises(
         ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"
@@ -120,12 +125,12 @@ class MovingLauncher(LocalLauncher):
     members."""
 
     room = 1
-    moved: frozenset[SlotMember] = frozenset()
+    moved: frozenset[RoleInstance] = frozenset()
 
-    def address_of(self, member: SlotMember) -> str:
+    def address_of(self, member: RoleInstance) -> str:
         return "127.0.0.3" if member in self.moved else "127.0.0.2"
 
-    def renew(self, member: SlotMember) -> None:
+    def renew(self, member: RoleInstance) -> None:
         if member not in self.moved and len(self.moved) == self.room:
             raise ConfigError("no node has room")
         self.moved |= {member}
@@ -136,7 +141,7 @@ def test_service_that_exits_is_restarted_and_keeps_its_address(
     hosts: type[LocalLauncher], tmp_path: Path
 ) -> None:
     """On this machine, or first on a second machine and then on a third; finally it is given up."""
-    service = ServiceSpec(
+    service = RewardServiceSpec(
         command=(sys.executable, "-c", SERVES, "{host}", "{port}"),
         variable="RAMIFY_TEST_JUDGE",
         path="/",
@@ -154,7 +159,7 @@ def test_service_that_exits_is_restarted_and_keeps_its_address(
             return ""
 
     async def ask() -> None:
-        services = RunServices(hosts(), {"judge": service}, tmp_path, restarts=1)
+        services = RewardServices(hosts(), {"judge": service}, tmp_path, restarts=1)
         await services.start()
         try:
             first = await asyncio.to_thread(fetched)

@@ -10,11 +10,11 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.extras.cluster.plan import lines, plan
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.resource_counts import shared, sleeping
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.placement_plan import shared, sleeping
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from tests.extras.cluster.test_memory import half
 from tests.train.small import small
 
@@ -42,7 +42,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ({"inference": InferenceSpec(gpus=("4",))}, "3,4", ""),
         (
             {
-                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "compute": TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
                 "inference": InferenceSpec(gpus=("1",)),
             },
             None,
@@ -50,7 +50,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ),
         (
             {
-                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "compute": TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
                 "inference": InferenceSpec(gpus=("2",)),
             },
             None,
@@ -84,7 +84,7 @@ def test_engines_that_share_a_gpu_with_the_trainer_sleep(
 def run_ahead(**fields: Any) -> Run:
     run = small(inference=InferenceSpec(**fields))
     assert run.rl is not None
-    rl = msgspec.structs.replace(run.rl, sample=StepSampleSpec(items=2, max_staleness=1))
+    rl = msgspec.structs.replace(run.rl, sample=RolloutBatchSpec(items=2, max_staleness=1))
     return msgspec.structs.replace(run, rl=rl)
 
 
@@ -106,7 +106,7 @@ def test_engines_cannot_sleep_while_rollouts_run_ahead() -> None:
 
 def placed(**fields: Any) -> Run:
     return half(
-        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        compute=TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
         inference=InferenceSpec(num=2, **fields),
         placement=ray(1, 1, "trainer", "inference"),
     )
@@ -145,7 +145,7 @@ def test_plan_is_rejected_if_engines_cannot_sleep() -> None:
     run = placed()
     assert run.rl is not None
     apart = msgspec.structs.replace(
-        run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1))
+        run, rl=msgspec.structs.replace(run.rl, sample=RolloutBatchSpec(max_staleness=1))
     )
     with pytest.raises(
         ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so engines"

@@ -13,7 +13,7 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, TaskStart, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, TaskStart, TrajectoryRewardFunction
 from ramify.train.branch_sampler import BranchOptions, forking
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message, Reply
@@ -29,7 +29,7 @@ def right(item: Item, trajectory: Trajectory) -> dict[str, float]:
     return {"correct": float(trajectory.answer == item.gold), "turns": len(trajectory.root.turns)}
 
 
-TASK = SimpleTask("forks", {"train": []}, WholeTrajectoryReward(right), weights={"turns": 0.0})
+TASK = SimpleTask("forks", {"train": []}, TrajectoryRewardFunction(right), weights={"turns": 0.0})
 ITEM = Item("count", "text", gold=12, id="forks/train/0")
 
 

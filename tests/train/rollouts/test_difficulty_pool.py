@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, GroupRecord, read_metrics
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_record import read_group_records
 from ramify.types.trajectory import GroupOutcome, Trajectory
@@ -31,7 +31,7 @@ ITEMS = [Item(f"{number}?", "text", gold=1.0, id=id) for number, id in enumerate
 half_settled = SimpleTask(
     "half settled",
     {"train": ITEMS, "validation": ITEMS},
-    WholeTrajectoryReward(_some_are_settled),
+    TrajectoryRewardFunction(_some_are_settled),
 )
 SHARE = 0.25
 
@@ -44,7 +44,7 @@ def run_of(share: float | None, *, steps: int = 20, max_staleness: int = 0) -> R
         schedule=Schedule(evaluate_every=5),
         rl=RlSpec(
             steps=steps,
-            sample=StepSampleSpec(items=1, settled_share=share, max_staleness=max_staleness),
+            sample=RolloutBatchSpec(items=1, settled_share=share, max_staleness=max_staleness),
             rollout=RolloutOptions(group=4, concurrency=4),
         ),
     )
@@ -125,7 +125,7 @@ def test_item_that_is_learned_from_again_is_no_longer_settled(tmp_path: Path) ->
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
 def test_share_outside_its_range_is_rejected(share: float) -> None:
     with pytest.raises(ConfigError, match=r"settled_share=.* is a share of turns"):
-        StepSampleSpec(settled_share=share)
+        RolloutBatchSpec(settled_share=share)
 
 
 def test_pool_without_repeated_items_is_reported(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from ramify.evaluate.run import evaluate
 from ramify.store.store import Store
 from ramify.tasks.base import Item, SimpleTask, TaskStart, items_of, task_of
 from ramify.tasks.scoring import exact
-from ramify.testing.scripted import ByteTokenIds
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootCount
+from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootModeCounts
 from ramify.types.message import Message
 from tests.evaluate.helpers import SPEC, plan
 from tests.shown import train
@@ -38,20 +38,20 @@ def answering(messages: Any) -> str:
 
 
 def rlm(**options: Any) -> RLM:
-    client = ScriptedClient(answering, ids=ByteTokenIds(version=1))
+    client = ScriptedClient(answering, ids=ScriptedByteTokenizer(version=1))
     return RLM(
         client, **{"scaffold": "default", "sandbox": SPEC, "limits": Limits(max_depth=1), **options}
     )
 
 
-def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
+def kinds(direct: bool | None) -> tuple[list[str], RootModeCounts]:
     """Return the kind of each item's root as rolled out, and the counts predicted before."""
 
-    async def roll() -> tuple[list[str], RootCount]:
+    async def roll() -> tuple[list[str], RootModeCounts]:
         async with rlm() as engine:
             given = {} if direct is None else {"direct": direct}
             rollouts = Rollouter(engine, TASK, RolloutOptions(group=1, **given))
-            counted = await rollouts.roots(ITEMS)
+            counted = await rollouts.count_root_modes(ITEMS)
             groups = await rollouts.groups(ITEMS, 0)
             return [each.trajectories[0].root.kind for each in groups], counted
 
@@ -61,12 +61,12 @@ def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
 @pytest.mark.parametrize(
     ("direct", "found", "counted"),
     [
-        (None, ["rlm", "rlm", "rlm"], RootCount(3, 0, 1)),
-        (True, ["lm", "lm", "rlm"], RootCount(3, 2, 1)),
+        (None, ["rlm", "rlm", "rlm"], RootModeCounts(3, 0, 1)),
+        (True, ["lm", "lm", "rlm"], RootModeCounts(3, 2, 1)),
     ],
 )
 def test_root_kinds_of_rollouts_match_the_predicted_counts(
-    direct: bool | None, found: list[str], counted: RootCount
+    direct: bool | None, found: list[str], counted: RootModeCounts
 ) -> None:
     assert kinds(direct) == (found, counted)
 
@@ -104,38 +104,40 @@ def test_first_roots_of_the_hf_grpo_recipe_are_recursive() -> None:
     items = [items_of(task, "train")[number] for number in range(20)]
     options = msgspec.structs.replace(run.rl.rollout, group=1)
 
-    async def roll() -> tuple[RootCount, list[str]]:
+    async def roll() -> tuple[RootModeCounts, list[str]]:
         async with rlm(scaffold=run.scaffold, limits=run.limits) as engine:
             rollouts = Rollouter(engine, task, options)
             groups = await rollouts.groups(items, 0)
-            return await rollouts.roots(items), [each.trajectories[0].root.kind for each in groups]
+            return await rollouts.count_root_modes(items), [
+                each.trajectories[0].root.kind for each in groups
+            ]
 
-    assert asyncio.run(roll()) == (RootCount(20, 0, 1), ["rlm"] * 20)
+    assert asyncio.run(roll()) == (RootModeCounts(20, 0, 1), ["rlm"] * 20)
 
 
 @pytest.mark.parametrize(
     ("count", "sentence"),
     [
         (
-            RootCount(20, 0, 2),
+            RootModeCounts(20, 0, 2),
             "20 of the first 20 items begin with a recursive root (a session, with children down "
             "to depth 2)",
         ),
         (
-            RootCount(20, 20, 1),
+            RootModeCounts(20, 20, 1),
             "0 of the first 20 items begin with a recursive root: one plain call answers 20 of "
             "them "
             "(rl.rollout.direct=false gives each a session)",
         ),
         (
-            RootCount(20, 0, 0),
+            RootModeCounts(20, 0, 0),
             "0 of the first 20 items begin with a recursive root: 20 have a session, and "
             "limits.max_depth=0 allows no "
             "children",
         ),
     ],
 )
-def test_root_count_sentence(count: RootCount, sentence: str) -> None:
+def test_root_count_sentence(count: RootModeCounts, sentence: str) -> None:
     assert count.sentence() == sentence
 
 
@@ -165,9 +167,9 @@ def test_roots_of_a_task_that_holds_its_conversations_are_not_called_recursive()
 
     task = SimpleTask("talk", {"train": ITEMS}, lambda answer, item: 1.0, begin=begin)
 
-    async def counted() -> RootCount:
+    async def counted() -> RootModeCounts:
         async with rlm() as engine:
-            return await Rollouter(engine, task, RolloutOptions(group=1)).roots(ITEMS)
+            return await Rollouter(engine, task, RolloutOptions(group=1)).count_root_modes(ITEMS)
 
     count = asyncio.run(counted())
     assert count.metrics() == {"recursive_roots": 0.0, "direct_roots": 0.0}

@@ -13,10 +13,10 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
-from ramify.tasks.base import Item, SimpleTask, WholeTrajectoryReward
-from ramify.testing.scripted import ByteTokenIds
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.train.metrics import account
-from ramify.train.rollouts.group_queue import GroupQueue, StepGroups, StepSampleSpec
+from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory
@@ -64,18 +64,18 @@ def run_queue_test(
     **sample: Any,
 ) -> None:
     async def run() -> None:
-        client = ScriptedClient(gates, ids=ByteTokenIds())
+        client = ScriptedClient(gates, ids=ScriptedByteTokenizer())
         async with RLM(
             client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
         ) as rlm:
-            task = SimpleTask("t", {"train": ITEMS}, WholeTrajectoryReward(reward))
+            task = SimpleTask("t", {"train": ITEMS}, TrajectoryRewardFunction(reward))
             rollouts = Rollouter(
                 rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1
             )
             made = GroupQueue(
                 rollouts,
                 ITEMS,
-                StepSampleSpec(**sample),
+                RolloutBatchSpec(**sample),
                 num_steps,
                 **{"next_item": 0, **(queue or {})},
             )
@@ -372,4 +372,4 @@ def test_group_without_failed_rollouts_is_learnt_and_group_without_any_is_lost()
 
 def test_straggler_factor_below_one_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is a multiple of the median"):
-        StepSampleSpec(straggler_factor=0.5)
+        RolloutBatchSpec(straggler_factor=0.5)

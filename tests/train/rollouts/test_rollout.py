@@ -11,8 +11,8 @@ import pytest
 
 from ramify import RLM, Limits, ScriptedClient
 from ramify.errors import ConfigError, Refused
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward
-from ramify.testing.scripted import ByteTokenIds, ScriptedFailure, refused
+from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, TrajectoryRewardFunction
+from ramify.testing.scripted import ScriptedByteTokenizer, ScriptedFailure, refused
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -45,7 +45,7 @@ def run_groups(
     client: ScriptedClient | None = None,
     **options: Any,
 ) -> list[Group]:
-    client = client or ScriptedClient(script, ids=ByteTokenIds(version=3))
+    client = client or ScriptedClient(script, ids=ScriptedByteTokenizer(version=3))
 
     async def run() -> list[Group]:
         async with RLM(
@@ -84,7 +84,7 @@ def test_groups_are_scored_and_in_order() -> None:
 def test_each_rollout_has_its_own_reproducible_seed() -> None:
     seeds = []
     for _ in range(2):
-        client = ScriptedClient(repeat_lines("FINAL(1)"), ids=ByteTokenIds())
+        client = ScriptedClient(repeat_lines("FINAL(1)"), ids=ScriptedByteTokenizer())
         run_groups(None, client=client, temperature=0.5)
         assert {(r.sampling.temperature, r.sampling.logprobs) for r in client.requests} == {
             (0.5, True)
@@ -95,7 +95,9 @@ def test_each_rollout_has_its_own_reproducible_seed() -> None:
 
 
 def test_concurrency_limits_requests_in_flight() -> None:
-    client = ScriptedClient(at_once(3, lambda _: "FINAL(1)"), ids=ByteTokenIds(), latency_s=0.002)
+    client = ScriptedClient(
+        at_once(3, lambda _: "FINAL(1)"), ids=ScriptedByteTokenizer(), latency_s=0.002
+    )
     run_groups(None, client=client, group=4, concurrency=3)
     assert (client.most_in_flight, len(client.requests)) == (3, 8)
 
@@ -119,7 +121,7 @@ def test_prompt_too_long_for_the_window_is_scored_as_failure() -> None:
 
     (first, _), _ = (
         group.trajectories
-        for group in run_groups(None, client=Small(repeat_lines("1"), ids=ByteTokenIds()))
+        for group in run_groups(None, client=Small(repeat_lines("1"), ids=ScriptedByteTokenizer()))
     )
     assert (first.stop, first.rewards) == (Stop.MAX_TOKENS, {"correct": 0})
 
@@ -159,7 +161,7 @@ def test_each_rollout_has_its_own_state_and_passes_it_to_the_score() -> None:
 
     groups = run_groups(
         repeat_lines("count()", "count()\nFINAL(1)"),
-        given=task(WholeTrajectoryReward(reward), begin=begin),
+        given=task(TrajectoryRewardFunction(reward), begin=begin),
     )
     assert [t.rewards["count"] for group in groups for t in group.trajectories] == [2, 2, 2, 2]
 
@@ -223,7 +225,7 @@ def test_children_are_scored_by_call() -> None:
         }
         return Score({"correct": float(trajectory.answer == 2)}, calls)
 
-    trajectory = run_groups(model, given=task(WholeTrajectoryReward(reward)))[0].trajectories[0]
+    trajectory = run_groups(model, given=task(TrajectoryRewardFunction(reward)))[0].trajectories[0]
     assert (trajectory.rewards, trajectory.call_rewards) == (
         {"correct": 1},
         {"0.0": {"own": 1}, "0.1": {"own": 1}},
@@ -253,7 +255,7 @@ def test_after_callback_runs_while_other_groups_continue() -> None:
         looked.set()
 
     async def run() -> list[Group]:
-        client = ScriptedClient(model, ids=ByteTokenIds(version=3))
+        client = ScriptedClient(model, ids=ScriptedByteTokenizer(version=3))
         async with RLM(
             client, scaffold="tiny", limits=Limits(max_seconds=200.0), sandbox="inprocess"
         ) as rlm:

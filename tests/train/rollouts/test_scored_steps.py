@@ -14,11 +14,11 @@ from ramify import RLM, Limits, ScriptedClient
 from ramify.store.store import Store
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, generated
 from ramify.tasks.scoring.batched import BatchedReward
-from ramify.testing.scripted import ByteTokenIds
+from ramify.testing.scripted import ScriptedByteTokenizer
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, read_metrics
-from ramify.train.rollouts.group_queue import GroupQueue, StepGroups, StepSampleSpec
+from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.run_record import read_group_records
 from ramify.types.trajectory import Group, GroupOutcome, Trajectory
@@ -82,7 +82,9 @@ def groups_of(num: int) -> Callable[[Rollouter], Coroutine[Any, Any, list[Group]
 
 
 def test_one_call_has_every_rollout_although_two_run_at_once() -> None:
-    client = ScriptedClient(at_once(2, lambda _: "FINAL(1)"), ids=ByteTokenIds(), latency_s=0.002)
+    client = ScriptedClient(
+        at_once(2, lambda _: "FINAL(1)"), ids=ScriptedByteTokenizer(), latency_s=0.002
+    )
     reward = Reward()
     groups = roll(reward, groups_of(3), client, group=4, concurrency=2)
     assert (reward.sizes, client.most_in_flight, len(client.requests)) == ([12], 2, 12)
@@ -91,7 +93,7 @@ def test_one_call_has_every_rollout_although_two_run_at_once() -> None:
 
 
 def test_greedy_rollout_is_scored_with_its_step() -> None:
-    client = ScriptedClient(lambda _: "FINAL(1)", ids=ByteTokenIds())
+    client = ScriptedClient(lambda _: "FINAL(1)", ids=ScriptedByteTokenizer())
     reward = Reward()
     groups = roll(reward, groups_of(2), client, group=2, concurrency=2, greedy=True)
     assert reward.sizes == [6]
@@ -104,7 +106,7 @@ def test_signals_are_read_after_the_step_is_scored() -> None:
     async def after(group: Group) -> None:
         seen.extend(dict(each.rewards) for each in group.trajectories)
 
-    client = ScriptedClient(lambda _: "FINAL(1)", ids=ByteTokenIds())
+    client = ScriptedClient(lambda _: "FINAL(1)", ids=ScriptedByteTokenizer())
     roll(
         Reward(),
         lambda rollouts: rollouts.groups(ITEMS[:2], 0, after=after),
@@ -122,7 +124,7 @@ def test_failed_rollouts_and_answers_without_a_reward_do_not_fail_the_others() -
         return next(replies)  # the fourth rollout has no reply: its model is broken
 
     reward = Reward(lambda completion: None if completion == "none" else 1.0)
-    client = ScriptedClient(script, ids=ByteTokenIds())
+    client = ScriptedClient(script, ids=ScriptedByteTokenizer())
     groups = roll(reward, groups_of(2), client, group=2, concurrency=1)
     assert reward.calls == [["none", "good", "good"]]
     found = [each for group in groups for each in group.trajectories]
@@ -157,7 +159,7 @@ def test_each_line_of_a_fork_is_a_completion() -> None:
 
 def test_stored_runs_have_their_scores(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    client = ScriptedClient(lambda _: "FINAL(1)", ids=ByteTokenIds())
+    client = ScriptedClient(lambda _: "FINAL(1)", ids=ScriptedByteTokenizer())
     roll(Reward(), groups_of(2), client, group=2, concurrency=2, store=store)
     stored = [store.load(each.id) for each in store.runs()]
     assert [each.rewards for each in stored] == [{"correct": 1.0}] * 4
@@ -176,7 +178,7 @@ def run_queue(
         queue = GroupQueue(
             rollouts,
             ITEMS,
-            StepSampleSpec(**sample),
+            RolloutBatchSpec(**sample),
             9,
             next_item=0,
             has_no_signal=has_no_signal,
@@ -197,7 +199,7 @@ def test_synchronous_step_is_one_call() -> None:
             assert len((await queue.take(step)).groups) == 3
             queue.newer(step + 1)
 
-    client = ScriptedClient(at_once(2, lambda _: "FINAL(1)"), ids=ByteTokenIds())
+    client = ScriptedClient(at_once(2, lambda _: "FINAL(1)"), ids=ScriptedByteTokenizer())
     run_queue(reward, client, test, items=3, concurrency=2)
     assert reward.sizes == [6, 6]
 
@@ -216,7 +218,7 @@ def test_step_of_rollouts_that_run_ahead_scores_the_groups_that_it_takes() -> No
         assert reward.sizes == [4, 4]
         assert [numbers(each) for each in taken] == [[0, 1], [2, 3]]
 
-    client = ScriptedClient(gates, ids=ByteTokenIds())
+    client = ScriptedClient(gates, ids=ScriptedByteTokenizer())
     # One rollout at a time, so that groups end in order.
     run_queue(reward, client, test, concurrency=1, items=2, max_staleness=1, grace_steps=0)
 
@@ -232,7 +234,7 @@ def test_rollout_that_was_given_up_is_not_in_the_call() -> None:
         assert [len(group.trajectories) for _, group in taken.groups] == [2, 1]
         assert all(run.rewards for _, group in taken.groups for run in group.trajectories)
 
-    client = ScriptedClient(gates, ids=ByteTokenIds())
+    client = ScriptedClient(gates, ids=ScriptedByteTokenizer())
     run_queue(reward, client, test, items=2, straggler_factor=25.0)
     assert reward.sizes == [3]
 
@@ -251,7 +253,7 @@ def test_step_that_is_cancelled_scores_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await taking
 
-    run_queue(reward, ScriptedClient(gates, ids=ByteTokenIds()), test, items=2)
+    run_queue(reward, ScriptedClient(gates, ids=ScriptedByteTokenizer()), test, items=2)
     assert reward.calls == []
 
 
@@ -269,7 +271,7 @@ def test_groups_without_signal_are_replaced_and_the_others_scored_once(staleness
         assert numbers(taken) == [2, 3]
         assert [each.item for each in taken.given_up] == ["t/0", "t/1"]
 
-    client = ScriptedClient(lambda _: "FINAL(1)", ids=ByteTokenIds())
+    client = ScriptedClient(lambda _: "FINAL(1)", ids=ScriptedByteTokenizer())
     run_queue(
         reward,
         client,
@@ -320,7 +322,7 @@ def run_of(staleness: int) -> Run:
         task=TaskSpec(name=f"{__name__}:ranked", validate=False),
         rl=RlSpec(
             steps=4,
-            sample=StepSampleSpec(items=2, max_staleness=staleness),
+            sample=RolloutBatchSpec(items=2, max_staleness=staleness),
             rollout=RolloutOptions(group=3, concurrency=2),
         ),
         evaluate=EvaluateSpec(num=2, final=()),

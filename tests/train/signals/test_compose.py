@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.train.advantages.base import AssignedRollout, TokenCredit
+from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.token_arithmetic import early_first
 from ramify.train.data.compile import token_sequences
@@ -160,7 +160,7 @@ def test_stream_of_wrong_length_is_rejected_with_both_lengths() -> None:
     ):
         token_sequences(
             [
-                AssignedRollout(
+                RolloutAdvantages(
                     rollout("r0", 2, 1), {("0", 1): TokenCredit(advantages=[1.0] * 4, rl=[1.0] * 4)}
                 )
             ]

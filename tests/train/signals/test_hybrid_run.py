@@ -23,31 +23,31 @@ from ramify.models import checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import teachers_of, trained_model
 from ramify.train.config import Schedule, SftSpec
 from ramify.train.data.sft_data import read as trajectories
-from ramify.train.depth_models import DepthModels, FrozenSpec
+from ramify.train.depth_models import DepthModels, FrozenModelBudget
 from ramify.train.execute import train
-from ramify.train.learner import PolicyWeights
-from ramify.train.losses.loss import LossSpec
+from ramify.train.learner import EnginePolicyWeights
+from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.open_rollouts import RolloutParts, client_of
 from ramify.train.override import override
 from ramify.train.preflight import check_signals
 from ramify.train.recipe import stored
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollout_resources import RolloutResources, client_of
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.selfcheck import AuditedClient
-from ramify.train.signals.base import ScoringRow
+from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
 from ramify.train.signals.outcome import ToolUseSignal
 from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
-from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.training import kept, samples
 from ramify.viewer.transcript import tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
@@ -70,7 +70,7 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
     )
     options: dict[str, Any] = {
         "steps": 2,
-        "sample": StepSampleSpec(items=2),
+        "sample": RolloutBatchSpec(items=2),
         "rollout": RolloutOptions(group=3, concurrency=8),
         "algorithm": Hybrid(
             outcome=DrGRPO(),
@@ -175,7 +175,7 @@ def test_run_with_every_signal(tmp_path: Path) -> None:
 def check_viewer_shows_scores(out: Path) -> None:
     """Check what the viewer reads from saved rollouts: votes on the turns, hints, and the teacher's
     score per token."""
-    library = RunLibrary([out])
+    library = RunCatalog([out])
     step, path = max(kept(out).items())
     keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
     assert len(keys) == 6
@@ -260,7 +260,7 @@ def run_with_ema_teacher(tmp_path: Path) -> Any:
         algorithm=Hybrid(w_rl=0.5, terms=(HybridTerm(signal="teacher", into="loss"),)),
         signals={"teacher": TeacherSignal(source="ema", ema_decay=0.5, cut_off=True)},
         optim=OptimizerSpec(lr=0.01),
-        sample=StepSampleSpec(items=1),
+        sample=RolloutBatchSpec(items=1),
         rollout=RolloutOptions(group=3, concurrency=1),
     )
     schedule = Schedule(evaluate_every=None, checkpoint_every=1, keep_last=9)
@@ -302,7 +302,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     )
     run = msgspec.structs.replace(
         run,
-        compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
+        compute=TrainingBackendSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         sft=msgspec.structs.replace(run.sft, num=4),
     )
@@ -310,15 +310,15 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     client = client_of(made)
     audited = AuditedClient(client)
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
-    depths = DepthModels((), FrozenSpec(), audited)
-    parts = RolloutParts(client, audited, rlm, None, depths)
+    depths = DepthModels((), FrozenModelBudget(), audited)
+    parts = RolloutResources(client, audited, rlm, None, depths)
     trained = trained_model(made, tmp_path / "out")
-    weights = PolicyWeights(made.policy, made.serving, client, trained)
+    weights = EnginePolicyWeights(made.policy, made.serving, client, trained)
     teachers = teachers_of(made, parts, tmp_path / "out", trained, weights)
     assert teachers is not None
     try:
         backend = trained.backend(OptimizerSpec())
-        row = ScoringRow([5, 6, 7, 8], [(1, 4)])
+        row = TokenScoringRequest([5, 6, 7, 8], [(1, 4)])
         names = ("live", "ema", "reference")
 
         def moved(step: int) -> list[dict[str, list[float]]]:

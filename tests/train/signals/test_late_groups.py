@@ -10,7 +10,7 @@ from ramify.train.config import Schedule
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
-from ramify.train.rollouts.group_queue import StepSampleSpec
+from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal
@@ -26,7 +26,7 @@ def test_each_group_is_scored_once_by_every_signal_its_step_uses(tmp_path: Path)
     rl = msgspec.structs.replace(
         small().rl,
         steps=4,
-        sample=StepSampleSpec(items=2, max_staleness=1),
+        sample=RolloutBatchSpec(items=2, max_staleness=1),
         rollout=RolloutOptions(group=3, concurrency=8),
         algorithm=Hybrid(
             terms=(HybridTerm(signal="rule", weight=0.1), HybridTerm(signal="late", weight=late))

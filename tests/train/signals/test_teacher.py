@@ -19,13 +19,13 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.extras.studies.hindsight import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config, save_policy
-from ramify.models.tokenizer import train_tokenizer
-from ramify.train.backends.base import ComputeSpec
+from ramify.models.tokenizer_training import train_tokenizer
+from ramify.train.backends.base import TrainingBackendSpec
 from ramify.train.backends.lora import merged
 from ramify.train.backends.single import SingleBackend
 from ramify.train.signals.base import (
-    ScoringRow,
     TokenScores,
+    TokenScoringRequest,
 )
 from ramify.train.signals.scorer import ClientScorer, RunTeachers, check_vocabulary
 from ramify.train.signals.teacher import ALL, TEMPLATE, TeacherSignal
@@ -121,10 +121,12 @@ def test_scores_match_the_engine_on_the_hinted_path(policy: Policy, group: Group
 
 def test_per_turn_hint_is_placed_directly_before_its_turn(policy: Policy, group: Group) -> None:
     teacher = TeacherSignal(hints=Hindsight(judge=HintingJudge(HINT), per_turn=True))
-    seen: list[ScoringRow] = []
+    seen: list[TokenScoringRequest] = []
 
     class Watching:
-        async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
+        async def score(
+            self, rows: Sequence[TokenScoringRequest], *, top: int = 0
+        ) -> list[TokenScores]:
             seen.extend(rows)
             return [
                 TokenScores([-1.0] * sum(end - start for start, end in row.spans)) for row in rows
@@ -293,7 +295,7 @@ def test_unscorable_rollouts_get_no_scores_instead_of_zeros(
 
 
 def test_engine_with_missing_or_invalid_logprobs_is_rejected(policy: Policy) -> None:
-    row = ScoringRow([1, 2, 3], [(1, 3)])
+    row = TokenScoringRequest([1, 2, 3], [(1, 3)])
     for broken in (BrokenEngine(value=None), BrokenEngine(value=0.5)):
         with pytest.raises(RamifyError, match="returned an invalid log-probability"):
             asyncio.run(ClientScorer(broken).score([row]))
@@ -329,7 +331,10 @@ def test_rows_of_a_group_share_their_prefix(policy: Policy) -> None:
     async def ratio() -> float:
         async with scorer_of(policy) as scorer:
             prompt = list(range(20, 220))
-            rows = [ScoringRow([*prompt, *range(30 + n, 60 + n)], [(200, 230)]) for n in range(8)]
+            rows = [
+                TokenScoringRequest([*prompt, *range(30 + n, 60 + n)], [(200, 230)])
+                for n in range(8)
+            ]
             together = await asyncio.gather(scorer.score(rows[:4]), scorer.score(rows[4:]))
             alone = [(await scorer.score([row]))[0] for row in rows]
             for a, b in zip([*together[0], *together[1]], alone, strict=True):
@@ -351,7 +356,7 @@ def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
 
 def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> RunTeachers:
     def backend_of(each: Policy) -> SingleBackend:
-        return SingleBackend(each, None, ComputeSpec(precision="fp32"))
+        return SingleBackend(each, None, TrainingBackendSpec(precision="fp32"))
 
     sources = dict.fromkeys(names, decay)
     return RunTeachers(
@@ -369,7 +374,7 @@ def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Pa
     average, one is the policy itself."""
     names = ("reference", "ema", "live", "random", str(folder / "checkpoint"))
     found = teachers(policy, folder / "out", *names)
-    row = ScoringRow([5, 6, 7, 8], [(1, 4)])
+    row = TokenScoringRequest([5, 6, 7, 8], [(1, 4)])
     weight = next(iter(policy.model.parameters()))
     before = weight.detach().clone()
 

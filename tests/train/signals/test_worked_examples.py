@@ -14,7 +14,13 @@ from ramify.train.advantages.token_arithmetic import step_index
 from ramify.train.data.compile import token_sequences
 from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
-from ramify.train.losses.loss import LossEntries, LossSpec, compute, kl_estimate, per_entry
+from ramify.train.losses.total_loss import (
+    BatchLossInputs,
+    LossSpec,
+    compute,
+    kl_estimate,
+    per_entry,
+)
 from ramify.train.signals.base import SignalScore
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.outcome import OutcomeSignal, shaped
@@ -116,7 +122,7 @@ def test_e3_teacher_hybrid_surrogate_and_kl() -> None:
     assert advantages(found)["b"] == pytest.approx([0.5] * 3)
     a = torch.tensor(advantages(found)["a"], dtype=torch.float64)
     old, now = np.log(P_OLD), np.log([0.5, 0.3, 0.45])
-    entries = LossEntries(
+    entries = BatchLossInputs(
         torch.tensor(now),
         {
             "sampler_logprobs": torch.tensor(old),

@@ -8,8 +8,8 @@ and votes for turns.
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
 In a recipe: ``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The
-rules themselves are in ``demos.py``. Each tag is the place that checkpoints of earlier versions
-store, and still resolves.
+rules themselves are in ``scripted_demonstrator.py``. Each tag is the place that checkpoints of
+earlier versions store, and still resolves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ from typing import Any
 
 import msgspec
 
-from ramify.extras.studies.programs.demos import HintRule, from_errors, from_facts, hint_text
-from ramify.extras.studies.programs.program_library import Program, ProgramProblem, library
+from ramify.extras.studies.programs.scripted_demonstrator import (
+    HintedRule,
+    from_errors,
+    from_facts,
+    hint_text,
+)
+from ramify.extras.studies.programs.toy_program_language import (
+    ToyProgram,
+    ToyProgramExercise,
+    library,
+)
 from ramify.tasks.base import Item
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
-from ramify.train.signals.hints import TrajectoryHints, hints_of
+from ramify.train.signals.hints import HintsForTrajectory, hints_of
 from ramify.types.trajectory import Group
 
 NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")
@@ -71,7 +80,7 @@ class OracleJudge(
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        problem = ProgramProblem.read(view.item.question)
+        problem = ToyProgramExercise.read(view.item.question)
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
         replies = [step.reply for step in view.steps]
@@ -97,10 +106,10 @@ class StepRules(
         before = [step for step in view.steps if step.place[1] < view.place[1]]
         judged = (
             view.step
-            if Program.read(view.step.reply) is not None
+            if ToyProgram.read(view.step.reply) is not None
             else (before[-1] if before else None)
         )
-        ran = judged is not None and Program.read(judged.reply) is not None and not judged.error
+        ran = judged is not None and ToyProgram.read(judged.reply) is not None and not judged.error
         return JudgeVerdict(votes=(1 if ran else -1,))
 
 
@@ -121,7 +130,7 @@ class ShuffledHints(
 
     source: Any
 
-    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         source = hints_of(self.source)
         assert source is not None
         hinted = await source.hints(group, context)
@@ -136,11 +145,11 @@ class ShuffledHints(
 
 def _about_another(item: Item, hint: str, rng: random.Random) -> str:
     """A hint about ``item`` with as many rules as ``hint`` has."""
-    problem = ProgramProblem.read(item.question)
+    problem = ToyProgramExercise.read(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]
     secret = library(item.metadata["secret"])
     num = max(1, hint.count("@w"))
     return hint_text(
-        HintRule(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
+        HintedRule(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
     )

@@ -16,18 +16,25 @@ import re
 from collections.abc import Sequence
 
 from ramify.errors import ConfigError
-from ramify.extras.studies.programs.program_library import (
+from ramify.extras.studies.programs.toy_program_language import (
     MAX_OPERAND,
     MODULUS,
     NOT_IMPORTED,
     NUM_WORDS,
-    Program,
-    ProgramLibrary,
-    ProgramProblem,
+    ToyProgram,
+    ToyProgramExercise,
+    WordFunctionMap,
     library,
 )
 from ramify.sandbox.base import Session
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, WholeTrajectoryReward, generated
+from ramify.tasks.base import (
+    Item,
+    Score,
+    SimpleTask,
+    TaskStart,
+    TrajectoryRewardFunction,
+    generated,
+)
 from ramify.tasks.scoring import exact
 from ramify.types.trajectory import Cell, Trajectory
 
@@ -47,7 +54,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 
     def make(rng: random.Random) -> Item:
         words = rng.sample(range(NUM_WORDS), steps)
-        problem = ProgramProblem(
+        problem = ToyProgramExercise(
             rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words)
         )
         gold = ops.solve(problem)
@@ -61,7 +68,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
     return SimpleTask(
         "programs",
         generated(f"programs-{secret}-{steps}", make, seed=seed),
-        WholeTrajectoryReward(score),
+        TrajectoryRewardFunction(score),
         begin=begin,
     )
 
@@ -69,7 +76,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 class _InstallLibrary:
     """Installs the library in a new session."""
 
-    def __init__(self, ops: ProgramLibrary) -> None:
+    def __init__(self, ops: WordFunctionMap) -> None:
         self._source = ops.source()
 
     async def __call__(self, session: Session) -> None:
@@ -80,11 +87,11 @@ class _InstallLibrary:
 def score(item: Item, trajectory: Trajectory) -> Score:
     """Return the reward ``correct`` and the metrics of the rollout."""
     cells = [cell for call in trajectory.calls for turn in call.turns for cell in turn.cells]
-    written = [cell for cell in cells if Program.read(cell.code) is not None]
+    written = [cell for cell in cells if ToyProgram.read(cell.code) is not None]
     malformed = [
         cell
         for cell in cells
-        if Program.read(cell.code) is None and not _ANSWER.fullmatch(cell.code)
+        if ToyProgram.read(cell.code) is None and not _ANSWER.fullmatch(cell.code)
     ]
     metrics = {
         "malformed": _share(malformed, cells),

@@ -31,7 +31,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import AnswerReward, Item, Score, SimpleTask, WholeTrajectoryReward, as_score
+from ramify.tasks.base import (
+    AnswerReward,
+    Item,
+    Score,
+    SimpleTask,
+    TrajectoryRewardFunction,
+    as_score,
+)
 from ramify.tasks.data import DatasetItems, rows_of
 from ramify.tasks.scoring import SCORERS, exact, math_answer
 from ramify.tasks.scoring.answer_text import as_text
@@ -133,11 +140,11 @@ def toolmath(
         )
     if "train" in splits and "validation" not in splits:
         splits |= _divided(splits["train"])
-    score = _ToolMathScore(auto if verifier == "auto" else SCORERS.of(verifier))
-    return SimpleTask("toolmath", splits, WholeTrajectoryReward(score))
+    score = _ToolMathScorer(auto if verifier == "auto" else SCORERS.of(verifier))
+    return SimpleTask("toolmath", splits, TrajectoryRewardFunction(score))
 
 
-class _ToolMathScore:
+class _ToolMathScorer:
     """Reward ``correct``, and metrics about the use of the tool."""
 
     def __init__(self, verifier: AnswerReward) -> None:

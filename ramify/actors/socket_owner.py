@@ -1,0 +1,69 @@
+"""Reads the kernel's table of TCP sockets, to find which user's process is at the other end of a
+connection on this machine.
+
+Decides nothing: ``listener_user`` answers who listens at an address, before a key is sent there.
+Linux only; elsewhere nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from typing import NamedTuple
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+LISTENING = 10
+"""State of a socket that accepts connections."""
+_ANYWHERE = {"0.0.0.0", "::"}
+Address = tuple[str, int]
+
+
+class TcpSocketTableEntry(NamedTuple):
+    """One TCP socket of this machine, from the kernel's table, which lists those of all users."""
+
+    local: Address
+    remote: Address
+    state: int
+    user: int
+    """Id of the user whose process opened it."""
+    inode: int
+    """The number that ``/proc/PID/fd`` shows for it."""
+
+
+def tcp_sockets() -> list[TcpSocketTableEntry]:
+    """Return the TCP sockets of this machine."""
+    found = []
+    for table in _TABLES:
+        with contextlib.suppress(OSError), open(table) as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                ends = _address(fields[1]), _address(fields[2])
+                state, user, inode = int(fields[3], 16), int(fields[7]), int(fields[9])
+                found.append(TcpSocketTableEntry(*ends, state, user, inode))
+    return found
+
+
+def listener_user(host: str, port: int) -> int | None:
+    """Return the id of the user whose process listens at an address of this machine, or None if it
+    is unknown."""
+    places = {host, *_ANYWHERE}
+    return next(
+        (
+            each.user
+            for each in tcp_sockets()
+            if each.state == LISTENING and each.local[1] == port and each.local[0] in places
+        ),
+        None,
+    )
+
+
+def _address(text: str) -> Address:
+    """Decode an address: ``0100007F:A51D`` is 127.0.0.1, 42269. An IPv4 address in IPv6 form
+    becomes IPv4."""
+    host, _, port = text.partition(":")
+    raw = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
+    if raw.startswith(b"\0" * 10 + b"\xff\xff"):
+        raw = raw[12:]
+    family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, raw), int(port, 16)

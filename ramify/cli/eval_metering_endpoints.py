@@ -1,0 +1,101 @@
+"""``ramify eval … --with SYSTEM``: the meters of a matrix in which other systems answer, too.
+
+    each model ──> one meter, which records every request
+    each cell  ──> the system's attempts, or runs of ours, each at a seat with the same budget
+
+The budget of an attempt is that of --max-calls, --max-tokens and --max-cost, or the defaults of our
+runs, and its time is --max-seconds. Not here: the attempts (see ramify/evaluate/systems/) and the
+meter (see ramify/serve/meter.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ramify.cli.parser import UsageError
+from ramify.cli.settings import named_models
+
+if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
+    from ramify.evaluate.matrix import MatrixCell, MatrixPlan
+    from ramify.evaluate.run import AttemptMaker, RlmAttemptMaker
+    from ramify.evaluate.systems.base import ModelAccessBudget
+    from ramify.serve.meter import MeteringProxy
+
+_NOT_METERED = {
+    "sub_model": "systems are compared with one model",
+    "mcp": "only runs of Ramify would have these tools",
+}
+"""Setting that only our runs have -> why it cannot be compared."""
+
+
+def check_comparable(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for a setting that would make the comparison unfair."""
+    for name, why in _NOT_METERED.items():
+        if settings.get(name):
+            raise UsageError(f"--with and --{name.replace('_', '-')}: {why}; remove one of them")
+
+
+class MatrixMeters:
+    """The metering endpoints of one matrix, by the name of the model. There are none if only
+    Ramify's own runs answer."""
+
+    def __init__(self, meters: Mapping[str, MeteringProxy]) -> None:
+        self._meters = meters
+
+    def maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
+        """Return the object that makes the attempts of one cell of a matrix: another system, or
+        Ramify's own ``runs``. If other systems take part, every attempt is metered with the same
+        budget."""
+        from ramify.evaluate.systems.attempt import (
+            MeteredRlmAttemptMaker,
+            SystemAttemptMaker,
+            system_of,
+        )
+
+        if not self._meters:
+            return runs
+        meter = self._meters[cell.plan.model]
+        budget = _budget_of(rlm, meter)
+        if not cell.system:
+            return MeteredRlmAttemptMaker(runs, meter.seat, budget)
+        system = system_of(cell.system, timeout_s=rlm.limits.max_seconds)
+        return SystemAttemptMaker(system, meter.seat, budget)
+
+
+@asynccontextmanager
+async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeters]:
+    """Start a metering endpoint for each model if the plan has external systems, so that their
+    requests are counted. ``root`` is the store's folder, in which these requests are recorded; None
+    records nothing."""
+    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.serve.meter import MeteringProxy
+
+    meters: dict[str, MeteringProxy] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for cell in plan.cells if plan.has_systems else ():
+            name = cell.plan.model
+            if name in meters:
+                continue
+            raise_descriptor_limit()
+            record = None
+            if root is not None:
+                record = root / "meter" / f"{plan.id}-{len(meters)}.jsonl"
+            model = named_models().get(name, name)
+            meter = MeteringProxy(model, record=record)
+            meters[name] = await stack.enter_async_context(meter)
+        yield MatrixMeters(meters)
+
+
+def _budget_of(rlm: RLM, meter: MeteringProxy) -> ModelAccessBudget:
+    """Return the limits of Ramify's own runs, as the budget of every system."""
+    from ramify.engine.limits import DEFAULT_MAX_COST
+    from ramify.evaluate.systems.base import ModelAccessBudget
+
+    limits, is_priced = rlm.limits, meter.client.price is not None
+    dollars = limits.max_cost or DEFAULT_MAX_COST
+    return ModelAccessBudget(limits.max_calls, limits.max_tokens, dollars if is_priced else None)

@@ -1,0 +1,109 @@
+"""Prints the prompt of a question and its expected cost, for ``ramify prompt`` and
+``ramify ask --dry-run``.
+
+Not here: the options (see ask.py) and the construction of the prompt (see
+engine/prompt_preview.py).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cli.parser import ExitCode
+from ramify.cli.source_table import source_table
+from ramify.engine.limits import DEFAULT_MAX_COST
+from ramify.engine.prompt_preview import PromptPreview
+from ramify.errors import ConfigError
+from ramify.quantities import dollars
+
+if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
+    from ramify.sources.base import LoadedContext
+
+_SHORT_REPLY = 200
+"""Tokens of a short reply, for the lower end of a cost estimate."""
+
+
+def show(
+    rlm: RLM,
+    question: str,
+    loaded: LoadedContext | None,
+    *,
+    answer_type: Any,
+    cite: bool,
+    as_json: bool,
+    depth: int = 0,
+    tokenizer: str | None = None,
+    as_tokens: bool = False,
+    is_dry_run: bool = False,
+) -> ExitCode:
+    """Print the prompt at ``depth``; with ``is_dry_run``, also what the run would load and cost."""
+    context, query = (question, None) if loaded is None else (loaded, question)
+    preview = rlm.prompt(context, query, depth=depth, answer_type=answer_type, cite=cite)
+    loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else None
+    ids = preview.token_ids(loaded_tokenizer) if loaded_tokenizer is not None else None
+    num = preview.estimated_tokens if ids is None else len(ids)
+    if as_json:
+        data = msgspec.to_builtins(preview)
+        data |= {"tokens": num, "tokens_are_estimated": ids is None}
+        if as_tokens:
+            data["token_ids"] = ids
+        if is_dry_run:
+            data["cost"] = dict(zip(("least", "most"), _first_turn(preview, num), strict=True))
+        print(msgspec.json.encode(data).decode())
+        return ExitCode.ANSWERED
+    if as_tokens and ids is not None:
+        print(*ids)
+    else:
+        print(preview if loaded_tokenizer is None else preview.rendered(loaded_tokenizer))
+    about = "about " if ids is None else ""
+    size = f"{preview.chars:,} characters, {about}{num:,} tokens of {preview.window:,}"
+    print(f"\n{preview.model}: {size}")
+    if is_dry_run:
+        _show_costs(rlm, preview, num, loaded)
+    return ExitCode.ANSWERED
+
+
+def _show_costs(
+    rlm: RLM, preview: PromptPreview, num_tokens: int, loaded: LoadedContext | None
+) -> None:
+    for line in source_table(loaded) if loaded is not None else ["no context"]:
+        print(f"would load: {line}")
+    how = "one plain call" if preview.is_direct else "a session"
+    print(f"would be answered by {how}; nothing was sent")
+    if preview.price is None:
+        print("cost: unknown, since the model has no known price (docs/models.md)")
+        return
+    least, most = _first_turn(preview, num_tokens)
+    print(
+        f"first turn: {dollars(least)} to {dollars(most)} ({num_tokens:,} tokens in, "
+        f"{preview.max_reply_tokens:,} out at most)"
+    )
+    limit = rlm.limits.max_cost
+    limit = DEFAULT_MAX_COST if limit is None else limit
+    if preview.is_direct:
+        print(f"whole run: {dollars(least)} to {dollars(most)}")
+    elif math.isfinite(limit):
+        print(f"whole run: {dollars(least)} to {dollars(limit)}, which is its max_cost")
+
+
+def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
+    """Return the (minimum, maximum) cost of the request in dollars."""
+    short = min(_SHORT_REPLY, preview.max_reply_tokens)
+    return preview.cost(num_tokens, short), preview.cost(num_tokens, preview.max_reply_tokens)
+
+
+def _tokenizer(folder: str) -> Any:
+    """Load a tokenizer from a folder, or by its name from the local cache."""
+    from ramify.models.load import load_tokenizer
+    from ramify.models.model_config_files import model_folder
+
+    # The folder may hold only a tokenizer and no model.
+    tokenizer = load_tokenizer(Path(folder) if Path(folder).is_dir() else model_folder(folder))
+    if not tokenizer.chat_template:
+        raise ConfigError(f"the tokenizer {folder} has no chat template: give another one")
+    return tokenizer

@@ -1,0 +1,110 @@
+"""Print the steps of a run as lines if no live view is drawn.
+
+Not here: the live view (``live.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ramify.cli.progress_display import ProgressDisplay
+from ramify.cli.terminal_text import StderrMessageWriter, count, dollars, one_line, seconds
+from ramify.clients.rate_limited_client_pool import RETRYING
+from ramify.engine.run_handle import RunHandle
+from ramify.logging import current_console
+from ramify.types.event import (
+    AnyEvent,
+    AttemptFailed,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    NoteAdded,
+    ReplyReceived,
+)
+
+_AS_STEPS = ("retry", "limit", "session_died")
+"""Log records of which a step says the same."""
+
+
+class RunEventPrinter:
+    """Prints a run's events while it is in progress, in place of the live view: with ``--progress
+    json`` each step is a JSON object; with ``--verbose`` it is a line; otherwise nothing."""
+
+    def __init__(self, notes: StderrMessageWriter, screen: ProgressDisplay) -> None:
+        self._notes = notes
+        self._screen = screen
+        self._failed: AttemptFailed | None = None
+        """The last event, if it is an attempt whose failure has not been printed."""
+        self._num_retries = 0
+        """Number of retries since the last reply."""
+        console = current_console()
+        if notes.verbose and screen.form != "json" and console is not None:
+            console.hidden.update(_AS_STEPS)
+
+    def apply(self, event: AnyEvent) -> None:
+        if self._screen.form == "json":
+            if line := line_of(event):
+                call = (
+                    event.id
+                    if isinstance(event, CallStarted | CallEnded)
+                    else getattr(event, "call", "")
+                )
+                self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
+        elif self._notes.verbose:
+            self._say_step(event)
+        elif self._screen.form != "live":
+            self._say_waiting(event)
+
+    def _say_waiting(self, event: AnyEvent) -> None:
+        """Print what the run is waiting for: one line for each outage, at its second failure."""
+        if isinstance(event, ReplyReceived):
+            self._num_retries = 0
+        elif isinstance(event, NoteAdded) and RETRYING in event.text:
+            self._num_retries += 1
+            if self._num_retries == 2:
+                self._notes.say(f"waiting: {event.text}")
+
+    def _say_step(self, event: AnyEvent) -> None:
+        """Print an event of the run as a line. Warnings are skipped, because they are already
+        printed. A failed attempt is skipped if the note that follows it repeats its error."""
+        failed, self._failed = self._failed, None
+        note = event if isinstance(event, NoteAdded) else None
+        if failed is not None and not (note and note.text.startswith(failed.error)):
+            self._notes.say(f"{failed.at_s:7.2f} s  {line_of(failed)}")
+        if isinstance(event, AttemptFailed):
+            self._failed = event
+        elif not (note and note.is_warning) and (line := line_of(event)):
+            self._notes.say(f"{event.at_s:7.2f} s  {line}")
+
+    @contextlib.contextmanager
+    def watching(self, running: RunHandle) -> Iterator[None]:
+        yield
+
+
+def line_of(event: AnyEvent) -> str:
+    """Describe ``event`` in one line; empty for events that add no information."""
+    match event:
+        case CallStarted():
+            return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"
+        case ReplyReceived(reply=reply):
+            cost = f", {dollars(reply.cost)}" if reply.cost else ""
+            origin = ", from the record" if event.cached else ""
+            tokens = count(reply.usage.total_tokens)
+            return f"call {event.call}, turn {event.turn + 1}: reply, {tokens} tokens{cost}{origin}"
+        case CellRan(result=cell):
+            error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
+            output = one_line(error or cell.value or cell.stdout) or "(no output)"
+            return (
+                f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {output}"
+            )
+        case AttemptFailed():
+            return f"call {event.call}, turn {event.turn + 1}: {event.error}"
+        case NoteAdded():
+            return f"call {event.call}: {event.text}"
+        case CallEnded():
+            return f"call {event.id} ended: {event.stop}" + (
+                f": {event.error}" if event.error else ""
+            )
+        case _:
+            return ""

@@ -1,0 +1,362 @@
+"""A model as one object: its name, key, address, price and sampling.
+
+    ramify.RLM(ramify.Model("openai:gpt-5-mini", api_key=key_of_tenant, alias="mini"))
+
+    [models.mini]                                   the same in the settings file
+    model = "openai:gpt-5-mini"
+    api-key = "$TENANT_KEY"
+
+The key and the other variables of a provider are read from the environment once, when the object is
+created. Later changes of the environment do not affect it, so one program can serve several
+tenants. The key never appears in the object's ``repr``, in an error or in the journal. The object
+cannot be pickled or given to a session.
+
+Not here: the providers (see ``providers.py``), the requests (see ``rate_limited_client_pool.py``),
+and the choice of a model for each depth (see ``engine/resources.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from ramify.clients.base import Price, Sampling
+from ramify.clients.providers import (
+    CLIENTS,
+    IN_PROCESS,
+    PROVIDERS,
+    ModelProviderSpec,
+    split_name,
+    split_url,
+)
+from ramify.errors import ConfigError, check_keywords
+from ramify.http_client.addresses import is_http_url
+from ramify.lazy_pattern import lazy_pattern
+from ramify.secrets import remember
+
+_GAP = lazy_pattern(r"\s*(?:[,;+]|and\b)?\s*")
+_KEYWORDS = (
+    "alias",
+    "api_key",
+    "base_url",
+    "environ",
+    "headers",
+    "price",
+    "sampling",
+    "vision",
+    "window",
+)
+_ANTHROPIC = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL")
+_WITHOUT_KEY = ("scripted", "offline", IN_PROCESS)
+_ALIAS = lazy_pattern(r"[^\s:'\"`]{1,64}")
+_HEADER = lazy_pattern(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_PRICE_FORM = "'$0.25 in, $2 out per million tokens', or ramify.Price(input=0.25, output=2)"
+_AMOUNT = lazy_pattern(
+    r"\$\s*(?P<dollars>\d+(?:\.\d+)?)\s*(?:(?:/|per\s)\s*1?\s*(?P<unit>M|million|K|thousand)\b"
+    r"(?:\s*tokens)?)?\s*(?P<kind>input|in|output|out|cached|cache[ _-]write)\b",
+    re.IGNORECASE,
+)
+_UNIT = lazy_pattern(
+    r"[\s,;]*(?:(?:/|per\s)\s*1?\s*(?P<unit>M|million|K|thousand)\b(?:\s*tokens)?)?\s*",
+    re.IGNORECASE,
+)
+_FIELDS = {
+    "in": "input",
+    "out": "output",
+    "cache write": "cache_write",
+    "cache-write": "cache_write",
+}
+
+
+class Model:
+    """A language model with its address, key, price and settings.
+
+    >>> ramify.Model("openai:gpt-5-mini", api_key="sk-0123456789", alias="mini")
+    Model('openai:gpt-5-mini', alias='mini')
+    """
+
+    __slots__ = (
+        "_environ",
+        "_headers",
+        "_key",
+        "alias",
+        "base_url",
+        "name",
+        "price",
+        "provider",
+        "sampling",
+        "stream",
+        "vision",
+        "window",
+    )
+
+    name: str
+    """``provider:model``, with ``@URL`` if another base URL was given."""
+    provider: str
+    """The part of the name before the colon."""
+    base_url: str | None
+    """Base URL; None means the provider's default."""
+    alias: str | None
+    """Short name by which a session chooses the model; None means that one is derived from the
+    model's name."""
+    window: int | None
+    """Context window (tokens of prompt and reply together); None means the value in the price
+    table."""
+    price: Price | None
+    """Price per token; None means the price in the price table."""
+    sampling: Sampling | None
+    """Sampling of this model. Each field that is set overrides the run's sampling."""
+    vision: bool | None
+    """Whether the model reads images; None if that is unknown."""
+    stream: bool
+    """False disables streaming. By default, replies are streamed if the server supports it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        api_key: str | None = None,
+        base_url: str | None = None,
+        alias: str | None = None,
+        window: int | None = None,
+        price: Price | str | None = None,
+        headers: Mapping[str, str] | None = None,
+        sampling: Sampling | None = None,
+        vision: bool | None = None,
+        stream: bool = True,
+        environ: Mapping[str, str] = os.environ,
+        **unknown: Any,
+    ) -> None:
+        """``price`` is a ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. The
+        provider's variables are read from ``environ``, now and not later. Raises ConfigError."""
+        check_keywords("Model", unknown, _KEYWORDS)
+        if not isinstance(name, str):
+            raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
+        self.provider = split_name(name)[0]
+        self._environ = _bound(self.provider, environ)
+        self.name = _with_url(name, self.provider, base_url)
+        self.base_url = base_url
+        self._key = _checked_key(self.name, self.provider, api_key)
+        self._headers = dict(_checked_headers(self.name, headers))
+        self.alias = _checked_alias(self.name, alias)
+        if window is not None and (type(window) is not int or window < 1):
+            raise ConfigError(f"{self.name}: window={window!r:.40} is not a number of tokens")
+        self.window = window
+        self.price = _price_of(self.name, price)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ConfigError(
+                f"{self.name}: sampling is a {type(sampling).__name__}: give a ramify.Sampling(…)"
+            )
+        self.sampling = sampling
+        if vision is not None and not isinstance(vision, bool):
+            raise ConfigError(f"{self.name}: vision={vision!r:.40}: give True or False")
+        self.vision = vision
+        if not isinstance(stream, bool):
+            raise ConfigError(f"{self.name}: stream={stream!r:.40}: give True or False")
+        self.stream = stream
+
+    def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
+        """Return (api_key, headers, the provider's variables) for the client that sends them."""
+        return self._key, self._headers, self._environ
+
+    def with_key(self, api_key: str) -> Model:
+        """Return the same model with another key."""
+        names = ("alias", "window", "price", "sampling", "vision", "stream")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        headers = self._headers or None
+        return Model(self.name, api_key=api_key, headers=headers, environ=self._environ, **given)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all arguments except the name as plain data without secrets, for the journal."""
+        given = {
+            "alias": self.alias,
+            "window": self.window,
+            "price": self.price,
+            "sampling": self.sampling,
+            "vision": self.vision,
+            "headers": sorted(self._headers) or None,
+            "stream": None if self.stream else False,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def sampled_as(self, run: Sampling) -> Sampling:
+        """Combine the run's sampling options with those of this model, which take precedence. Stop
+        texts are joined, and the smaller ``max_tokens`` applies."""
+        own, default = self.sampling, Sampling()
+        if own is None:
+            return run
+        fields = {
+            field: value
+            for field in own.__struct_fields__
+            if (value := getattr(own, field)) != getattr(default, field)
+        }
+        fields["extra"] = {**run.extra, **own.extra}
+        fields["stop"] = tuple(dict.fromkeys([*run.stop, *own.stop]))
+        fields["max_tokens"] = min(run.max_tokens, fields.get("max_tokens", run.max_tokens))
+        return msgspec.structs.replace(run, **fields)
+
+    def __repr__(self) -> str:
+        given = [f", {k}={_short(v)}" for k, v in self.settings().items() if k != "headers"]
+        return f"Model({self.name!r}{''.join(given)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Model) and self._all() == other._all()
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def _all(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field) for field in self.__slots__)
+
+    def __setattr__(self, field: str, value: Any) -> None:
+        if hasattr(self, field):
+            raise AttributeError(f"a Model does not change: make another one with {field}=…")
+        object.__setattr__(self, field, value)
+
+    def __copy__(self) -> Model:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Model may hold a key, so it cannot be pickled: give its name")
+
+
+def check_aliases(models: Sequence[Any]) -> None:
+    """Raise ConfigError if the alias of a model also names another model. Clients in the list are
+    skipped, because they have no alias."""
+    distinct: list[Any] = []
+    for model in models:
+        if not any(model is other or model == other for other in distinct):
+            distinct.append(model)
+    for model in distinct:
+        if not isinstance(model, Model) or model.alias is None:
+            continue
+        for other in distinct:
+            names = (other.name, bare_name(other.name), getattr(other, "alias", None))
+            if other is not model and model.alias in names:
+                raise ConfigError(
+                    f"the alias '{model.alias}' stands for two models, {model.name} and "
+                    f"{other.name}: give each a different alias"
+                )
+
+
+def bare_name(name: str) -> str:
+    """Return the model's name without provider and URL: ``Qwen/Qwen3-8B`` for
+    ``vllm:Qwen/Qwen3-8B@http://host/v1``."""
+    return name.partition("@http")[0].partition(":")[2] or name
+
+
+def _short(value: Any) -> str:
+    """Return the ``repr`` of a value. A struct shows only the fields that differ from their
+    defaults."""
+    if not isinstance(value, msgspec.Struct):
+        return repr(value)
+    defaults = dict(
+        zip(reversed(value.__struct_fields__), reversed(value.__struct_defaults__), strict=False)
+    )
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    given = [f"{k}={v!r}" for k, v in fields.items() if k not in defaults or v != defaults[k]]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that the provider's client reads."""
+    names: Sequence[str] = _ANTHROPIC if provider == "anthropic" else ()
+    found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.of(provider)
+    if isinstance(found, ModelProviderSpec):
+        names = (
+            found.url_variable,
+            *found.key_variables,
+            *found.header_variables.values(),
+            "OPENAI_API_VERSION",
+        )
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def _with_url(name: str, provider: str, base_url: str | None) -> str:
+    """Append the base URL to a model's name: ``provider:model@URL``."""
+    if base_url is None:
+        return name
+    if provider in _WITHOUT_KEY:
+        raise ConfigError(f"{name}: a model of '{provider}' has no server: omit base_url")
+    if not isinstance(base_url, str) or not is_http_url(base_url):
+        raise ConfigError(
+            f"{name}: base_url={base_url!r:.80} is not a URL: write it as https://host/v1"
+        )
+    if "@" in base_url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            f"{name}: base_url contains a user or password, which would be displayed and stored: "
+            "give api_key or headers instead"
+        )
+    if split_url(split_name(name)[1])[1] is not None:
+        raise ConfigError(f"{name}: base_url is a second address: give one of them")
+    return f"{name}@{base_url.rstrip('/')}" if provider in CLIENTS.ours else name
+
+
+def _checked_key(name: str, provider: str, key: str | None) -> str | None:
+    if key is None:
+        return None
+    if provider in _WITHOUT_KEY:
+        raise ConfigError(f"{name}: a model of '{provider}' needs no key: omit api_key")
+    if not isinstance(key, str) or not key.strip():
+        raise ConfigError(f"{name}: api_key is empty or not a text: give the key, or omit it")
+    key = key.strip()
+    if not key.isascii() or any(character.isspace() for character in key):
+        raise ConfigError(f"{name}: api_key has spaces or characters that no key has")
+    remember(f"key of {bare_name(name)}", key)
+    return key
+
+
+def _checked_headers(name: str, headers: Mapping[str, str] | None) -> Iterator[tuple[str, str]]:
+    if headers is not None and not isinstance(headers, Mapping):
+        raise ConfigError(f"{name}: headers is a {type(headers).__name__}: give a dict of texts")
+    for header, value in (headers or {}).items():
+        if not isinstance(header, str) or not _HEADER.fullmatch(header):
+            raise ConfigError(f"{name}: {header!r:.60} is not the name of an HTTP header")
+        if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
+            raise ConfigError(f"{name}: the value of header {header} is not printable ASCII text")
+        remember(f"header {header}", value)
+        yield header, value
+
+
+def _checked_alias(name: str, alias: str | None) -> str | None:
+    if alias is not None and not (isinstance(alias, str) and _ALIAS.fullmatch(alias)):
+        raise ConfigError(
+            f"{name}: alias={alias!r:.80} is not a short name: give at most 64 characters without "
+            "spaces, colons and quotes"
+        )
+    return alias
+
+
+def _price_of(name: str, given: Any) -> Price | None:
+    """Parse the ``price`` argument. A bare number is rejected as ambiguous, because providers quote
+    prices per thousand or per million tokens."""
+    if given is None or isinstance(given, Price):
+        return given
+    if not isinstance(given, str):
+        raise ConfigError(f"{name}: price={given!r:.60} has no unit: give {_PRICE_FORM}")
+    amounts, position = list[re.Match[str]](), 0
+    while amount := _AMOUNT.match(given, position):
+        amounts.append(amount)
+        position = amount.end()
+        gap = _GAP.match(given, position)
+        position = gap.end() if gap else position
+    end = _UNIT.fullmatch(given, position)
+    common = end["unit"] if end else None
+    fields: dict[str, float] = {}
+    for amount in amounts:
+        unit = (amount["unit"] or common or "").lower()
+        if not unit:
+            raise ConfigError(f"{name}: price={given!r:.60} has no unit: give {_PRICE_FORM}")
+        kind = amount["kind"].lower().replace("_", " ")
+        scale = 1000 if unit in ("k", "thousand") else 1
+        fields[_FIELDS.get(kind, kind)] = scale * float(amount["dollars"])
+    if not end or not {"input", "output"} <= fields.keys():
+        raise ConfigError(f"{name}: price={given!r:.60} is not understood: give {_PRICE_FORM}")
+    return Price(**fields)

@@ -1,0 +1,642 @@
+"""Rate limiting and retries for all model requests of a run.
+
+    ask ── account.reserve()        may wait; holds no slot meanwhile
+         ─ acquire slots            first the model's limiter, then the run's
+         ─ account.is_enough()      or else again from the start
+         ─ client.complete()        the slots are held only for this
+         ─ settle / forfeit / release, exactly once, whatever happened
+         ─ wait and retry, if the error is transient
+
+What a client raises beyond the errors of this package is a fault in reading a stranger's bytes. It
+becomes a MalformedResponse here, with its traceback in the log, so no reply can end a tree of
+calls.
+
+Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
+applies to each model and to all models together. How long a failing request is retried is decided
+by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
+before the first request, so naming a model costs nothing. Not here: the connections (see
+``http_client/http_transport.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from ramify.clients.base import (
+    ASSUMED_WINDOW,
+    Client,
+    OnPiece,
+    Price,
+    ReplyPiece,
+    Request,
+    RequestBudget,
+    believed,
+    dollars,
+)
+from ramify.clients.chat_json import redacted
+from ramify.clients.deadlines import TimeoutScheduler, TimeoutScope
+from ramify.clients.model_config import Model
+from ramify.clients.providers import CLIENTS, ModelProviderSpec, PriceTable, resolve
+from ramify.errors import (
+    ConfigError,
+    MalformedResponse,
+    ModelError,
+    RamifyError,
+    RateLimited,
+    ReplyLost,
+    Unreachable,
+)
+from ramify.http_client.http_transport import HttpConnectionPool
+from ramify.logging import ComponentLogger
+from ramify.secrets import remember, without_secrets
+from ramify.types.message import Reply
+
+_log = ComponentLogger("clients")
+AnyClient = TypeVar("AnyClient", bound=Client)
+Sleep = Callable[[float], Awaitable[object]]
+
+_FIRST_WAIT_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+RETRYING = "trying again in"
+"""Words by which a note about a retry is known."""
+_LONG_WAIT_S = 1.0
+"""A shorter wait leaves no record."""
+_WAITED_FOR = {
+    "budget": "the part of the budget that other requests held",
+    "rate_limit": "a slot, because of a rate limit",
+    "outage": "an answer, because its requests failed",
+}
+_MOST_TIMEOUTS = 6
+"""Time-outs for which a stream may send signs of life and no text, while a model reasons."""
+_LOCAL_WINDOW = 32_768
+"""Context window (tokens) that is assumed for a local model of unknown window."""
+
+
+class RateLimitedClientPool:
+    """Connects models by name and sends them requests. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        max_in_flight: int = 64,
+        max_attempts: int = 5,
+        timeout_s: float = 600.0,
+        prices: PriceTable | None = None,
+        *,
+        keys: Mapping[str, str] | None = None,
+        base_urls: Mapping[str, str] | None = None,
+        max_wait_s: float = 300.0,
+        rng: random.Random | None = None,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        """Create a pool.
+
+        ``timeout_s`` is the longest time in which nothing arrives: of a reply that is not streamed,
+        the time until it is whole. If a server asks to wait longer than ``max_wait_s``, the
+        request fails. ``keys`` and ``base_urls`` map a provider's name to a value that replaces its
+        environment variables.
+        """
+        for name, value in (
+            ("max_in_flight", max_in_flight),
+            ("max_attempts", max_attempts),
+            ("timeout_s", timeout_s),
+        ):
+            if value <= 0:
+                raise ConfigError(f"{name} is {value}: give at least 1")
+        self.max_in_flight = max_in_flight
+        self.max_attempts = max_attempts
+        self.timeout_s = timeout_s
+        self.max_wait_s = max_wait_s
+        self._prices = prices
+        self._keys = dict(keys or {})
+        for provider, key in self._keys.items():
+            remember(f"{provider} key", key)
+        self._base_urls = dict(base_urls or {})
+        self._random = rng or random.Random()
+        self._sleep = sleep
+        self._wire = HttpConnectionPool()
+        self.deadlines = TimeoutScheduler()
+        """Time-outs of the requests."""
+        self._clients: dict[str, Client] = {}
+        self._bound: list[tuple[Model, Client]] = []
+        self._own: list[Client] = []
+        self._gate = Limiter(max_in_flight)
+        self._gates: dict[str, Limiter] = {}
+        self._take_pieces: dict[str, bool] = {}
+        """Model -> whether its client receives replies piece by piece."""
+
+    @property
+    def pause_remaining_s(self) -> float:
+        """Return the seconds until all pauses are over that servers requested because of rate
+        limits; 0 if there is none."""
+        return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
+
+    def client(self, name: str) -> Client:
+        """Return the client of ``provider:model``, which connects at its first request."""
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = self._connect(Model(name))
+        return client
+
+    def bound(self, model: Model) -> Client:
+        """Return the client of ``model``, with the key that the model was created with."""
+        for known, client in self._bound:
+            if known == model:
+                return client
+        client = self._connect(model)
+        self._bound.append((model, client))
+        return client
+
+    def adopt(self, client: AnyClient) -> AnyClient:
+        """Use ``client`` for its name. The caller remains responsible for closing it."""
+        self._clients[client.name] = client
+        return client
+
+    async def ask(
+        self,
+        client: Client,
+        request: Request,
+        account: RequestBudget,
+        on_retry: Callable[[str], None] | None = None,
+        patience_s: float = 0.0,
+        *,
+        on_send: Callable[[], None] | None = None,
+        on_piece: OnPiece | None = None,
+    ) -> Reply:
+        """Send a request until it succeeds or is not worth retrying; return one reply with its
+        cost.
+
+        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
+        called once, when the request is about to be sent for the first time. ``on_retry`` receives
+        one readable line for each failure that is retried. ``on_piece`` receives the reply as it
+        arrives, if the client can receive it so; after a failure it begins again. With
+        ``patience_s``, a transient failure is retried for that long, however many attempts that
+        takes; without, ``max_attempts`` times.
+        """
+        gate = self._gates.get(client.name)
+        if gate is None:
+            gate = self._gates[client.name] = Limiter(self.max_in_flight)
+        retries = RequestRetries(self, client, patience_s, on_retry)
+        try:
+            while True:
+                passed = gate.passed
+                try:
+                    return await self._attempt(
+                        client, request, account, gate, retries, on_send, on_piece
+                    )
+                except ModelError as error:
+                    on_send = None
+                    wait_s = retries.wait_after(error, gate, gate.passed > passed)
+                if wait_s is not None:
+                    await self._sleep(wait_s)
+        finally:
+            retries.record()
+
+    async def close(self) -> None:
+        """Close the connections and every client that was connected here. Idempotent."""
+        own, self._own = self._own, []
+        self._clients.clear()
+        self._bound.clear()
+        try:
+            for client in own:
+                await client.close()
+        finally:
+            self.deadlines.close()
+            await self._wire.close()
+
+    async def _attempt(
+        self,
+        client: Client,
+        request: Request,
+        account: RequestBudget,
+        gate: Limiter,
+        retries: RequestRetries,
+        on_send: Callable[[], None] | None,
+        on_piece: OnPiece | None,
+    ) -> Reply:
+        entered = await self._reserve(client, account, gate)
+        while not self._is_enough(account, gate):
+            entered = await self._reserve(client, account, gate)
+        arrival = _Arrival(self.deadlines, self.timeout_s, on_piece)
+        try:
+            if on_send is not None:
+                on_send()
+            retries.sent_s = _now_s()
+            with arrival.timeout(retries.sent_s):
+                if self._takes_pieces(client):
+                    complete: Any = client.complete
+                    reply = await complete(request, arrival.add)
+                else:
+                    reply = await client.complete(request)
+                reply = priced(reply, request, client.window, client.price)
+        except TimeoutError:
+            lost = arrival.lost(client)
+            account.charge_full_reservation(str(lost))
+            raise lost from None
+        except ModelError as error:
+            if isinstance(error, RateLimited) and retries.are_worth(error):
+                gate.slow_down(entered, self.backoff_s(error, retries.failed + 1))
+            (account.charge_full_reservation if error.may_be_paid else account.release)(str(error))
+            raise
+        except ConfigError as error:  # such as a missing certificate bundle: nothing was sent
+            account.release(str(error))
+            raise
+        except Exception as error:
+            if isinstance(error, RamifyError):
+                account.charge_full_reservation(str(error))
+                raise
+            bad = _unexpected(client, error)
+            account.charge_full_reservation(str(bad))
+            raise bad from error
+        except BaseException as error:
+            what = "cancelled" if isinstance(error, asyncio.CancelledError) else repr(error)
+            account.charge_full_reservation(
+                f"{client.name}: no reply had arrived when the request ended ({what})"
+            )
+            raise
+        finally:
+            self._gate.release()
+            gate.release()
+        gate.speed_up()
+        account.settle(reply.usage, reply.cost)
+        return reply
+
+    async def _reserve(self, client: Client, account: RequestBudget, gate: Limiter) -> int:
+        """Reserve the budget of an attempt, and then its slots. Returns the gate's current
+        round."""
+        began_s = _now_s()
+        try:
+            await account.reserve()
+        finally:
+            _record_wait(client, "budget", _now_s() - began_s)
+        try:
+            return await self._enter(client, gate)
+        except BaseException:
+            account.release(f"{client.name}: given up before it was sent")
+            raise
+
+    def _is_enough(self, account: RequestBudget, gate: Limiter) -> bool:
+        """Whether the reservation still covers the attempt; if not, its slots are released."""
+        is_enough = False
+        try:
+            is_enough = account.is_enough()
+        finally:
+            if not is_enough:
+                self._gate.release()
+                gate.release()
+        return is_enough
+
+    def _takes_pieces(self, client: Client) -> bool:
+        takes_pieces = self._take_pieces.get(client.name)
+        if takes_pieces is None:
+            takes_pieces = "on_piece" in inspect.signature(client.complete).parameters
+            self._take_pieces[client.name] = takes_pieces
+        return takes_pieces
+
+    async def _enter(self, client: Client, gate: Limiter) -> int:
+        if not gate.enter():
+            began_s, was_slowed = _now_s(), gate.is_slowed
+            try:
+                await gate.acquire()
+            finally:
+                if was_slowed or gate.is_slowed:
+                    _record_wait(client, "rate_limit", _now_s() - began_s)
+        entered = gate.round
+        if not self._gate.enter():
+            try:
+                await self._gate.acquire()
+            except BaseException:
+                gate.release()
+                raise
+        return entered
+
+    def backoff_s(self, error: ModelError, failed: int) -> float:
+        """Seconds until the next attempt: as the server asked, or exponential backoff with full
+        jitter."""
+        backoff_s = self._random.uniform(
+            0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(failed - 1, 9))
+        )
+        return _asked_s(error) or backoff_s
+
+    def _connect(self, model: Model) -> Client:
+        name, provider = model.name, model.provider
+        prices = self._prices = self._prices or PriceTable.load()
+        price = model.price or prices.price(name)
+        window = model.window or prices.window(name)
+        key, headers, environ = model.secrets()
+        key = key or self._keys.get(provider)
+        base_url = model.base_url or self._base_urls.get(provider)
+        connect = CLIENTS.of(provider)
+        if isinstance(connect, ModelProviderSpec):
+            from ramify.clients.openai import OpenAIClient
+
+            endpoint = resolve(name, key=key, base_url=base_url, headers=headers, environ=environ)
+            window = window or (_LOCAL_WINDOW if connect.local else ASSUMED_WINDOW)
+            client: Client = OpenAIClient(
+                name, endpoint, self._wire, window=window, price=price, streams=model.stream
+            )
+        else:
+            options: dict[str, Any] = {"key": key, "base_url": base_url}
+            accepted = inspect.signature(connect).parameters
+            if headers and "headers" not in accepted:
+                raise ConfigError(f"{name}: provider '{provider}' sends no headers: omit them")
+            options |= {"headers": headers} if headers else {}
+            options |= {"environ": environ} if "environ" in accepted else {}
+            options |= {"streams": model.stream} if "streams" in accepted else {}
+            client = connect(name, window=window, price=price, **options)
+            if not isinstance(client, Client):
+                raise ConfigError(
+                    f"provider '{provider}' gives a {type(client).__name__}, not a Client"
+                )
+        self._own.append(client)
+        return client
+
+
+class _Arrival:
+    """Idle time-out of one reply. Every piece restarts it, but pieces without text do so only for
+    a limited time."""
+
+    def __init__(
+        self, deadlines: TimeoutScheduler, timeout_s: float, on_piece: OnPiece | None
+    ) -> None:
+        self._deadlines = deadlines
+        self._timeout_s = timeout_s
+        self._on_piece = on_piece
+        self._timeout: TimeoutScope | None = None
+        self._text_at_s = 0.0
+        """Event-loop time of the last text."""
+        self._num_chars = 0
+
+    def timeout(self, now_s: float) -> TimeoutScope:
+        """Begin to wait at event-loop time ``now_s``."""
+        self._text_at_s = now_s
+        self._timeout = self._deadlines.at(now_s + self._timeout_s)
+        return self._timeout
+
+    def add(self, piece: ReplyPiece) -> None:
+        now_s = _now_s()
+        size = len(piece.text) + len(piece.reasoning)
+        if size:
+            self._text_at_s, self._num_chars = now_s, self._num_chars + size
+        ends_s = self._text_at_s + _MOST_TIMEOUTS * self._timeout_s
+        if self._timeout is not None:
+            self._timeout.reschedule(min(now_s + self._timeout_s, ends_s))
+        if self._on_piece is not None:
+            self._on_piece(piece)
+
+    def lost(self, client: Client) -> ReplyLost:
+        """Return the error for a reply that did not arrive in time."""
+        where = getattr(client, "where", client.name)
+        if not self._num_chars:
+            return ReplyLost(f"{where}: no reply within {self._timeout_s:g} s")
+        return ReplyLost(
+            f"{where}: the reply stopped after {self._num_chars:,} characters, and nothing arrived "
+            f"for {self._timeout_s:g} s; if the server cannot stream, give Model(…, stream=False)"
+        )
+
+
+class RequestRetries:
+    """Decides how often and how long one request is retried.
+
+    With patience, a transient failure is retried until the request has been failing for that long.
+    A rate limit does not count while other requests of the model get through: a busy server lets
+    its queue through however long it is.
+    """
+
+    def __init__(
+        self,
+        pool: RateLimitedClientPool,
+        client: Client,
+        patience_s: float,
+        on_retry: Callable[[str], None] | None,
+    ) -> None:
+        self.failed = 0
+        """Number of failed attempts."""
+        self.sent_s = 0.0
+        """Event-loop time at which the last attempt was sent."""
+        self._pool = pool
+        self._client = client
+        self._patience_s = patience_s
+        self._on_retry = on_retry
+        self._began_s = math.inf
+        """Event-loop time of the first failure."""
+        self._waited_s = 0.0
+        self._num_retries = 0
+
+    def are_worth(self, error: ModelError) -> bool:
+        """Return True if the server asked to wait no longer than retries may take."""
+        return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
+
+    def wait_after(self, error: ModelError, gate: Limiter, others_passed: bool) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if the limiter pauses it.
+        Raises ``error`` if the request is given up."""
+        is_limited = isinstance(error, RateLimited)
+        if is_limited and others_passed:
+            self._began_s, self._waited_s = math.inf, 0.0
+        else:
+            self.failed += 1
+        # What cannot be reached was failing all the while that a connection was tried.
+        since_s = self.sent_s if isinstance(error, Unreachable) else _now_s()
+        self._began_s = min(self._began_s, since_s)
+        if not error.transient or self._is_used_up() or not self.are_worth(error):
+            error.waited_s = self._out_s()
+            raise error
+        wait_s = gate.opens_in_s() if is_limited else self._pool.backoff_s(error, self.failed)
+        if self._patience_s:
+            wait_s = min(wait_s, self._left_s())
+        self._report(error, wait_s)
+        self._waited_s += wait_s
+        return None if is_limited else wait_s
+
+    def record(self) -> None:
+        """Record how long the request failed, if it was retried and waited for at least a
+        second."""
+        if self._patience_s and self._num_retries:
+            _record_wait(self._client, "outage", self._out_s())
+
+    def _is_used_up(self) -> bool:
+        if self._patience_s:
+            return self._left_s() <= 0
+        return self.failed >= self._pool.max_attempts
+
+    def _left_s(self) -> float:
+        return self._patience_s - self._out_s()
+
+    def _out_s(self) -> float:
+        """Seconds for which the request has been failing; at least what it has waited."""
+        return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
+
+    def _report(self, error: ModelError, wait_s: float) -> None:
+        tried = (
+            f"for {self._left_s():.0f} s at most"
+            if self._patience_s
+            else f"attempt {self.failed} of {self._pool.max_attempts}"
+        )
+        tried = tried if self.failed else "others got through"
+        text = f"{error}; {RETRYING} {wait_s:.1f} s ({tried})"
+        self._num_retries += 1
+        # A request may be retried many times while patience lasts: one record is enough.
+        log = _log.warning if self._num_retries < 2 or not self._patience_s else _log.debug
+        log(
+            "retry",
+            text,
+            model=self._client.name,
+            reason=type(error).__name__,
+            attempt=self.failed,
+            wait_s=wait_s,
+        )
+        if self._on_retry is not None:
+            self._on_retry(text)
+
+
+class Limiter:
+    """Allows ``max_in_flight`` requests at a time, first come, first served, and fewer after rate
+    limits. For one event loop.
+
+    The gate starts fully open. A rate limit halves its width, once for all requests that were in
+    flight together, and pauses all requests for the time that the server asked for. Every success
+    widens the gate again, by about a thirtieth of the limit per round of requests. The gate owns no
+    task: a request that leaves admits the next one, so an uncontended pass costs a microsecond.
+    """
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.in_flight = 0
+        self.passed = 0
+        """Number of requests that succeeded so far."""
+        self._most = max_in_flight
+        self._allowed = float(max_in_flight)
+        self._step = max(1.0, max_in_flight / 32)
+        self.round = 0
+        """Number of the current round. Requests of one round entered at the same width, and only
+        the first rate limit of a round narrows it."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._opens_at: float | None = None
+        """Event-loop time at which a pause ends."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether a rate limit pauses or narrows the gate."""
+        return self._opens_at is not None or self._allowed < self._most
+
+    @property
+    def width(self) -> int:
+        """Maximum number of requests in flight now."""
+        return int(self._allowed)
+
+    def opens_in_s(self) -> float:
+        """Seconds until the current pause ends; 0 if there is none."""
+        return (
+            0.0
+            if self._opens_at is None
+            else max(0.0, self._opens_at - asyncio.get_running_loop().time())
+        )
+
+    def enter(self) -> bool:
+        """Take a slot if one is free. Returns False if ``acquire`` must wait for it."""
+        if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
+            return False
+        self.in_flight += 1
+        return True
+
+    async def acquire(self) -> int:
+        """Wait for a slot. Returns the round, to be passed to ``slow_down``."""
+        if not self.enter():
+            await self._wait_for_slot()
+        return self.round
+
+    def release(self) -> None:
+        self.in_flight -= 1
+        if self._waiting:
+            self._admit()
+
+    def speed_up(self) -> None:
+        """Record a success and widen the gate."""
+        self.passed += 1
+        if self._allowed < self._most:
+            self._allowed = min(self._most, self._allowed + self._step / self._allowed)
+
+    def slow_down(self, round: int, pause_s: float) -> None:
+        """Record a rate limit of a request from ``round`` and admit no request for ``pause_s``."""
+        if round == self.round:
+            self.round += 1
+            self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
+        opens_at = asyncio.get_running_loop().time() + pause_s
+        if self._opens_at is None or opens_at > self._opens_at:
+            self._opens_at = opens_at
+            self._schedule_open()
+
+    async def _wait_for_slot(self) -> None:
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
+        self._admit()
+        try:
+            await slot
+        except asyncio.CancelledError:
+            # The slot was handed over at the moment of cancellation, so pass it on.
+            if slot.done() and not slot.cancelled():
+                self.release()
+            raise
+
+    def _admit(self) -> None:
+        if self._opens_at is not None:
+            return
+        while self._waiting and self.in_flight < self.width:
+            slot = self._waiting.popleft()
+            if not slot.done():
+                self.in_flight += 1
+                slot.set_result(None)
+
+    def _schedule_open(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._opens_at is not None
+        self._timer = asyncio.get_running_loop().call_at(self._opens_at, self._open)
+
+    def _open(self) -> None:
+        self._opens_at = self._timer = None
+        self._admit()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _record_wait(client: Client, reason: str, wait_s: float) -> None:
+    """Log that a request waited for ``wait_s`` seconds, if that was long."""
+    if wait_s >= _LONG_WAIT_S:
+        text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
+        _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
+
+
+def _unexpected(client: Client, error: Exception) -> MalformedResponse:
+    """Return the error for an exception that no client should raise, and log its traceback."""
+    text = " ".join(redacted(without_secrets(str(error))).split())[:200]
+    bad = MalformedResponse(
+        f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "
+        "the traceback"
+    )
+    _log.error("unreadable_reply", str(bad), error=error, model=client.name)
+    return bad
+
+
+def _asked_s(error: ModelError) -> float:
+    return (error.retry_after_s or 0.0) if isinstance(error, RateLimited) else 0.0
+
+
+def priced(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
+    """Return ``reply`` with a usage that can be believed, and its cost at ``price``."""
+    usage = believed(reply, request, window)
+    cost = price.of(usage) if price is not None else dollars(reply.cost)
+    is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
+    finish = "length" if is_full else reply.finish
+    if usage is reply.usage and cost == reply.cost and not is_full:
+        return reply
+    return msgspec.structs.replace(reply, usage=usage, cost=cost, finish=finish)

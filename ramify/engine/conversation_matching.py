@@ -1,0 +1,449 @@
+"""Which turn of an agent's earlier conversations a request continues, and the cause if it continues
+none.
+
+    request ─┬─ its messages are those that were sent, and new ones ──> the call's next turn
+             └─ else it is rendered, and each message that is a reply of ours stands for the
+                ids that were sampled
+                  ├─ the ids begin with those of a call's last turn ──> the call's next turn
+                  ├─ … of an earlier turn, or of one that waits ──────> a fork of the call
+                  └─ … of none ───────────────────────────────────────> a new call
+
+Sampled text is therefore never tokenized again, unless a client has changed it. Without a client
+that renders prompts here (``Client``), messages are compared instead of ids. docs/agents.md
+has the rule with pictures. Not here: the requests themselves (see run_model_client.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.clients.base import Client, KnownPrefix, PromptRendering, Request, Tool
+from ramify.engine.live_call import LiveCall
+from ramify.types.message import Message
+from ramify.types.trajectory import CallCause, Stop
+
+
+class AgentTurn(msgspec.Struct, frozen=True):
+    """One turn of a call of an agent. The numbers count from the beginning of the conversation."""
+
+    num_messages: int
+    """Number of messages up to and including the turn's reply."""
+    num_prompt_ids: int
+    """Number of ids of the turn's prompt; 0 if they are unknown."""
+    num_ids: int
+    """Number of ids of the prompt and the reply together; 0 if they are unknown."""
+    reply: Message
+    """The reply as it was recorded."""
+
+
+class AgentCall(msgspec.Struct):
+    """A call whose requests come from code outside of the engine."""
+
+    call: LiveCall
+    tools: tuple[Tool, ...]
+    """Tools that the requests of this call offer."""
+    learns: bool
+    """Whether training learns from the replies of this call."""
+    num_inherited: int = 0
+    """Number of messages that a fork shares with its origin; 0 for any other call."""
+    origin: tuple[AgentCall, int] | None = None
+    """For a fork: the call that it was forked from, and how many of that call's own turns the two
+    share."""
+    turns: list[AgentTurn] = []
+    asked: tuple[Message, ...] | None = None
+    """New messages of the request that waits for a reply; None if none does."""
+    first: tuple[Message, ...] = ()
+    """New messages of the first request of this call."""
+    stop: Stop = Stop.FINAL
+    """The limit that ended the call; ``FINAL`` if none did."""
+
+    def end_of(self, num_turns: int) -> int:
+        """Return the length of the conversation, in messages, after the call's first ``num_turns``
+        turns. Turns that a fork inherited from its origin are not counted as turns, but their
+        messages are."""
+        return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
+
+    def is_free_after(self, num_turns: int) -> bool:
+        """True if a request can be the next turn: the call has ``num_turns`` turns and awaits no
+        reply."""
+        return num_turns == len(self.turns) and self.asked is None
+
+    def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
+        """Return the messages that were added to the conversation to ask for the turn with index
+        ``num_turns``. Return None if no such request has been sent."""
+        if num_turns == len(self.turns):
+            return self.asked if self.turns or self.asked is not None else self.first
+        end = self.turns[num_turns].num_messages - 1
+        return self.call.messages[self.end_of(num_turns) : end]
+
+
+class RequestPlace(NamedTuple):
+    """Which call and turn a request continues, or why it begins a call."""
+
+    call: AgentCall | None
+    """The call whose turns the request's prompt begins with; None if there is none."""
+    num_turns: int
+    """Number of turns of ``call`` itself with which the prompt begins."""
+    start: int
+    """Number of the request's messages that those turns cover."""
+    known: KnownPrefix | None
+    """Ids of the request's first messages, up to the last reply that stands for its ids."""
+    cause: CallCause | None
+    """Why a call begins; None if the request is the next turn of ``call``."""
+
+
+class AgentConversations:
+    """The conversations of one agent."""
+
+    def __init__(self) -> None:
+        self.calls: list[AgentCall] = []
+
+    def place(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[Tool, ...],
+        client: Client,
+        depth: int,
+        learns: bool,
+    ) -> RequestPlace:
+        """Return where a request with ``messages`` belongs. ``client`` is the one that would be
+        asked. Raises ConfigError if its template cannot write the messages."""
+        calls = [each for each in self.calls if (each.call.depth, each.learns) == (depth, learns)]
+        # Replies without ids are compared as messages.
+        rendering: PromptRendering | None = getattr(client, "rendering", None) if learns else None
+        sent = _sent_before(calls, messages, tools, may_differ=rendering is None)
+        has_reply = any(message.role == "assistant" for message in messages)
+        is_known = sent.call is not None and not any(
+            message.role == "assistant" for message in messages[sent.start :]
+        )
+        if rendering is None or not has_reply or not calls:
+            place = sent
+        elif is_known and rendering.is_append_only:
+            place = sent  # the rendered request would begin with the ids of that turn
+        else:
+            place = _by_ids(calls, messages, tools, rendering, sent)
+        call = place.call
+        if call is not None and place.num_turns and call.is_free_after(place.num_turns):
+            return place._replace(cause=None)
+        if _is_repeated(place, messages):
+            assert call is not None
+            is_unanswered = not call.turns and call.asked is None
+            return place._replace(cause=None if is_unanswered else CallCause.REPEATED)
+        if call is not None and not place.num_turns:
+            place = place._replace(call=None)
+        return place._replace(cause=_cause(calls, messages, tools, place))
+
+
+def _sent_before(
+    calls: Sequence[AgentCall],
+    messages: Sequence[Message],
+    tools: tuple[Tool, ...],
+    may_differ: bool,
+) -> RequestPlace:
+    """Return the call with the most turns whose messages are the first of ``messages``."""
+    best, rank = RequestPlace(None, 0, 0, None, None), (0, 0, 0)
+    for each in calls:
+        if each.tools != tools:
+            continue
+        num_common = _num_common(each.call.messages, messages, may_differ)
+        num_turns = sum(turn.num_messages <= num_common for turn in each.turns)
+        start = each.end_of(num_turns)
+        if start > num_common or start >= len(messages):
+            continue
+        place = RequestPlace(each, num_turns, start, None, None)
+        is_free = bool(num_turns) and each.is_free_after(num_turns)
+        now = (start, int(is_free), int(_is_repeated(place, messages)))
+        if now > rank:
+            best, rank = place, now
+    return best
+
+
+def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
+    """True if the call at ``place`` has already sent this request as its next one."""
+    if place.call is None:
+        return False
+    sent = place.call.prompt_after(place.num_turns)
+    return sent is not None and tuple(sent) == tuple(messages[place.start :])
+
+
+def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
+    """Return the number of equal messages at the start of both conversations."""
+    num = 0
+    for mine, sent in zip(ours, theirs, strict=False):
+        if not (_may_be(mine, sent) if may_differ else _is_as_sent(mine, sent)):
+            break
+        num += 1
+    return num
+
+
+def _is_as_sent(ours: Message, theirs: Message) -> bool:
+    """True if ``theirs`` is ``ours`` as a client got or sent it. The ids of a reply's tool calls
+    may differ: an API has its own."""
+    if ours.role != "assistant" or not ours.tool_calls:
+        return ours == theirs
+    return _without_ids(ours) == _without_ids(theirs)
+
+
+def _may_be(ours: Message, theirs: Message) -> bool:
+    """True if ``theirs`` may be ``ours``: a program may have dropped the reasoning and changed the
+    ids of tool calls. This rule is for clients that do not render prompts here."""
+    if theirs.reasoning is None and ours.reasoning is not None:
+        ours = msgspec.structs.replace(ours, reasoning=None)
+    return _without_ids(ours) == _without_ids(theirs)
+
+
+def _without_ids(message: Message) -> Message:
+    calls = tuple(msgspec.structs.replace(call, id="") for call in message.tool_calls)
+    id = None if message.tool_call_id is None else ""
+    return msgspec.structs.replace(message, tool_calls=calls, tool_call_id=id)
+
+
+# --- by ids ---------------------------------------------------------------------------------------
+
+
+def _by_ids(
+    calls: Sequence[AgentCall],
+    messages: tuple[Message, ...],
+    tools: tuple[Tool, ...],
+    rendering: PromptRendering,
+    sent: RequestPlace,
+) -> RequestPlace:
+    """Find where a request belongs by comparing token ids. Returns the place after the recorded
+    turn whose prompt and reply form the longest prefix of the request's ids. ``sent`` is the place
+    that was found by comparing messages."""
+    chain = _ReplyChain(calls, messages, tools, rendering, sent)
+    ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
+    best: tuple[AgentCall, int] | None = None
+    rank = (0, 0)
+    for each in calls:
+        num_common = _num_common_ids(each.call.history.ids, ids)
+        for index, turn in enumerate(each.turns):
+            now = (turn.num_ids, int(each.is_free_after(index + 1)))
+            if turn.num_ids <= num_common and now > rank and _is_on_path(each, turn):
+                best, rank = (each, index), now
+    start = None if best is None else chain.num_messages_up_to_reply(best[0].turns[best[1]])
+    if best is None or start is None:
+        return RequestPlace(None, 0, 0, chain.known, None)
+    known = chain.known
+    if known is not None and known.num_messages <= start:
+        known = None  # the call itself knows the ids of its turns
+    return RequestPlace(best[0], best[1] + 1, start, known, None)
+
+
+class _ReplyChain:
+    """Finds the messages of a request that are replies of this agent, and the ids of each."""
+
+    def __init__(
+        self,
+        calls: Sequence[AgentCall],
+        messages: tuple[Message, ...],
+        tools: tuple[Tool, ...],
+        rendering: PromptRendering,
+        sent: RequestPlace,
+    ) -> None:
+        self.known: KnownPrefix | None = None
+        """Ids up to the last of those replies."""
+        self._messages = messages
+        self._tools = tools
+        self._rendering = rendering
+        self._ends: list[tuple[int, int]] = []
+        """(number of messages, number of ids) up to and including each of those replies."""
+        self._prompts: dict[int, int] = {}
+        """Index of each of those replies -> number of ids of its prompt."""
+        begin = 0
+        if sent.call is not None and sent.num_turns:
+            turn = sent.call.turns[sent.num_turns - 1]
+            if _is_on_path(sent.call, turn):
+                begin = sent.start
+                self._stand(begin - 1, sent.call, turn, ())
+        for index in range(max(begin, 1), len(messages)):
+            if messages[index].role == "assistant":
+                self._add(index, list(_replies_like(messages[index], calls)))
+
+    def _add(self, index: int, replies: Sequence[tuple[AgentCall, AgentTurn]]) -> None:
+        """Give message ``index`` the ids of one of ``replies``, which all have its text: the one
+        with the same prompt, or else the latest."""
+        if not replies:
+            return
+        prompt = self._prompt(index)
+        same = [
+            (each, turn)
+            for each, turn in replies
+            if turn.num_prompt_ids == len(prompt)
+            and each.call.history.ids[: turn.num_prompt_ids] == prompt
+        ]
+        free = [(each, turn) for each, turn in same if each.turns[-1] is turn and not each.asked]
+        self._stand(index, *(free or same or replies[-1:])[0], prompt)
+
+    def _stand(self, index: int, each: AgentCall, turn: AgentTurn, prompt: tuple[int, ...]) -> None:
+        path = each.call.history.ids[: turn.num_ids]
+        ids = (*prompt, *path[turn.num_prompt_ids :]) if prompt else path
+        self.known = KnownPrefix(index + 1, ids)
+        self._ends.append((index + 1, len(ids)))
+        self._prompts[index] = len(ids) - (turn.num_ids - turn.num_prompt_ids)
+
+    def _prompt(self, index: int) -> tuple[int, ...]:
+        """Return the token ids of the prompt that led to the reply at message ``index``."""
+        known = None
+        before = [end for end in self._ends if end[0] <= index]
+        if before and self.known is not None:
+            num_messages, num_ids = before[-1]
+            known = KnownPrefix(num_messages, self.known.ids[:num_ids])
+        request = Request(self._messages[:index], tools=self._tools, known=known)
+        return tuple(self._rendering.ids(request))
+
+    def num_messages_up_to_reply(self, turn: AgentTurn) -> int | None:
+        """Return the number of the request's messages up to and including the reply of ``turn``;
+        None if no message is this reply."""
+        for index, message in enumerate(self._messages):
+            if message.role != "assistant" or not index:
+                continue
+            num_ids = self._prompts.get(index)
+            if (len(self._prompt(index)) if num_ids is None else num_ids) == turn.num_prompt_ids:
+                return index + 1
+        return None
+
+
+def _replies_like(
+    message: Message, calls: Sequence[AgentCall]
+) -> Iterator[tuple[AgentCall, AgentTurn]]:
+    """Yield each earlier turn, with its call, whose reply equals ``message`` and whose token ids
+    are known."""
+    for each in calls:
+        for turn in each.turns:
+            if turn.num_ids and _is_as_sent(turn.reply, message) and _is_on_path(each, turn):
+                yield each, turn
+
+
+def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:
+    """True if the token path of the call contains ``turn``: a template that rewrites earlier
+    messages begins another path."""
+    return (turn.num_messages, turn.num_ids) in each.call.history.replies
+
+
+def _num_common_ids(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
+    """Return the length of the common prefix of two sequences of token ids."""
+    num, most = 0, min(len(ours), len(theirs))
+    for size in (4096, 256, 16, 1):  # comparing slices is faster than comparing ids
+        while num < most and ours[num : num + size] == theirs[num : num + size]:
+            num += size
+    return min(num, most)
+
+
+# --- why a call begins ----------------------------------------------------------------------------
+
+
+def _cause(
+    calls: Sequence[AgentCall],
+    messages: tuple[Message, ...],
+    tools: tuple[Tool, ...],
+    place: RequestPlace,
+) -> CallCause:
+    """Return why a request begins a new call instead of continuing one. The messages of the request
+    are compared with those of the most similar earlier conversation. ``place`` is the closest match
+    that was found."""
+    theirs = [_gist(message) for message in messages]
+    sent_back = {gist for gist in theirs if gist.role == "assistant"}
+    nearest: Sequence[Message] = ()
+    nearest_tools, rank = tools, (-1, -1, -1)
+    for each in calls:
+        ours = each.call.messages
+        num_shared = sum(_gist(turn.reply) in sent_back for turn in each.turns)
+        num_common = _num_common(ours, messages, may_differ=False)
+        is_aligned = _is_reply_at(num_common, each, messages)
+        now = (int(each is place.call), num_shared + is_aligned, num_common)
+        if now >= rank and (num_shared or is_aligned or each is place.call):
+            nearest, nearest_tools, rank = ours, each.tools, now
+    if not nearest:
+        return CallCause.NEW
+    if nearest_tools != tools:
+        return CallCause.TOOLS
+    cause = _difference(nearest, messages)
+    has_later_reply = any(message.role == "assistant" for message in messages[place.start :])
+    return CallCause.BRANCH if place.call is not None and not has_later_reply else cause
+
+
+def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bool:
+    """True if message ``index`` is the assistant's both in the call and in ``messages``."""
+    ours = each.call.messages
+    return (
+        0 < index < min(len(ours), len(messages))
+        and ours[index].role == "assistant"
+        and messages[index].role == "assistant"
+    )
+
+
+def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> CallCause:
+    """Return how a request first differs from an earlier conversation. ``ours`` holds the messages
+    of the conversation, and ``theirs`` those of the request."""
+    at = _num_common(ours, theirs, may_differ=False)
+    if at == len(ours) or at == len(theirs):
+        return CallCause.TEMPLATE
+    mine, sent = ours[at], theirs[at]
+    is_same_role = mine.role == sent.role
+    if is_same_role and _gist(mine) == _gist(sent):
+        return _small_difference(mine, sent)
+    our_gists, their_gists = ([_gist(each) for each in side[at:]] for side in (ours, theirs))
+    if _is_joined(our_gists, their_gists) or _is_joined(their_gists, our_gists):
+        return CallCause.MERGED
+    if is_same_role and our_gists[1:2] == their_gists[1:2] != []:
+        return CallCause.EDITED
+    if their_gists[0] in our_gists:
+        is_moved = our_gists[0] in their_gists
+        return CallCause.EDITED if is_moved else CallCause.TRUNCATED
+    if len(their_gists) > 1 and their_gists[1] in our_gists[2:]:
+        return CallCause.COMPACTED
+    return CallCause.EDITED
+
+
+def _small_difference(ours: Message, theirs: Message) -> CallCause:
+    if (ours.reasoning or "").split() != (theirs.reasoning or "").split():
+        return CallCause.THINKING
+    if "".join(ours.content.split()) != "".join(theirs.content.split()):
+        return CallCause.EDITED
+    written = [[call.arguments for call in message.tool_calls] for message in (ours, theirs)]
+    if written[0] != written[1]:
+        return CallCause.ARGUMENTS
+    if (ours.content, ours.reasoning) == (theirs.content, theirs.reasoning):
+        return CallCause.EDITED  # its tool_call_id, which the template writes
+    return CallCause.WHITESPACE
+
+
+class _Gist(NamedTuple):
+    """The parts of a message that identify it even if a client drops the reasoning or changes the
+    whitespace. Used to find the earlier conversation that a request resembles."""
+
+    role: str
+    content: str
+    calls: tuple[tuple[str, str], ...]
+
+
+def _gist(message: Message) -> _Gist:
+    calls = tuple((call.name, _canonical(call.arguments)) for call in message.tool_calls)
+    return _Gist(message.role, "".join(message.content.split()), calls)
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return "".join(arguments.split())
+
+
+def _is_joined(parts: Sequence[_Gist], whole: Sequence[_Gist]) -> bool:
+    """True if the first message of ``whole`` is the concatenation of the first two or more messages
+    of ``parts``."""
+    content, calls = "", tuple[tuple[str, str], ...]()
+    for num, part in enumerate(parts, 1):
+        if part.role != whole[0].role:
+            return False
+        content, calls = content + part.content, (*calls, *part.calls)
+        if (content, calls) == (whole[0].content, whole[0].calls):
+            return num > 1
+        if not whole[0].content.startswith(content):
+            return False
+    return False

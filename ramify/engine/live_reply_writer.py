@@ -1,0 +1,80 @@
+"""Decides when a run writes the unfinished part of its replies to a file, for web pages that follow
+the run live.
+
+    no page:   two looks per second for the file that a page creates, and nothing per piece
+    a page:    replies under way ── at most four times a second ──> ``store/live_text.py``
+
+Pages read the run's journal, which records a reply only once it is complete. The file shows the
+part that has arrived so far, and is deleted when the run ends. Not here: showing replies as they
+arrive within this process (see ``progress.watch_text``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ramify.clients.base import ReplyPiece
+from ramify.store.live_text import MAX_CHARS, ArrivingReply, LiveReplyFileWriter
+
+_LOOK_S = 0.5
+"""Seconds between two looks whether a page follows the run."""
+_WRITE_S = 0.25
+"""Seconds between two writes."""
+_TAIL_CHARS = 2 * MAX_CHARS
+"""Characters that are searched for secrets: more than are shown, so that none is cut in two."""
+
+
+class LiveReplyWriter:
+    """Writes the replies of one run as they arrive. Lives on the run's event loop."""
+
+    def __init__(
+        self, replies: Callable[[], Sequence[ArrivingReply]], file: LiveReplyFileWriter
+    ) -> None:
+        """``replies`` returns the replies that have arrived only in part."""
+        self._replies = replies
+        self._file = file
+        self._num_ticks = 0
+        self._is_followed = False
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
+
+    def close(self) -> None:
+        """Stop writing, and end the file. Call this after every reply has been recorded."""
+        self._timer.cancel()
+        self._file.end()
+
+    def _tick(self) -> None:
+        try:
+            looks = not self._is_followed or self._num_ticks % round(_LOOK_S / _WRITE_S) == 0
+            if looks:
+                self._is_followed = self._file.is_followed()
+            self._num_ticks += 1
+            if self._is_followed:
+                self._file.write(sorted(self._replies(), key=lambda reply: reply.call))
+        except OSError:  # such as a full disk: a page must not end a run
+            self._is_followed = False
+            self._file.close()
+        seconds = _WRITE_S if self._is_followed else _LOOK_S
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
+
+
+def arriving_reply(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
+    """Join the pieces of an unfinished reply, and return the end of its text and of its reasoning.
+    The reasoning is left out if a long text has followed it."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    num_chars = num_thoughts = 0
+    for piece in reversed(pieces):
+        if max(num_chars, num_thoughts) >= _TAIL_CHARS:
+            if num_chars >= _TAIL_CHARS:
+                thoughts = []
+            is_cut = True
+            break
+        texts.append(piece.text)
+        thoughts.append(piece.reasoning)
+        num_chars += len(piece.text)
+        num_thoughts += len(piece.reasoning)
+    else:
+        is_cut = False
+    text, reasoning = ("".join(reversed(parts)) for parts in (texts, thoughts))
+    return ArrivingReply(call, turn, text, reasoning, is_cut)

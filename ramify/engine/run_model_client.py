@@ -1,0 +1,290 @@
+"""Conversations that code outside of the engine holds with the models of a run: an environment with
+its own loop, or an agent that was written elsewhere.
+
+    agent ── replies(messages, thread) ──> the turn that these messages follow ── turn ──> replies
+                                           (conversation_matching.py), or a new call
+
+Requests are recorded, budgeted and retried as those of the engine's own loop. A request that
+continues an earlier one is the next turn of its call: the earlier token ids are extended and never
+tokenized again. Any other request begins a new call, or a fork of the call whose first turns it
+shares. The call records the cause (``CallCause``). Several replies to one request are the next turn
+of the call and forks that share its prompt.
+
+Not here: which turn a request follows (see ``conversation_matching.py``), who decides what is asked
+(``TaskStart.conduct``), and the reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from ramify.clients.base import Client, KnownPrefix, Sampling, Tool
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.conversation_matching import (
+    AgentCall,
+    AgentConversations,
+    AgentTurn,
+    RequestPlace,
+)
+from ramify.engine.live_call import CallMessageHistory, LiveCall
+from ramify.engine.live_run import LiveRun
+from ramify.errors import LimitReached
+from ramify.types.message import Message, Reply, sendable
+from ramify.types.trajectory import CallCause, Fork, Stop
+
+if TYPE_CHECKING:
+    from ramify.engine.resources import LoopResources
+
+T = TypeVar("T")
+
+
+class _AgentRequest(msgspec.Struct, frozen=True):
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    schema: dict[str, Any] | None
+    depth: int
+    learns: bool
+    num_replies: int
+    sampling: Sampling | None
+
+
+class RunModelClient:
+    """Gives code outside of the engine access to the models of one run."""
+
+    def __init__(self, run: LiveRun, resources: LoopResources, question: str) -> None:
+        self._run = run
+        self._resources = resources
+        self._question = question
+        self._agents: dict[str, AgentConversations] = {}
+        self._num_calls = 0
+        self._num_other_sampling = 0
+        """Requests whose temperature or top-p had no effect."""
+        # Requests may arrive in tasks of a server that serves several runs. Clients and logs tell
+        # runs apart by context variables.
+        self._context = contextvars.copy_context()
+
+    @property
+    def max_turns(self) -> int:
+        """Maximum number of requests in one conversation with the root's model."""
+        return self._run.setup.max_turns(0)
+
+    def window(self, depth: int = 0) -> int:
+        """Context window, in tokens, of the model that answers at ``depth``."""
+        return self._run.models.rlm(depth).window
+
+    def model(self, depth: int = 0) -> Client:
+        """The client of the model that answers at ``depth``."""
+        return self._run.models.rlm(depth)
+
+    def calls(self, thread: str) -> list[str]:
+        """Ids of the calls of ``thread``, in order of creation."""
+        known = self._agents.get(thread)
+        return [] if known is None else [each.call.id for each in known.calls]
+
+    async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
+        """Return a resource that all runs of this RLM on one event loop share. The context manager
+        ``open()`` is entered at the first call with ``key``, and exited when the RLM closes its
+        connections."""
+        return await self._resources.shared(key, open)
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        thread: str = "",
+        tools: tuple[Tool, ...] = (),
+        schema: dict[str, Any] | None = None,
+        depth: int = 0,
+        learns: bool = True,
+        sampling: Sampling | None = None,
+    ) -> Reply:
+        """Send ``messages`` to the model and return its reply. The options mean the same as in
+        ``replies``, which returns several replies."""
+        replies = await self.replies(
+            messages,
+            thread=thread,
+            tools=tools,
+            schema=schema,
+            depth=depth,
+            learns=learns,
+            sampling=sampling,
+        )
+        return replies[0]
+
+    async def replies(
+        self,
+        messages: Sequence[Message],
+        *,
+        thread: str = "",
+        tools: tuple[Tool, ...] = (),
+        schema: dict[str, Any] | None = None,
+        depth: int = 0,
+        learns: bool = True,
+        num_replies: int = 1,
+        sampling: Sampling | None = None,
+    ) -> tuple[Reply, ...]:
+        """Return ``num_replies`` independent replies to ``messages``.
+
+        ``thread`` names the agent: only its own conversations are continued. ``depth`` chooses the
+        model: 0 is the root's. With ``learns=False``, replies are recorded without token ids, so no
+        training learns from them. Of ``sampling``, ``max_tokens``, ``stop`` and ``top_logprobs``
+        apply; the run's own temperature and top-p stay, so that log-probabilities are those of the
+        policy. The ``prompt_ids`` of a reply are those of its whole prompt.
+
+        Raises ModelError if the model did not give every reply, LimitReached if the run may not ask
+        any more, and ConfigError if the model's template cannot write the messages.
+        """
+        given = tuple(map(sendable, messages))
+        request = _AgentRequest(given, tools, schema, depth, learns, num_replies, sampling)
+        # The task inherits the run's context, and is cancelled with its caller.
+        asking = asyncio.get_running_loop().create_task(
+            self._replies(request, self._agents.setdefault(thread, AgentConversations())),
+            context=self._context.copy(),
+        )
+        return await asking
+
+    async def _replies(
+        self, request: _AgentRequest, agent: AgentConversations
+    ) -> tuple[Reply, ...]:
+        client = self._run.models.rlm(request.depth)
+        self._note_sampling(request)
+        place = agent.place(request.messages, request.tools, client, request.depth, request.learns)
+        first, start = self._opened(agent, request, place)
+        new = request.messages[start:]
+        num_turns = len(first.turns)
+        more = [
+            self._forked(agent, first, num_turns, CallCause.SAMPLE)
+            for _ in range(1, request.num_replies)
+        ]
+        known = _moved(place.known, len(first.call.messages) - start)
+        calls = [first, *more]
+        for each in calls:
+            each.asked = new
+            each.first = each.first or new
+        try:
+            results = await asyncio.gather(
+                *(self._turn(each, new, request, known) for each in calls), return_exceptions=True
+            )
+        finally:
+            for each in calls:
+                each.asked = None
+        replies = [each for each in results if isinstance(each, Reply)]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return tuple(replies)
+
+    def _opened(
+        self, agent: AgentConversations, request: _AgentRequest, place: RequestPlace
+    ) -> tuple[AgentCall, int]:
+        """Return the call that the request continues, or a new one, and how many of the request's
+        messages this call has already."""
+        if place.call is None:
+            return self._begun(agent, request, place.cause), 0
+        if place.cause is None:
+            return place.call, place.start
+        return self._forked(agent, place.call, place.num_turns, place.cause), place.start
+
+    def _begun(
+        self, agent: AgentConversations, request: _AgentRequest, cause: CallCause | None
+    ) -> AgentCall:
+        depth, learns = request.depth, request.learns
+        client = self._run.models.rlm(depth)
+        history = CallMessageHistory(keeps_ids=learns)
+        call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, history=history)
+        self._num_calls += 1
+        begun = AgentCall(call, request.tools, learns)
+        agent.calls.append(begun)
+        self._run.begin(call, cause=cause)
+        return begun
+
+    def _forked(
+        self, agent: AgentConversations, origin: AgentCall, num_turns: int, cause: CallCause
+    ) -> AgentCall:
+        """Return a new call that continues ``origin`` after its first ``num_turns`` turns."""
+        while not num_turns and origin.origin is not None:
+            origin, num_turns = origin.origin
+        num_messages = origin.end_of(num_turns)
+        call = origin.call.forked(num_turns, num_messages)
+        fork = AgentCall(
+            call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
+        )
+        agent.calls.append(fork)
+        self._run.begin(call, Fork(origin.call.id, num_turns - 1), cause)
+        return fork
+
+    async def _turn(
+        self,
+        each: AgentCall,
+        new: tuple[Message, ...],
+        request: _AgentRequest,
+        known: KnownPrefix | None,
+    ) -> Reply:
+        """Ask for the next turn of a call, which no other request can continue meanwhile."""
+        run, call = self._run, each.call
+        try:
+            stop = run.must_stop(call)
+            if stop is not None:
+                num_turns = call.num_turns_before + call.turn
+                reason = run.reason(CallOutcome(stop), num_turns, request.depth)
+                raise LimitReached(reason or f"the run is closing ({stop})", stop)
+            reply = await run.requests.ask(
+                call,
+                new,
+                schema=request.schema,
+                tools=request.tools,
+                known=known,
+                asked=request.sampling,
+            )
+        except LimitReached as error:
+            each.stop = Stop(error.stop)
+            raise
+        each.asked = None
+        ids = call.history.ids
+        num_prompt_ids = len(ids) - len(reply.token_ids or ()) if ids else 0
+        each.turns.append(
+            AgentTurn(len(call.messages), num_prompt_ids, len(ids), call.messages[-1])
+        )
+        prompt_ids = ids[:num_prompt_ids] if ids else None
+        return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
+
+    def _note_sampling(self, request: _AgentRequest) -> None:
+        """Count a request that asks for another temperature or top-p than the run's."""
+        if request.sampling is None:
+            return
+        own = self._run.requests.lengths.sampling_of(self._run.models.rlm(request.depth))
+        asked = request.sampling
+        self._num_other_sampling += any(
+            wanted is not None and wanted != have
+            for wanted, have in (
+                (asked.temperature, own.temperature),
+                (asked.top_p, own.top_p),
+                (asked.top_k, own.top_k),
+            )
+        )
+
+    def end(self, outcome: CallOutcome) -> None:
+        """Record the end of every call. ``outcome`` is that of the run."""
+        calls = [each for agent in self._agents.values() for each in agent.calls]
+        if self._num_other_sampling and calls:
+            self._run.note(
+                calls[0].call,
+                f"{self._num_other_sampling} requests asked for another temperature, top-p or "
+                "top-k than the run's, which had no effect",
+            )
+        for each in calls:
+            replies = [message for message in each.call.messages if message.role == "assistant"]
+            answer = replies[-1].content if replies else None
+            own = CallOutcome(each.stop, answer) if outcome.stop is Stop.FINAL else outcome
+            self._run.end(each.call, own)
+
+
+def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
+    """Return a known prompt prefix for the same prompt with ``by`` more messages in front."""
+    return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

@@ -1,0 +1,141 @@
+"""Several questions in one live session.
+
+Variables, imports and the history persist between questions. Each question is a separate call in
+one trajectory (``0``, ``1``, …) that continues the previous one, or its chosen branch. Limits apply
+to each question; the clock is stopped between questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
+
+import msgspec
+
+from ramify.engine import event_loop_thread
+from ramify.engine.answering import ConversationState
+from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
+from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
+from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
+from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
+from ramify.errors import ConfigError
+from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ramify.store.base import RunStore
+
+
+class UserConversation:
+    """A conversation. Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
+
+    def __init__(
+        self,
+        setup: RlmSetup,
+        shared: RefCountedLoopResources,
+        store: RunStore | None,
+        prompt: Any,
+        options: RunOptions,
+        *,
+        resume: Callable[..., Result],
+    ) -> None:
+        """``options`` are the defaults of its questions. ``resume`` continues the run of a
+        conversation that was closed."""
+        self._setup = setup
+        self._shared = shared
+        self._store = store
+        self._prompt = source_or_value(prompt)  # an open file can be read once
+        self._options = options
+        self._resume = resume
+        self._state: ConversationState | None = None
+        self._lock = asyncio.Lock()
+        """Held while a question is answered, because there is only one session."""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Record of all questions so far."""
+        return self._opened().recorder.trajectory
+
+    def ask(
+        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+    ) -> Result:
+        """Ask the next question. Takes the options and raises the errors of ``RLM.completion``."""
+        with blocked_as_suspended(self._resume):
+            return event_loop_thread.run(self.aask(query, options, **changes))
+
+    async def aask(
+        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+    ) -> Result:
+        """Ask the next question on the caller's event loop. Takes the options and raises the errors
+        of ``RLM.completion``. Concurrent questions are answered one after the other."""
+        chosen = self._options.updated(options, changes)
+        async with self._lock:
+            return await self._answer(query, chosen)
+
+    async def _answer(self, query: str, options: RunOptions) -> Result:
+        state = self._opened()
+        parsed = question(self._prompt, query, options.answer_type, options.cite)
+        parsed = msgspec.structs.replace(parsed, mode=options.mode)
+        for listener in checked_listener(options.on_event):
+            state.recorder.listen(listener)
+        try:
+            running = RunHandle(
+                self._setup.for_run(options).with_task(parsed),
+                parsed,
+                self._shared,
+                state.recorder,
+                conversation=state,
+                cache=reply_cache(self._store, options.cache),
+            )
+            return checked(await running, functools.partial(self._resume, options=options))
+        finally:
+            if options.on_event is not None:
+                state.recorder.ignore(options.on_event)
+
+    async def __aenter__(self) -> UserConversation:
+        import secrets
+
+        store = self._store
+        self._shared.pin()
+        journal = None if store is None else store.create(store.new_id("conversation"))
+        recorder = EventRecorder(
+            journal.id if journal else secrets.token_hex(8),
+            journal,
+            tracing(),
+            on_close=journal.close if journal else None,
+        )
+        self._state = ConversationState(recorder)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        state, self._state = self._opened(), None
+        try:
+            await state.close()
+        finally:
+            state.recorder.close()
+            await self._shared.unpin()
+
+    def __enter__(self) -> UserConversation:
+        return event_loop_thread.run(self.__aenter__())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        event_loop_thread.run(self.__aexit__(kind, error, at))
+
+    def _opened(self) -> ConversationState:
+        if self._state is None:
+            raise ConfigError(
+                "the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`"
+            )
+        return self._state

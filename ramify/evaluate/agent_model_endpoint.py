@@ -1,0 +1,240 @@
+"""An endpoint on loopback, with the APIs of OpenAI and Anthropic, through which programs that hold
+their own conversations ask the models of runs.
+
+    program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``RunModelClient.replies``
+            ── POST /seats/NAME/v1/chat/completions     ──> seat ──┤
+    agent   ── POST /v1/messages, its key               ──> seat ──┘
+
+One endpoint serves many runs. Each conversation partner has a *seat*: its run, its thread, the
+depth of its model, and whether training learns from its replies. A request names its seat in the
+path or in a header, and proves with the endpoint's key that it comes from a program that was given
+the address. An agent that knows nothing but a base URL and an API key has a key that alone names
+its seat: as ``Authorization: Bearer``, or as ``x-api-key``. Both forms of a reply are
+served, whole and streamed in one piece.
+
+Not here: which request continues which call (see engine/run_model_client.py), and the routes and
+formats of the APIs (see http_server/model_api_routes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ramify.clients.base import PromptRendering, Request
+from ramify.engine.run_model_client import RunModelClient
+from ramify.errors import RamifyError, Refused
+from ramify.http_server.access import ListenAddress, digest_of, new_key, presented_key
+from ramify.http_server.base_server import HttpServer
+from ramify.http_server.http_limits import HttpLimits
+from ramify.http_server.model_api_routes import CallerModelAccess, ModelApiRoutes, listed_models
+from ramify.http_server.rejections import RequestRejected
+from ramify.http_server.responses_api import StoredResponses
+from ramify.types.message import Message, Reply
+
+SEAT_HEADER = "X-Session-ID"
+KEY_HEADER = "x-ramify-key"
+MODEL = "policy"
+"""Name of the model in requests and replies."""
+_MAX_BODY_BYTES = 64 << 20
+_WRONG_KEY = (
+    "no running rollout has this key: send the rollout's own key as Authorization: Bearer KEY or "
+    "as x-api-key; it ends with its rollout"
+)
+
+
+class AgentModelAccess(msgspec.Struct):
+    """One agent's access to a model within an episode: the run that records its requests, and how
+    they are answered."""
+
+    conversations: RunModelClient
+    thread: str
+    """Name of the agent's conversations in the run."""
+    depth: int = 0
+    """Depth of the model that replies. 0 is the root."""
+    learns: bool = True
+    """Whether training learns from the replies."""
+    num_requests: int = 0
+    """Number of requests that have arrived, including those that were refused."""
+    last_refusal: str = ""
+    """Message of the last request that was refused; empty if none was."""
+    stored: StoredResponses = msgspec.field(default_factory=StoredResponses)
+    """Responses that later requests may continue (``previous_response_id``)."""
+
+
+class AgentServedModel:
+    """The model as one agent of the endpoint sees it. The agent's requests become turns of calls in
+    its run."""
+
+    name = MODEL
+
+    def __init__(self, seat: AgentModelAccess) -> None:
+        self._seat = seat
+        self.window = seat.conversations.window(seat.depth)
+        client = seat.conversations.model(seat.depth)
+        self._rendering: PromptRendering | None = getattr(client, "rendering", None)
+
+    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+        """Return replies that are sampled with the run's settings. Only ``max_tokens``, ``stop``
+        and ``top_logprobs`` are taken from the request."""
+        seat = self._seat
+        return await seat.conversations.replies(
+            request.messages,
+            thread=seat.thread,
+            tools=request.tools,
+            schema=request.schema,
+            depth=seat.depth,
+            learns=seat.learns,
+            num_replies=num_replies,
+            sampling=request.sampling,
+        )
+
+    async def stream(
+        self, request: Request, num_replies: int
+    ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
+        """Yield each reply in one piece, once all are there."""
+        for index, reply in enumerate(await self.replies(request, num_replies)):
+            yield index, reply
+
+    def num_tokens(self, request: Request) -> int:
+        if self._rendering is None:
+            raise Refused("the tokens of this model's prompts cannot be counted here")
+        return len(self._rendering.ids(request))
+
+    def text_of(self, id: int) -> str:
+        return "" if self._rendering is None else self._rendering.text_of(id)
+
+
+class ModelEndpoint:
+    """HTTP server through which the seats of many runs ask their models. ``async with`` starts and
+    stops it."""
+
+    def __init__(self) -> None:
+        self._seats: dict[str, AgentModelAccess] = {}
+        self._keyed: dict[str, AgentModelAccess] = {}
+        self._waiting: dict[str, set[asyncio.Task[Any]]] = {}
+        """Key of a seat -> the tasks of its unanswered requests."""
+        self._key = secrets.token_urlsafe(24)
+        self._own_digest = digest_of(self._key)
+        # The key is checked here instead of in the shell: programs send another one, which
+        # they read from a variable, as Authorization.
+        self._http = HttpServer(
+            ListenAddress(is_open=True), limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES)
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that every request must have."""
+        return {KEY_HEADER: self._key}
+
+    def url(self, seat: str = "") -> str:
+        """Base URL of the API. Without a ``seat``, requests name theirs in the header."""
+        return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
+
+    @contextmanager
+    def seats(self) -> Iterator[dict[str, AgentModelAccess]]:
+        """The seats of one run, by name, which the caller fills. They are removed at the end."""
+        mine = _Seats(self._seats)
+        try:
+            yield mine
+        finally:
+            for name in mine:
+                self._seats.pop(name, None)
+
+    @contextmanager
+    def seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
+        """Yield a new key that names ``seat``. When the block ends, the key ends too, and requests
+        that are still unanswered are cut off."""
+        key = new_key()
+        self._keyed[key], self._waiting[key] = seat, set()
+        try:
+            yield key
+        finally:
+            del self._keyed[key]
+            for task in self._waiting.pop(key):
+                task.cancel()
+
+    @contextmanager
+    def _answering(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
+        """Count a request of ``seat`` and register the current task, which answers it in this
+        block. If the request is refused, keep the error message."""
+        task = asyncio.current_task()
+        tasks = self._waiting.get(key)
+        if task is not None and tasks is not None:
+            tasks.add(task)
+        seat.num_requests += 1
+        try:
+            yield
+        except (RamifyError, RequestRejected) as error:
+            seat.last_refusal = str(error)
+            raise
+        finally:
+            if task is not None and tasks is not None:
+                tasks.discard(task)
+
+    async def __aenter__(self) -> ModelEndpoint:
+        app = web.Application()
+        routes = ModelApiRoutes(self._admitted)
+        for prefix in ("", "/seats/{seat}"):
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            routes.add_to(app, prefix)
+        await self._http.start(app)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+    @asynccontextmanager
+    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
+        seat = self._seat(http)
+        with self._answering(presented_key(http), seat):
+            yield CallerModelAccess(AgentServedModel(seat), seat.stored)
+
+    def _seat(self, http: web.Request) -> AgentModelAccess:
+        if (key := presented_key(http)) in self._keyed:
+            return self._keyed[key]
+        if KEY_HEADER not in http.headers:
+            raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")
+        if not self._has_own_key(http):
+            raise RequestRejected(f"send the endpoint's key as {KEY_HEADER}", status=401)
+        name = http.match_info.get("seat") or http.headers.get(SEAT_HEADER, "")
+        seat = self._seats.get(name or "")
+        if seat is None:
+            raise RequestRejected(
+                f"no run has the seat {name:.80!r}: name one in {SEAT_HEADER}; it may have ended",
+                status=404,
+            )
+        return seat
+
+    def _has_own_key(self, http: web.Request) -> bool:
+        # A header may hold surrogate escapes, which cannot be compared as text.
+        return hmac.compare_digest(digest_of(http.headers.get(KEY_HEADER, "")), self._own_digest)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        if (key := presented_key(http)) in self._keyed:
+            seats = [self._keyed[key]]
+        elif self._has_own_key(http):
+            seats = list(self._seats.values())
+        else:
+            raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")
+        windows = [seat.conversations.window(seat.depth) for seat in seats]
+        return listed_models(http, MODEL, min(windows, default=None))
+
+
+class _Seats(dict[str, AgentModelAccess]):
+    """The seats of one run. Adding one also registers it at the endpoint."""
+
+    def __init__(self, table: dict[str, AgentModelAccess]) -> None:
+        super().__init__()
+        self._table = table
+
+    def __setitem__(self, name: str, seat: AgentModelAccess) -> None:
+        super().__setitem__(name, seat)
+        self._table[name] = seat

@@ -1,0 +1,115 @@
+"""The modes of an evaluation: how the model answers an item.
+
+    direct    one plain call with the question and the whole context; an item that is longer than
+              the model's window is not asked, and scores 0
+    free      a session, in which the model writes code and calls models
+    plan      the ready plan that the words of the question ask for
+    auto      one of them, chosen by rules and at most one call
+
+A mode is a function like ``attempt`` (see attempt.py), and is looked up by its name. Not here: the
+modes of systems other than this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Price
+from ramify.engine.observation_messages import count_text_chars
+from ramify.engine.plain_call import MAX_REPAIRS
+from ramify.engine.question import ALWAYS
+from ramify.engine.rlm import RLM
+from ramify.errors import ConfigError, nearest
+from ramify.evaluate.attempt import DOES_NOT_FIT, attempt
+from ramify.evaluate.run import AttemptFunction
+from ramify.tasks.base import Item, Task, TaskStart
+from ramify.types.trajectory import Trajectory
+
+CHARS_PER_TOKEN = 4
+"""Characters of a token, in the lengths of suites and in the estimate of whether an item fits."""
+_PROMPT_TOKENS = 200
+"""Tokens around the question and the context of a plain call."""
+
+
+class ModelRoom(msgspec.Struct, frozen=True):
+    """What one plain call to a model can hold and cost."""
+
+    window: int
+    """Context window, in tokens."""
+    reply: int
+    """Tokens of the window that are kept for the reply."""
+    price: Price | None
+
+    @property
+    def is_free(self) -> bool:
+        """True if the model is known to cost nothing."""
+        return self.price is not None and not (self.price.input or self.price.output)
+
+    def fits(self, tokens: int) -> bool:
+        """True if a question and a context of ``tokens`` tokens fit into one call."""
+        return tokens + _PROMPT_TOKENS + self.reply <= self.window
+
+    def max_cost(self, tokens: int) -> float | None:
+        """Upper bound in dollars on one plain call with its repairs; None without a price. It
+        counts a token for each byte, as the reservation of a request does."""
+        if self.price is None:
+            return None
+        rates = (self.price.input, self.price.cached, self.price.cache_write)
+        bytes_read = CHARS_PER_TOKEN * (tokens + _PROMPT_TOKENS)
+        read = bytes_read * max(rate for rate in rates if rate is not None)
+        return (1 + MAX_REPAIRS) * (read + self.reply * self.price.output) / 1e6
+
+
+async def room_of(rlm: RLM) -> ModelRoom:
+    """Return the context window, reply limit and price of the root's model, without calling it."""
+    async with rlm.direct_calls(rlm.limits) as calls:
+        window = calls.client.window
+        # A reply limit as long as a small window would leave no room for a prompt.
+        return ModelRoom(window, min(calls.max_tokens, window // 4), calls.client.price)
+
+
+async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+    """Make an attempt with one plain call, or none if the item does not fit."""
+    room = await room_of(rlm)
+
+    def unfit(start: TaskStart) -> str:
+        chars = len(item.question) + (
+            0 if start.context is None else count_text_chars(start.context)
+        )
+        return "" if room.fits(-(-chars // CHARS_PER_TOKEN)) else DOES_NOT_FIT
+
+    return await attempt(rlm, task, item, **{**options, "direct": ALWAYS, "refuse": unfit})
+
+
+async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+    """Make an attempt with a session."""
+    return await attempt(rlm, task, item, **{**options, "direct": False})
+
+
+async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+    """Make an attempt with a ready plan."""
+    return await attempt(rlm, task, item, **{**options, "mode": "plan"})
+
+
+async def answer_automatically(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+    """Make an attempt in the mode that is chosen for its question."""
+    return await attempt(rlm, task, item, **{**options, "mode": "auto"})
+
+
+MODES: Mapping[str, AttemptFunction] = {
+    "direct": answer_directly,
+    "free": answer_freely,
+    "plan": answer_by_plan,
+    "auto": answer_automatically,
+}
+"""Name -> mode."""
+
+
+def mode_of(name: str) -> AttemptFunction:
+    """Return the mode called ``name``. Raises ConfigError for an unknown one."""
+    if name not in MODES:
+        raise ConfigError(f"unknown mode '{name}': {nearest(name, MODES)}")
+    return MODES[name]

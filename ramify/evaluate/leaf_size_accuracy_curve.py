@@ -1,0 +1,160 @@
+"""The curve of a calibration: the points that a matrix of plain calls measured, as text and SVG.
+
+    tokens   accuracy              $ per 1M tokens
+     2,000   1.000 [0.91 1.00]     0.31             ████████████████████
+    16,000   0.925 [0.80 0.98]     0.26             ██████████████████▌
+
+Not here: which size is the best (``plans/calibration.py``), and the attempts (see run.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelRoom
+from ramify.evaluate.evaluation_report import aligned
+from ramify.evaluate.matrix import MatrixCell, MatrixPlan
+from ramify.evaluate.matrix_report import is_right
+from ramify.evaluate.run import AttemptOutcome
+from ramify.evaluate.statistics import share_with_interval
+from ramify.plans.calibration import CalibrationPoint, PartSizeCalibration
+from ramify.plans.text_parts import BYTES_PER_TOKEN
+
+QUESTIONS = {"niah": ("multiquery",), "planted": ("grants",)}
+"""Suite -> the families that are asked: a leaf must find four values, or all facts of one kind."""
+FIRST_SIZE = 2_000
+"""Smallest size that is measured by default, in tokens of three bytes."""
+_REPLY_TOKENS = 100
+"""Tokens of a reply in the estimate of the cost."""
+_BAR_CHARS = 20
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
+
+
+def sizes_for(room: ModelRoom) -> list[int]:
+    """Return the sizes that are measured by default. They begin with the smallest size and double
+    as long as they fit into the model's window."""
+    sizes = [FIRST_SIZE]
+    while room.fits(text_tokens(2 * sizes[-1])):
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def text_tokens(size: int) -> int:
+    """Convert the size of a leaf call to the length of a suite's text. ``size`` counts tokens of
+    three bytes, and the result counts tokens of four characters."""
+    return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
+
+
+def size_of(cell: MatrixCell) -> int:
+    """Return how much text each call of a matrix cell reads, in tokens of three bytes."""
+    return -(-(cell.tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
+
+
+def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
+    """Estimate the cost of a calibration in dollars, for English texts and short replies. None if
+    the model has no price."""
+    if room.price is None:
+        return None
+    read = sum(cell.plan.items * (cell.tokens or 0) for cell in plan.cells)
+    replies = sum(cell.plan.items * _REPLY_TOKENS for cell in plan.cells)
+    return (read * room.price.input + replies * room.price.output) / 1e6
+
+
+def is_calibration(plan: MatrixPlan) -> bool:
+    """Whether the matrix asks one model the questions of a calibration by plain calls."""
+    models = {cell.plan.model for cell in plan.cells}
+    return len(models) == 1 and all(
+        cell.mode == "direct"
+        and cell.tokens
+        and cell.place.get("family") in QUESTIONS.get(cell.place["suite"], ())
+        for cell in plan.cells
+    )
+
+
+def date_of(plan: MatrixPlan) -> str:
+    """Return the day on which the matrix began, as its id says it."""
+    return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
+
+
+def points_of(
+    plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
+) -> tuple[CalibrationPoint, ...]:
+    """Return the points of the calibration curve, smallest size first. Each size with at least one
+    scored question has a point."""
+    made: dict[int, list[AttemptOutcome]] = {}
+    for cell in plan.cells:
+        scored = [each for each in outcomes.get(cell.record, ()) if each.reward is not None]
+        made.setdefault(size_of(cell), []).extend(scored)
+    return tuple(_point(size, made[size]) for size in sorted(made) if made[size])
+
+
+def _point(size: int, scored: Sequence[AttemptOutcome]) -> CalibrationPoint:
+    # A leaf that misses a value is wrong, so scores between 0 and 1 count as 0.
+    found = share_with_interval(sum(map(is_right, scored)), len(scored))
+    costs = [each.cost for each in scored if each.cost is not None]
+    dollars = sum(costs) / len(costs) / size * 1e6 if costs and sum(costs) else None
+    return CalibrationPoint(size, len(scored), found.value, found.low, found.high, dollars)
+
+
+def curve_lines(calibration: PartSizeCalibration) -> list[str]:
+    """Return the curve as lines of text."""
+    rows = [["tokens", "questions", "accuracy", "$ per 1M tokens", ""]]
+    for point in calibration.points:
+        price = "-" if point.dollars is None else f"{point.dollars:.3g}"
+        mark = "  best" if point.tokens == calibration.part_tokens else ""
+        interval = f"{point.accuracy:.3f} [{point.low:.2f} {point.high:.2f}]"
+        cells = [f"{point.tokens:,}", f"{point.items:,}", interval, price]
+        rows.append([*cells, _bar(point.accuracy) + mark])
+    return aligned(rows, (0, 1, 3))
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * _BAR_CHARS * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def curve_svg(calibration: PartSizeCalibration) -> str:
+    """Return the curve as an SVG image: accuracy with its intervals against the size, on a
+    logarithmic axis."""
+    points = calibration.points
+    first, last = points[0].tokens, points[-1].tokens
+    span = math.log(last / first) or 1.0
+
+    def x(tokens: int) -> float:
+        return round(_LEFT + 16 + math.log(tokens / first) / span * (_WIDTH - _LEFT - 40), 1)
+
+    def y(share: float) -> float:
+        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP), 1)
+
+    title = escape(f"{calibration.model}, {calibration.date}: accuracy of a leaf")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="sans-serif" font-size="11" role="img" aria-label="{title}">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        f'<text x="{_LEFT}" y="16" font-size="13">{title}</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts += [
+            f'<path d="M{_LEFT} {y(share)}H{_WIDTH - 12}" stroke="#ddd"/>',
+            f'<text x="{_LEFT - 6}" y="{y(share) + 4}" text-anchor="end">{share:g}</text>',
+        ]
+    line = " ".join(f"{x(point.tokens)},{y(point.accuracy)}" for point in points)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="2"/>')
+    for point in points:
+        is_best = point.tokens == calibration.part_tokens
+        across, fill = x(point.tokens), "#16a34a" if is_best else "#2563eb"
+        tip = f"{point.tokens:,} tokens: {point.accuracy:.3f} [{point.low:.2f} {point.high:.2f}]"
+        parts += [
+            f'<path d="M{across} {y(point.low)}V{y(point.high)}" stroke="{fill}"/>',
+            f'<circle cx="{across}" cy="{y(point.accuracy)}" r="{5 if is_best else 3.5}" '
+            f'fill="{fill}"><title>{tip}</title></circle>',
+            f'<text x="{across}" y="{_HEIGHT - 26}" text-anchor="middle">{point.tokens:,}</text>',
+        ]
+    parts.append(
+        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">tokens of three bytes; bars are 95 % intervals; '
+        f"green: the best size by accuracy and cost</text>"
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"

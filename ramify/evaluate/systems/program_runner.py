@@ -1,0 +1,178 @@
+"""A program that answers one item, in a separate process, with limits on its time and its output.
+
+    words, variables ──> ChildProcess ── output ──> ProgramOutcome
+                              │ too late, or too much output: SIGTERM, then SIGKILL
+
+The program is not trusted. It gets few environment variables of this process, and no key except
+the one for its own access to the model (its seat). It works in an empty folder that is deleted
+afterwards. A guard process ends the program together with everything that it started. Not here:
+what the output means (``command.py``, ``peers.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ramify.actors.child_process import ChildProcess
+from ramify.actors.command_words import passed_on
+from ramify.actors.output_pipe import OutputPipe
+from ramify.engine.event_loop_thread import in_thread
+from ramify.evaluate.systems.base import MeteredModelAccess
+from ramify.printable import one_line
+
+MAX_OUTPUT_BYTES = 8 << 20
+"""Output of a program after which it is ended."""
+_KEPT_ERROR_BYTES = 1 << 16
+_END_S = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+_QUOTED = 300
+"""Characters of an error output that are quoted."""
+
+
+class ProgramOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program ended."""
+
+    output: str = ""
+    """What it wrote to stdout."""
+    failure: str = ""
+    """Why the output is not to be used, as a sentence; empty if the program ended well."""
+    is_late: bool = False
+    """Whether it was ended because its time was over."""
+    seconds: float = 0.0
+
+
+async def run_program(
+    words: Sequence[str],
+    folder: Path,
+    seat: MeteredModelAccess,
+    timeout_s: float,
+    *,
+    needs_output: bool = True,
+) -> ProgramOutcome:
+    """Run a program in ``folder`` and return its output, or why it failed. ``words`` are the
+    command and its arguments. The environment variables give the program the address and the key of
+    ``seat``. If the call is cancelled, the program is ended. With ``needs_output``, a program that
+    writes nothing to stdout has failed."""
+    began = time.perf_counter()
+    run = _ProgramRun()
+    environment = {**passed_on(), **_variables_of(seat)}
+    try:
+        how = await run.ended(words, environment, folder, timeout_s)
+    except OSError as error:
+        hint = "; give the question in a shorter form" if error.errno == errno.E2BIG else ""
+        failure = f"{words[0]} cannot be started: {error.strerror}{hint}"
+        return ProgramOutcome(failure=failure, seconds=time.perf_counter() - began)
+    errors = _last_words(run.errors, seat)
+    failures = {
+        "late": f"it did not end within {timeout_s:g} s and was ended",
+        "flood": f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MB and was ended",
+    }
+    failure = failures.get(how, "")
+    if not failure and run.status:
+        ended = "was killed by signal" if run.status < 0 else "ended with status"
+        failure = f"it {ended} {abs(run.status)}" + (f": {errors}" if errors else "")
+    elif not failure and needs_output and not run.output.strip():
+        failure = "it ended and wrote nothing to stdout" + (f": {errors}" if errors else "")
+    return ProgramOutcome(
+        output=run.output,
+        failure=failure,
+        is_late=how == "late",
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": seat.base_url,
+        "OPENAI_API_BASE": seat.base_url,
+        "OPENAI_API_KEY": seat.key,
+        "OPENAI_MODEL": seat.model,
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _last_words(errors: str, seat: MeteredModelAccess) -> str:
+    """The end of an error output, on one line and without the key of the seat."""
+    lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
+    return one_line(" | ".join(lines)[-_QUOTED:])
+
+
+class _ProgramRun:
+    """One run of a program."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.output = ""
+        self.errors = ""
+        self._loop = asyncio.get_running_loop()
+        self._how: asyncio.Future[str] = self._loop.create_future()
+        """Why the run is over: ``end``, ``late`` or ``flood``."""
+
+    async def ended(
+        self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
+    ) -> str:
+        """Run the program. Returns ``end``, ``late`` or ``flood``. Raises OSError if it cannot be
+        started."""
+        with contextlib.ExitStack() as opened:
+            output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))
+            errors = OutputPipe(_KEPT_ERROR_BYTES)
+            opened.callback(output.close)
+            opened.callback(errors.close)
+            child = await _started(words, environment, folder, (output.writing, errors.writing))
+            output.begin(self._loop)
+            errors.begin(self._loop)
+            self._loop.add_reader(child, self._look, child)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._how
+            except TimeoutError:
+                return "late"
+            finally:
+                self._loop.remove_reader(child)
+                if child.poll() is None:
+                    await asyncio.shield(in_thread(child.end, _END_S))
+                self.status = child.poll() or 0
+                self.output, self.errors = output.end(self._loop), errors.end(self._loop)
+
+    def _look(self, child: ChildProcess) -> None:
+        if child.poll() is not None:
+            self._set("end")
+
+    def _check_size(self, output: OutputPipe) -> None:
+        if output.num_bytes > MAX_OUTPUT_BYTES:
+            self._set("flood")
+
+    def _set(self, how: str) -> None:
+        if not self._how.done():
+            self._how.set_result(how)
+
+
+async def _started(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    files: tuple[int, int],
+) -> ChildProcess:
+    """Start the program in a thread, with ``files`` as its stdout and stderr."""
+
+    def start() -> ChildProcess:
+        return ChildProcess(
+            words, environment=environment, inherits=False, folder=folder, files=(None, *files)
+        )
+
+    starting = asyncio.ensure_future(in_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The thread uses the pipes until it has ended.
+        await asyncio.wait([starting])
+        if starting.exception() is None:
+            await in_thread(starting.result().end, 0.0)
+        raise

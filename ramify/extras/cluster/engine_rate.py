@@ -1,0 +1,385 @@
+"""Speed of one engine as a function of the number of sequences that it decodes at once.
+
+    step(b) seconds   time of one token for each of b sequences
+    + prompt_token_s  for each prompt token that is read; all sequences wait for it
+    + request_s       for each request, outside the engine: rendering and transport
+
+The rate is fitted to measured requests. In a time window in which an engine ran n steps with b
+sequences and read P prompt tokens, it was busy for ``n·base + n·b·per_sequence + P·prompt_token_s``
+seconds. These three non-negative numbers minimize the absolute deviations over many windows. A
+prompt token passes through the model together with decoded ones, so ``prompt_token_s <=
+per_sequence``.
+
+Two reasons for this form: without the bound, the two terms are hard to separate, because prompts
+arrive as steadily as tokens at an engine that is always full. And single requests carry little
+information, because the order in which waiting requests get slots is not recorded.
+
+``measure_engine_rate`` measures a live engine instead, about which a run says too little: one that
+was never full, or a model without a run. It sends single requests, a long prompt, and 1, 2, 4 …
+requests at once, all of random words, which no cache holds. It takes a few minutes on a slow
+engine, and costs tokens on a paid one.
+
+``recorded_cpu`` reads the CPU time of a run's steps from its metrics:
+
+    batch16.decode/steps: 311, batch16.decode/cpu_s: 1.42, cpu/loop_s: 1.31, …
+        ->  RecordedCpu(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
+
+Runs of earlier versions have it in ``processors.jsonl``, with the fields of ``RecordedCpu``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ramify.clients.base import Client, Request, Sampling
+from ramify.errors import ConfigError
+from ramify.inference.local.step_timings import EngineStepTiming
+from ramify.train.metrics import StepMetrics
+from ramify.types.message import Message, Reply
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+_ROUNDS = 20
+"""Iterations of reweighted least squares."""
+
+
+class EngineRate(msgspec.Struct, frozen=True):
+    """Speed of one engine."""
+
+    points: tuple[tuple[float, float], ...]
+    """(concurrent sequences, seconds per step), sorted by sequences. Values between points are
+    interpolated linearly, and the last segment is extrapolated."""
+    prompt_token_s: float = 0.0
+    request_s: float = 0.0
+
+    def step_s(self, sequences: float) -> float:
+        """Return the seconds of one step with this many sequences."""
+        points = self.points
+        if len(points) == 1 or sequences <= points[0][0]:
+            return points[0][1]
+        right = min(max(bisect_right(points, (sequences, float("inf"))), 1), len(points) - 1)
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return y0 + (y1 - y0) * (sequences - x0) / (x1 - x0)
+
+    def tokens_per_s(self, sequences: float) -> float:
+        """Return the total tokens per second of all sequences."""
+        return sequences / self.step_s(sequences)
+
+
+class MeasuredRequest(NamedTuple):
+    """One measured request to an engine, or to several that share the load evenly."""
+
+    begun_s: float
+    ended_s: float
+    new: int
+    """Prompt tokens that were read, not cached."""
+    sampled: int
+
+
+def fit(
+    requests: Sequence[MeasuredRequest],
+    engines: int = 1,
+    slots: int | None = None,
+    *,
+    hidden: float = 1.0,
+) -> EngineRate:
+    """Fit the rate of one of ``engines`` engines to ``requests``.
+
+    ``hidden`` is the number of requests that ran for each recorded one. Raises ConfigError if there
+    are too few requests."""
+    usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
+    served = admitted(usable, None if slots is None else slots * engines / hidden)
+    if len(served) < 4:
+        raise ConfigError(
+            f"{len(served)} of {len(requests)} requests tell how fast an engine is: keep more "
+            "rollouts (schedule.save_rollouts_every=1), or measure the engine itself with "
+            "--calibrate MODEL"
+        )
+    share = hidden / engines
+    took, steps, tokens, read = _windows(served, share)
+    base_s, more_s, prompt_s = _typical(np.stack([steps, tokens, tokens + read], axis=1), took)
+    each_s = more_s + prompt_s
+    most = float(slots or 2)
+    beyond = [0.0]
+    for request, arrival, beside, meanwhile in zip(
+        served, usable, *_beside(served, share), strict=True
+    ):
+        most = most if slots else max(most, beside)
+        # Only requests that cannot have waited for a slot show the time outside the engine.
+        if request.begun_s == arrival.begun_s and 2 * beside <= (slots or math.inf):
+            model_s = request.sampled * (base_s + each_s * beside) + prompt_s * max(
+                float(request.new), meanwhile
+            )
+            beyond.append(request.ended_s - request.begun_s - model_s)
+    step_s = max(base_s + each_s, 1e-9)
+    return EngineRate(
+        ((1.0, step_s), (most, step_s + each_s * (most - 1))), prompt_s, max(0.0, median(beyond))
+    )
+
+
+def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
+    """Divide the time into windows. Returns, for each: busy seconds, steps of one engine, tokens
+    that it sampled and prompt tokens that it read. A request's tokens are spread evenly over its
+    time."""
+    at, running, pace = _events(served)
+    passed = np.where(running > 0, np.diff(at), 0.0)
+    steps = passed * pace / np.maximum(running, 1)
+    counts = np.stack([passed, steps, steps * np.maximum(running * share, 1.0)])
+    so_far = np.concatenate([np.zeros((3, 1)), np.cumsum(counts, axis=1)], axis=1)
+    begins = np.array([each.begun_s for each in served])
+    order = np.argsort(begins, kind="stable")
+    read = (
+        np.concatenate(
+            [[0.0], np.cumsum(np.array([each.new for each in served], dtype=float)[order])]
+        )
+        * share
+    )
+    at_once = float(running @ np.diff(at)) / max(float(passed.sum()), 1e-12)
+    edges = np.unique(
+        np.linspace(0, len(at) - 1, max(4, int(len(at) / (at_once + 4))) + 1).astype(int)
+    )
+    until = read[np.searchsorted(begins[order], at[edges], "left")]
+    until[-1] = read[-1]
+    took, num, tokens = np.diff(so_far[:, edges], axis=1)
+    return took, num, tokens, np.diff(until)
+
+
+def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
+    """Return the times at which a request began or ended, the number of running requests after
+    each, and their total tokens per second."""
+    begins = np.array([each.begun_s for each in served])
+    ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
+    pace = np.array([each.sampled for each in served]) / (ends - begins)
+    times = np.concatenate([ends, begins])
+    order = np.argsort(times, kind="stable")  # at equal times, ends come first
+    ones = np.ones(len(served))
+    running = np.cumsum(np.concatenate([-ones, ones])[order])[:-1]
+    return (
+        times[order],
+        np.round(running),
+        np.maximum(np.cumsum(np.concatenate([-pace, pace])[order])[:-1], 0.0),
+    )
+
+
+def admitted(requests: Sequence[MeasuredRequest], room: float | None) -> list[MeasuredRequest]:
+    """Shift the beginning of each request to when it got one of ``room`` slots, first come, first
+    served."""
+    if room is None:
+        return list(requests)
+    begins = [each.begun_s for each in requests]
+    events = sorted(
+        [(each.ended_s, 0, index) for index, each in enumerate(requests)]
+        + [(each.begun_s, 1, index) for index, each in enumerate(requests)]
+    )
+    waiting: dict[int, None] = {}
+    inside: set[int] = set()
+    for at_s, is_begin, index in events:
+        if is_begin:
+            waiting[index] = None
+        else:
+            inside.discard(index)
+            waiting.pop(index, None)
+        while waiting and len(inside) < max(room, 1.0):
+            first = next(iter(waiting))
+            del waiting[first]
+            inside.add(first)
+            begins[first] = at_s
+    return [each._replace(begun_s=begin) for each, begin in zip(requests, begins, strict=True)]
+
+
+def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float], list[float]]:
+    """Return, for each request, the mean number of sequences in its engine while it ran (itself
+    included) and the prompt tokens that the engine read meanwhile."""
+    at, running, _ = _events(served)
+    area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
+    begins = np.array([each.begun_s for each in served])
+    ends = np.array([each.ended_s for each in served])
+    order = np.argsort(begins, kind="stable")
+    read = np.concatenate(
+        [[0.0], np.cumsum(np.array([each.new for each in served], dtype=float)[order])]
+    )
+    means = (np.interp(ends, at, area) - np.interp(begins, at, area)) / np.maximum(
+        ends - begins, 1e-9
+    )
+    first, last = (np.searchsorted(begins[order], each, "left") for each in (begins, ends))
+    return [max(1.0, float(each)) for each in means], [
+        float(each) for each in (read[last] - read[first]) * share
+    ]
+
+
+def _typical(rows: Floats, took: Floats) -> list[float]:
+    """Like ``non_negative``, but minimize absolute instead of squared deviations, so that windows
+    in which the machine was busy otherwise have no undue influence. The result is scaled to the
+    total time."""
+    coefficients = non_negative(rows, took)
+    least = 0.02 * float(took.mean())
+    for _ in range(_ROUNDS):
+        weights = 1 / np.sqrt(np.maximum(np.abs(took - rows @ coefficients), least))
+        coefficients = non_negative(rows * weights[:, None], took * weights)
+    total = float((rows @ coefficients).sum())
+    if total <= 0:
+        return coefficients
+    return [each * float(took.sum()) / total for each in coefficients]
+
+
+def non_negative(
+    matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
+) -> list[float]:
+    """Solve least squares with non-negative coefficients by trying every subset of non-zero ones;
+    there are few."""
+    rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
+    num = rows.shape[1]
+    best, least = [0.0] * num, float(seconds @ seconds)
+    scale = np.abs(rows).max(axis=0)
+    scale[scale == 0] = 1.0
+    for size in range(1, num + 1):
+        for chosen in map(list, itertools.combinations(range(num), size)):
+            solution, *_ = np.linalg.lstsq(rows[:, chosen] / scale[chosen], seconds, rcond=None)
+            off = seconds - rows[:, chosen] / scale[chosen] @ solution
+            if (solution >= 0).all() and float(off @ off) < least * (1 - 1e-9):
+                least = float(off @ off)
+                best = [0.0] * num
+                for index, value in zip(chosen, solution / scale[chosen], strict=True):
+                    best[index] = float(value)
+    return best
+
+
+def from_steps(
+    measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
+) -> EngineRate:
+    """Return the rate from (concurrent sequences, seconds per step). A step with more sequences is
+    never faster."""
+    points: list[tuple[float, float]] = []
+    for sequences, step_s in sorted(measured):
+        points.append((float(sequences), max(step_s, points[-1][1] if points else 0.0)))
+    return EngineRate(tuple(points), prompt_token_s, request_s)
+
+
+ROUNDS = 3
+_SHORT, _LONG = 8, 64
+"""Number of words in a prompt."""
+
+
+async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -> EngineRate:
+    """Measure the rate of the engine behind ``client`` with up to ``slots`` sequences and replies
+    of up to ``tokens`` tokens. Raises ConfigError if its replies are too short."""
+    draw = random.Random(0)
+    await _timed(client, draw, _SHORT, 1)  # warm up: the first request includes initialization
+    short = [await _timed(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
+    long = [await _timed(client, draw, _LONG, 1) for _ in range(ROUNDS)]
+    more = median(each.usage.input_tokens for _, each in long) - median(
+        each.usage.input_tokens for _, each in short
+    )
+    prompt_s = max(0.0, median(took for took, _ in long) - median(took for took, _ in short)) / max(
+        more, 1
+    )
+    first_s = median(took - prompt_s * reply.usage.input_tokens for took, reply in short)
+    points, at_once = [], 1
+    while at_once <= slots:
+        rounds = [await _step_s(client, draw, at_once, tokens, prompt_s) for _ in range(ROUNDS)]
+        points.append((at_once, median(rounds)))
+        at_once = min(2 * at_once, slots) if at_once < slots else slots + 1
+    return from_steps(points, prompt_s, max(0.0, first_s - points[0][1]))
+
+
+async def _step_s(
+    client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
+) -> float:
+    """Measure a decoding step with ``at_once`` concurrent sequences of ``tokens`` tokens each.
+    Returns its seconds without the time for reading prompts. Raises ConfigError if the model's
+    replies end too early."""
+    timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
+    read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
+    steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]
+    # Replies that ended early would measure fewer concurrent sequences.
+    long_enough = [
+        seconds
+        for seconds, (_, reply) in zip(steps, timed, strict=True)
+        if 2 * reply.usage.output_tokens >= tokens
+    ]
+    if not long_enough:
+        longest = max(reply.usage.output_tokens for _, reply in timed)
+        raise ConfigError(
+            f"{client.name} ends its replies after {longest} of {tokens} tokens: too short to "
+            "measure how fast it is; give another model of the same size"
+        )
+    return median(long_enough)
+
+
+async def _timed(
+    client: Client, draw: random.Random, words: int, tokens: int
+) -> tuple[float, Reply]:
+    """Make a request and return (seconds, reply)."""
+    text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
+    sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))
+    started = time.perf_counter()
+    reply = await client.complete(Request((Message("user", text),), sampling, affinity=text))
+    return time.perf_counter() - started, reply
+
+
+_EARLIER = "processors.jsonl"
+_BATCH = re.compile(r"batch(\d+)\.(decode|prefill)/steps")
+
+
+class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU seconds of the rollouts of one step."""
+
+    step: int = 0
+    cores: int
+    """Cores that the run could use."""
+    loop_s: float
+    """CPU time of the event loop's thread: requests, replies, session frames."""
+    sessions_s: float
+    """CPU time of all child processes, where sessions run."""
+    engine: list[EngineStepTiming]
+
+
+def recorded_cpu(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
+    """The CPU time of the steps in ``lines``, the metrics of the run in folder ``run``."""
+    for line in lines:
+        if "cpu/loop_s" in line.values:
+            yield _recorded(line)
+    path = run / _EARLIER
+    for text in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield msgspec.json.decode(text, type=RecordedCpu)
+
+
+def _recorded(line: StepMetrics) -> RecordedCpu:
+    values = line.values
+    engine = []
+    for name in values:
+        if found := _BATCH.fullmatch(name):
+            prefix = name.removesuffix("steps")
+            engine.append(
+                EngineStepTiming(
+                    sequences=int(found[1]),
+                    reads=found[2] == "prefill",
+                    steps=int(values[name]),
+                    tokens=int(values[prefix + "tokens"]),
+                    read=int(values.get(prefix + "read", 0)),
+                    cpu_s=values[prefix + "cpu_s"],
+                )
+            )
+    return RecordedCpu(
+        step=line.step,
+        cores=int(values["cpu/cores"]),
+        loop_s=values["cpu/loop_s"],
+        sessions_s=values["cpu/sessions_s"],
+        engine=engine,
+    )

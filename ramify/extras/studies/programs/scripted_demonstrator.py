@@ -1,0 +1,258 @@
+"""Weak demonstrator for programs: it knows only part of the vocabulary, corrects what an error
+names, and follows every hint.
+
+    78@w18@9@w9@6                     knows w18, mistakes w9 for one of its false friends
+    78@w18@f5@9@w9@f20@6              TypeError: not @w9@f20 but @w9@f4
+    78@w18@f5@9@w9@f4@6               17
+    FINAL(17)
+
+In half of the demonstrations the problem has a hint of one to three rules, which the demonstrator
+follows. Half of those hints are deliberately wrong. A policy that imitates the demonstrator can
+predict its next program only from the hint itself. It therefore learns to read hints instead of
+learning the rules that they usually state.
+
+A demonstration with a wrong hint ends after the first program; otherwise the policy would learn
+wrong rules from the errors that follow. Conversations have exactly the form that the engine
+produces.
+
+A hint (a bridge thought) is one to three rules that would have helped. Its two sources:
+
+    TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
+                                                                                           @w9@f4
+    a program that took f7 for w40        from_facts: needs access to the library      ->  use
+                                                                                           @w40@f31
+
+A hint states rules that hold for every problem, never the answer of one. Hints from errors contain
+nothing that the policy has not seen: a teacher that reads such a hint has no additional knowledge.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from ramify.extras.studies.programs.toy_program_language import (
+    IMPORTED,
+    NUM_WORDS,
+    PROGRAM_HINT,
+    USE,
+    ToyProgram,
+    ToyProgramExercise,
+    ToyProgramRuleViolation,
+    WordFunctionMap,
+    answer,
+    library,
+)
+from ramify.tasks.base import DemonstrationPromptFormat, Item, Task
+from ramify.types.message import Message
+from ramify.types.trajectory import Cell
+
+MAX_RULES = 3
+"""Maximum number of rules in a hint."""
+_MISTAKEN = re.compile(r"TypeError: not @w\d{1,2}@f\d{1,2} but @w(\d{1,2})@f(\d{1,2})")
+_MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
+
+
+class HintedRule(msgspec.Struct, frozen=True):
+    """One rule that a hint states: which function a word stands for, or which function must be
+    imported."""
+
+    word: int | None
+    """The word; None if the rule says that ``function`` must be imported."""
+    function: int
+    """The function that the word stands for, or that must be imported."""
+
+    @property
+    def text(self) -> str:
+        return (
+            f"from ops import f{self.function};"
+            if self.word is None
+            else f"@w{self.word}@f{self.function}"
+        )
+
+
+def hint_text(rules: Iterable[HintedRule]) -> str:
+    """Format rules as a hint for a policy. Rules about words come first, then rules about imports.
+    The hint is empty if there are no rules.
+
+    >>> hint_text([HintedRule(None, 10), HintedRule(3, 9)])
+    'use @w3@f9from ops import f10;'
+    """
+    ordered = sorted(rules, key=lambda rule: (rule.word is None, rule.word, rule.function))
+    return USE + "".join(rule.text for rule in ordered) if ordered else ""
+
+
+def from_errors(observed: Iterable[str]) -> list[HintedRule]:
+    """Return the rules that errors name, in order of appearance, at most ``MAX_RULES``."""
+    rules: dict[HintedRule, None] = {}
+    for text in observed:
+        for word, function in _MISTAKEN.findall(text):
+            rules[HintedRule(int(word), int(function))] = None
+        for function in _MISSING.findall(text):
+            rules[HintedRule(None, int(function))] = None
+    return list(rules)[:MAX_RULES]
+
+
+def from_facts(
+    problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
+) -> list[HintedRule]:
+    """Return at most ``MAX_RULES`` rules that the first program in ``replies`` breaks. The program
+    is compared with the library itself, so that mistakes are found even if they raise no error."""
+    program = next(filter(None, map(ToyProgram.read, replies)), None)
+    if program is None:
+        return []
+    asked = {word for word, _ in problem.steps}
+    wrong = [
+        step
+        for step in program.steps
+        if step.word in asked and step.function != library.right[step.word]
+    ]
+    rules = [HintedRule(step.word, library.right[step.word]) for step in wrong]
+    needed = {library.right[word] for word in asked} & set(IMPORTED) - set(program.imports)
+    return [*rules, *(HintedRule(None, function) for function in sorted(needed))][:MAX_RULES]
+
+
+MAX_CODE_TURNS = 2
+
+
+class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
+    """Weaknesses of the demonstrator. All values are shares from 0 to 1."""
+
+    knows: float = 0.5
+    """Share of words whose function it knows, drawn independently for each problem. Other words are
+    taken for one of three false friends."""
+    remembers_import: float = 0.5
+    hinted: float = 0.5
+    """Share of demonstrations with a hint."""
+    counterfactual: float = 0.5
+    """Share of those hints that are wrong."""
+
+
+class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
+    """One demonstration; see ``train.sft.Conversation``."""
+
+    item: str
+    messages: tuple[Message, ...]
+    correct: bool
+    call: str = "0"
+
+
+def demonstrations(
+    items: Iterable[Item],
+    habits: ProgramDemonstratorHabits,
+    seed: int,
+    texts: DemonstrationPromptFormat,
+) -> Iterator[list[ProgramTaskDemonstration]]:
+    """Yield one demonstration for each item."""
+    return ([demonstrate(item, habits, seed, texts)] for item in items)
+
+
+def program_demos(
+    task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, **habits: float
+) -> Iterator[list[ProgramTaskDemonstration]]:
+    """Yield demonstrations of the first ``num`` training items, by a demonstrator with the
+    weaknesses ``habits``. A run calls it as ``sft.demos=programs``."""
+    weaknesses = msgspec.convert(habits, ProgramDemonstratorHabits, strict=False)
+    return demonstrations(task.splits["train"][:num], weaknesses, seed, texts)
+
+
+def demonstrate(
+    item: Item, habits: ProgramDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
+) -> ProgramTaskDemonstration:
+    """Return the demonstrator's conversation about ``item``."""
+    return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), texts).run()
+
+
+class _Demonstration:
+    """State of one demonstration: the problem, and what the demonstrator believes."""
+
+    def __init__(
+        self,
+        item: Item,
+        habits: ProgramDemonstratorHabits,
+        rng: random.Random,
+        texts: DemonstrationPromptFormat,
+    ) -> None:
+        problem = ToyProgramExercise.read(item.question)
+        assert problem is not None, item.question
+        self._item = item
+        self._habits = habits
+        self._rng = rng
+        self._texts = texts
+        self._problem = problem
+        self._library: WordFunctionMap = library(item.metadata["secret"])
+        self._believed = {word: self._belief(word) for word, _ in problem.steps}
+        self._imports: dict[int, None] = {}
+        self._remembers = rng.random() < habits.remembers_import
+        self._question = texts.first_message(item.question, "")
+
+    def run(self) -> ProgramTaskDemonstration:
+        hinted, is_wrong = (
+            self._rng.random() < self._habits.hinted,
+            self._rng.random() < self._habits.counterfactual,
+        )
+        if hinted:
+            self._take(self._hint(is_wrong))
+        if self._remembers:
+            self._imports.update(
+                dict.fromkeys(number for number in IMPORTED if number in self._believed.values())
+            )
+        messages = [Message("user", self._question)]
+        if hinted and is_wrong:
+            return self._ended([*messages, Message("assistant", self._program().text)], None)
+        number = None
+        for _ in range(MAX_CODE_TURNS):
+            program = self._program()
+            outcome = self._library.run(program)
+            messages += [
+                Message("assistant", program.text),
+                Message("user", self._texts.report(self._cell(program, outcome))),
+            ]
+            if not isinstance(outcome, ToyProgramRuleViolation):
+                number = outcome
+                break
+            self._mend(outcome)
+        return self._ended([*messages, Message("assistant", answer(number or 0))], number)
+
+    def _belief(self, word: int) -> int:
+        if self._rng.random() < self._habits.knows:
+            return self._library.right[word]
+        return self._rng.choice(self._library.false_friends(word))
+
+    def _hint(self, is_wrong: bool) -> list[HintedRule]:
+        words = self._rng.sample(
+            [word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES)
+        )
+        if is_wrong:
+            return [HintedRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
+        rules = [HintedRule(word, self._library.right[word]) for word in words]
+        needed = [number for number in IMPORTED if number in (rule.function for rule in rules)]
+        return [*rules, *(HintedRule(None, number) for number in needed)][:MAX_RULES]
+
+    def _take(self, hint: list[HintedRule]) -> None:
+        self._question += PROGRAM_HINT + hint_text(hint)
+        for rule in hint:
+            if rule.word is None:
+                self._imports[rule.function] = None
+            else:
+                self._believed[rule.word] = rule.function
+
+    def _mend(self, broken: ToyProgramRuleViolation) -> None:
+        if broken.word is None:
+            self._imports[broken.function] = None
+        else:
+            self._believed[broken.word] = broken.function
+
+    def _program(self) -> ToyProgram:
+        return self._problem.program(self._believed, tuple(sorted(self._imports)))
+
+    def _cell(self, program: ToyProgram, outcome: int | ToyProgramRuleViolation) -> Cell:
+        if isinstance(outcome, ToyProgramRuleViolation):
+            return Cell(program.text, error=self._library.message(program, outcome))
+        return Cell(program.text, value=str(outcome))
+
+    def _ended(self, messages: list[Message], number: int | None) -> ProgramTaskDemonstration:
+        return ProgramTaskDemonstration(self._item.id, tuple(messages), number == self._item.gold)

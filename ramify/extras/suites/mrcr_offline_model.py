@@ -1,0 +1,46 @@
+"""How the offline model answers ``mrcr``: equal requests are found by code, and no leaf is asked.
+
+Decides the strategy of a root, and the plausible errors of one reading of everything. Not here: the
+accuracy of a reply, and the steps of a root (``ramify/testing/offline.py``).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+from ramify.testing.offline import OfflineModelSuiteStrategy
+
+
+def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
+    form = r"Prepend (\S+) to the (\d+)\w\w \(1 indexed\) (.+?)\. Do not"
+    mark, nth, wanted = map(str, re.findall(form, question)[0])
+    # "a poem", but "an essay": the article of the request is not in the question.
+    request = rf"^User: Write an? {re.escape(wanted)}\.?\n\nAssistant: (.*?)(?=\n\nUser: |\Z)"
+    replies: list[str] = re.findall(request, context, re.MULTILINE | re.DOTALL)
+    return mark + (replies[int(nth) - 1] if len(replies) >= int(nth) else "")
+
+
+def read(question: str, text: str) -> str | None:
+    return None
+
+
+def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+    """Return a plausible wrong answer: the reply to another request with the same wording, or else
+    the first half of the right reply."""
+    nth = int(re.findall(r"to the (\d+)", question)[0])
+    others = [number for number in range(1, 9) if number != nth]
+    draw.shuffle(others)
+    for number in others:
+        asked = re.sub(r"to the \d+\w\w", f"to the {number}th", question)
+        reply = solve(asked, text, lambda prompts: [], len(text))
+        if len(reply) > len(right) // 2 and reply != right:
+            return reply
+    return right[: len(right) // 2]
+
+
+MRCR = OfflineModelSuiteStrategy(
+    "mrcr", r"^Prepend \S+ to the \d+\w\w \(1 indexed\) ", solve, read, spoil
+)
+"""Code finds the equal requests; no leaf is asked."""

@@ -1,0 +1,96 @@
+"""How the offline model answers ``planted``: leaves extract the facts of each part, in order, and
+code keeps the last amount of each place.
+
+Decides the strategy of a root, what a leaf reads, and its plausible errors. Not here: the accuracy
+of a reply, and the steps of a root (``ramify/testing/offline.py``).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest
+
+
+def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
+    wanted = re.findall(r"^Summarise (.+?) in at most \d+ words", question)[0]
+    parts: list[str] = []
+    start = 0
+    while start < len(context):
+        end = start + chars
+        if end < len(context):  # a part ends with a sentence
+            end = max(context.rfind(". ", start, end) + 2, start + chars // 2)
+        parts.append(context[start:end])
+        start = end
+    task = f"List {wanted}: each place and its amount, as PLACE: AMOUNT, or reply NONE."
+    amounts: dict[str, str] = {}
+    for reply in ask([f"{part}\n\nQuestion: {task}" for part in parts]):
+        amounts.update(re.findall(r"^(\w+): (\d+)$", reply, re.MULTILINE))
+    return "\n".join(f"{place} has {amount} crowns." for place, amount in amounts.items())
+
+
+def read(question: str, text: str) -> str | None:
+    asked = re.fullmatch(r"List (.+): each place and its amount, as PLACE: .*", question)
+    if asked is None:
+        return None
+    return "\n".join(f"{place}: {amount}" for place, amount in _facts(asked[1], text)) or "NONE"
+
+
+def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
+    """Return (place, amount) of each fact, in the order of the text."""
+    if bought := re.match(r"what (\w+ \w+) bought", wanted):
+        form = rf"{bought[1]} bought the \w+ of (?P<place>\w+) for (?P<amount>\d+) crowns"
+    elif "latest yearly grant" in wanted:
+        form = r"The yearly grant of (?P<place>\w+) is now (?P<amount>\d+) crowns"
+    else:
+        form = r"The council granted (?P<amount>\d+) crowns to the \w+ of (?P<place>\w+)"
+    return [(found["place"], found["amount"]) for found in re.finditer(form, text)]
+
+
+def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+    """Return a plausible wrong answer. One of the facts gets another amount from the text, or if
+    there is no other amount, the answer is ``NONE``. If the right answer has no facts, a place
+    and an amount from the text are given as one; without amounts in the text, the answer stays
+    right."""
+    lines = right.split("\n")
+    amounts = re.findall(r"(\d+) crowns", text)
+    place = draw.randrange(len(lines))
+    own = re.findall(r"\d+", lines[place])
+    others = sorted(set(amounts) - set(own))
+    if own and others:
+        lines[place] = lines[place].replace(own[0], draw.choice(others))
+        return "\n".join(lines)
+    if own:
+        return "NONE"
+    found = re.findall(r"of (\w+)[^.]*?(\d+) crowns|(\d+) crowns to the \w+ of (\w+)", text)
+    pairs = [(one or other, amount or second) for one, amount, second, other in found]
+    return "{}: {}".format(*draw.choice(pairs)) if pairs else right
+
+
+def plan_leaf(turn: ParsedPlanLeafRequest) -> str | None:
+    """Return the right reply to a request of the plan ``summarise``. For a passage, it states the
+    facts in the passage as sentences. For several summaries, it states the last amount of each
+    place. None for any other request."""
+    if turn.kind == "summarise":
+        wanted = re.findall(r"^Summarise (.+?) in at most \d+ words", turn.question)[0]
+        facts = _facts(wanted, turn.text)
+    elif turn.kind == "merge":
+        facts = re.findall(r"^(\w+) has (\d+) crowns\.$", turn.text, re.MULTILINE)
+    else:
+        return None
+    amounts = dict(facts)
+    return "\n".join(f"{place} has {amounts[place]} crowns." for place in amounts) or "None."
+
+
+PLANTED = OfflineModelSuiteStrategy(
+    "planted",
+    r"^Summarise .+ in at most \d+ words: one sentence for each place",
+    solve,
+    read,
+    spoil,
+    leaf=plan_leaf,
+)
+"""Leaves extract the facts of each part, and code keeps the last amount of each place."""

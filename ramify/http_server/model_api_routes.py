@@ -1,0 +1,254 @@
+"""Routes of the three APIs of one model, with their errors.
+
+    POST {prefix}/v1/chat/completions          chat_completions_api.py
+    POST {prefix}/v1/responses                 responses_api.py
+    GET, DELETE {prefix}/v1/responses/ID       a response that is remembered
+    POST {prefix}/v1/messages                  messages_api.py
+    POST {prefix}/v1/messages/count_tokens     number of tokens of a prompt
+
+    request ──> admit ──> ServedModel ── replies or a stream ──> body or events
+
+A server decides which requests it accepts and which model answers them (``Admission``). A reply
+that does not obey ``tool_choice`` is an error, because sampling is not constrained. An error before
+the first part of a stream is an error response; a later one is the stream's last event. Not here:
+the list of models, which each server writes itself (``listed_models``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ramify.clients.base import Request
+from ramify.errors import ModelError, RamifyError, RateLimited, Refused
+from ramify.http_server import chat_completions_api, messages_api, responses_api
+from ramify.http_server.base_server import received
+from ramify.http_server.model_api import ModelApiExchange, ServedModel, encode
+from ramify.http_server.rejections import TOO_LONG, RequestRejected, asks_anthropic
+from ramify.http_server.responses_api import StoredResponses
+from ramify.types.message import Reply
+
+T = TypeVar("T")
+_LARGE_BYTES = 1 << 18
+"""Size above which a body is parsed in a thread."""
+
+
+Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
+"""Records a reply: (id of the response, number of the reply in it, request, reply)."""
+
+
+class CallerModelAccess(msgspec.Struct, frozen=True):
+    """The model that answers a caller, and the caller's responses."""
+
+    model: ServedModel
+    stored: StoredResponses
+    recorder: Recorder | None = None
+    """Records each reply before it is sent completely; None if nothing is recorded."""
+
+    async def record(self, exchange: ModelApiExchange, index: int, reply: Reply) -> None:
+        if self.recorder is not None and not exchange.is_private:
+            await self.recorder(exchange.id, index, exchange.request, reply)
+
+    def notice(self, exchange: ModelApiExchange) -> dict[str, str]:
+        """Headers that tell a client that its conversation is recorded."""
+        is_recorded = self.recorder is not None and not exchange.is_private
+        return {"Ramify-Recorded": "true"} if is_recorded else {}
+
+
+Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModelAccess]]
+"""Admits a request until the block ends. Raises RequestRejected."""
+
+
+class ModelApiRoutes:
+    """HTTP routes of the three APIs with which clients ask a model: chat completions, responses,
+    and Anthropic's messages. ``admit`` accepts each request and decides which model answers it."""
+
+    def __init__(self, admit: Admission) -> None:
+        self._admit = admit
+
+    def add_to(self, app: web.Application, prefix: str = "") -> None:
+        """Add the routes to ``app``, with ``prefix`` before their paths."""
+        base = f"{prefix}/v1"
+        app.router.add_post(base + chat_completions_api.PATH, self._chat)
+        app.router.add_post(base + responses_api.PATH, self._response)
+        app.router.add_get(f"{base}{responses_api.PATH}/{{id}}", self._stored)
+        app.router.add_delete(f"{base}{responses_api.PATH}/{{id}}", self._forget)
+        app.router.add_post(base + messages_api.PATH, self._message)
+        app.router.add_post(base + messages_api.COUNT_PATH, self._count)
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        async with self._admit(http) as caller:
+            return await self._answered(
+                http, caller, lambda body: chat_completions_api.read(body, caller.model)
+            )
+
+    async def _response(self, http: web.Request) -> web.StreamResponse:
+        async with self._admit(http) as caller:
+            return await self._answered(
+                http,
+                caller,
+                lambda body: responses_api.read(body, caller.model, caller.stored),
+            )
+
+    async def _message(self, http: web.Request) -> web.StreamResponse:
+        async with self._admit(http) as caller:
+            return await self._answered(
+                http, caller, lambda body: messages_api.read(body, caller.model)
+            )
+
+    async def _count(self, http: web.Request) -> web.StreamResponse:
+        async with self._admit(http) as caller:
+            model = caller.model
+            with errors_as_rejections():
+                request = await _read(
+                    http, lambda body: messages_api.read_count_request(body, model)
+                )
+                num_tokens = model.num_tokens(request)
+            return _json(encode({"input_tokens": num_tokens}))
+
+    async def _stored(self, http: web.Request) -> web.StreamResponse:
+        async with self._admit(http) as caller:
+            response = caller.stored.get(http.match_info["id"])
+            if response is None:
+                raise _no_response(http)
+            return _json(response.body)
+
+    async def _forget(self, http: web.Request) -> web.StreamResponse:
+        async with self._admit(http) as caller:
+            id = http.match_info["id"]
+            if not caller.stored.forget(id):
+                raise _no_response(http)
+            return _json(encode({"id": id, "object": "response", "deleted": True}))
+
+    async def _answered(
+        self,
+        http: web.Request,
+        caller: CallerModelAccess,
+        read: Callable[[bytes], ModelApiExchange],
+    ) -> web.StreamResponse:
+        with errors_as_rejections():
+            exchange = await _read(http, read)
+            if exchange.is_streamed:
+                return await _streamed(http, caller, exchange)
+            replies = await caller.model.replies(exchange.request, exchange.num_replies)
+            for index, reply in enumerate(replies):
+                _check(reply, exchange)
+                await caller.record(exchange, index, reply)
+            return _json(exchange.body(replies), caller.notice(exchange))
+
+
+@contextlib.contextmanager
+def errors_as_rejections() -> Iterator[None]:
+    """Turn errors of reading a request and of the model into rejections."""
+    try:
+        yield
+    except RamifyError as error:
+        raise rejection_of(error) from None
+    except RecursionError:
+        raise RequestRejected("a value in the request is nested too deeply: flatten it") from None
+
+
+def rejection_of(error: RamifyError) -> RequestRejected:
+    """Convert an error of the model, or of the request, to an error response."""
+    match error:
+        case Refused():
+            return RequestRejected(str(error), code=TOO_LONG if error.too_long else None)
+        case RateLimited():
+            wait_s = error.retry_after_s
+            return RequestRejected(str(error), status=429, retry_after_s=wait_s)
+        case ModelError():
+            return RequestRejected(str(error), status=503)
+        case _:
+            return RequestRejected(str(error))
+
+
+def listed_models(
+    http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
+) -> web.Response:
+    """Return the response to a request for the list of models. It lists the one model that is
+    served, in the format of OpenAI or Anthropic, as the request asks."""
+    about: dict[str, Any] = {} if window is None else {"max_model_len": window}
+    if is_recorded:
+        about["recorded"] = True
+    if asks_anthropic(http):
+        model = {"type": "model", "id": name, "display_name": name}
+        model["created_at"] = "1970-01-01T00:00:00Z"
+        return web.json_response(
+            {"data": [{**model, **about}], "has_more": False, "first_id": name, "last_id": name}
+        )
+    model = {"id": name, "object": "model", "owned_by": "ramify"}
+    return web.json_response({"object": "list", "data": [{**model, **about}]})
+
+
+async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
+    async with received(http) as body:
+        is_large = len(body) > _LARGE_BYTES
+        return await asyncio.to_thread(read, body) if is_large else read(body)
+
+
+async def _streamed(
+    http: web.Request, caller: CallerModelAccess, exchange: ModelApiExchange
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            **caller.notice(exchange),
+        }
+    )
+    try:
+        stream = caller.model.stream(exchange.request, exchange.num_replies)
+        async with contextlib.aclosing(stream) as parts:
+            async for index, part in parts:
+                if isinstance(part, Reply):
+                    _check(part, exchange)
+                    await caller.record(exchange, index, part)
+                events = b""
+                if not response.prepared:  # the first part has arrived, so the request is valid
+                    await response.prepare(http)
+                    events = exchange.begin()
+                if isinstance(part, Reply):
+                    events += exchange.end(index, part)
+                else:
+                    events += exchange.grow(index, part)
+                if events:
+                    await response.write(events)
+        last = exchange.close()
+    except (RamifyError, RequestRejected) as error:
+        if not response.prepared:
+            raise
+        failure = rejection_of(error) if isinstance(error, RamifyError) else error
+        last = exchange.fail(failure)
+    await response.write(last)
+    await response.write_eof()
+    return response
+
+
+def _check(reply: Reply, exchange: ModelApiExchange) -> None:
+    """Raise RequestRejected if ``reply`` is not what the request required."""
+    exchange.tool_choice.check(reply)
+    top_logprobs = exchange.request.sampling.top_logprobs
+    if top_logprobs and reply.token_ids and reply.top_logprobs is None:
+        raise RequestRejected(
+            f"top_logprobs={top_logprobs} is not supported: this model reports only the sampled "
+            "tokens",
+            param="top_logprobs",
+        )
+
+
+def _json(body: bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def _no_response(http: web.Request) -> RequestRejected:
+    return RequestRejected(
+        f"no response has the id {http.match_info['id']!r:.80}: only the last ones with store=true "
+        "are remembered",
+        status=404,
+    )

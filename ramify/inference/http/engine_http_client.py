@@ -1,0 +1,257 @@
+"""HTTP requests to one server: JSON out and back, a timeout on every wait, and errors that name the
+server and the request.
+
+    Unreachable    the request was never sent
+    ReplyLost      the request was sent, and no complete answer arrived in time
+    ServerFailed   status 5xx
+    Refused        status 4xx
+    EngineStateConflict   status 409: the engine lacks the weights that a delta builds on
+
+Also here: what the clients of all software share, and the checks of a server before it is used (it
+answers, and serves what the policy needs). All errors of the checks are ConfigErrors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import msgspec
+
+from ramify.errors import (
+    ConfigError,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+    Unreachable,
+)
+from ramify.http_client.http_transport import (
+    HttpConnectionPool,
+    Method,
+    RequestDestination,
+    route_to,
+)
+from ramify.inference.base import CachePressure
+from ramify.inference.http.engine_client import EngineClient, ServerInfo, parse_kv_cache_pressure
+from ramify.inference.http.engine_process import EngineProcess, engine_exit_status
+from ramify.inference.http.inference_spec import InferenceSpec
+
+_CONNECT_S = 10.0
+_MAX_BODY_BYTES = 1 << 30
+"""Replies may have the log-probabilities of many tokens."""
+
+
+class EngineStateConflict(Refused):
+    """The server is not in the state that the request assumes."""
+
+
+class EngineHttpClient:
+    """HTTP client of one server. It belongs to the event loop of its first request. Proxies of the
+    environment are ignored: engines are in the user's own network."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._pool = HttpConnectionPool(connect_s=_CONNECT_S, max_body_bytes=_MAX_BODY_BYTES)
+        self._routes: dict[tuple[str, str], RequestDestination] = {}
+        self._is_closed = False
+
+    async def get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        return await self._ask("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        return await self._ask("POST", path, body, timeout_s)
+
+    async def close(self) -> None:
+        """Close for good: any later request raises Unreachable."""
+        self._is_closed = True
+        await self._pool.close()
+
+    async def _ask(
+        self, method: Method, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> dict[str, Any]:
+        where = f"{method} {self.url}{path}"
+        if self._is_closed:
+            raise Unreachable(f"{where}: it was given up")
+        route = self._routes.get((method, path))
+        if route is None:
+            route = route_to(f"{self.url}{path}", self._headers, method, through_proxy=False)
+            self._routes[method, path] = route
+        data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._pool.send(method, route, data) as exchange,
+            ):
+                answer = await exchange.read()
+        except TimeoutError:
+            raise ReplyLost(f"{where}: no answer within {timeout_s:g} s") from None
+        if answer.status != 200:
+            raise _error(where, answer.status, answer.body)
+        return _object(where, answer.body)
+
+
+def _object(where: str, payload: bytes) -> dict[str, Any]:
+    if not payload.strip():
+        return {}
+    try:
+        value = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {"text": payload.decode("utf-8", "replace")}
+    return value if isinstance(value, dict) else {"found": value}
+
+
+def _error(where: str, status: int, payload: bytes) -> ModelError:
+    text = f"{where} answered {status}: {_message(payload)}"
+    if status == 409:
+        return EngineStateConflict(text)
+    if status == 429:
+        return RateLimited(text)
+    return ServerFailed(text) if status >= 500 else Refused(text)
+
+
+def _message(payload: bytes) -> str:
+    """The message in an error's body, at most 300 characters on one line."""
+    try:
+        value = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        value = payload[:2000].decode("utf-8", "replace")
+    while isinstance(value, dict):
+        value = next(
+            (value[name] for name in ("error", "message", "detail") if value.get(name)), str(value)
+        )
+    return " ".join(str(value).split())[:300]
+
+
+class BaseEngineClient:
+    """The part of an ``EngineClient`` that is alike for all software."""
+
+    def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
+        self._api = EngineHttpClient(url, key)
+        self.url = self._api.url
+        self._spec = spec
+
+    async def healthy(self) -> None:
+        await self._api.get("/health", self._spec.probe_s)
+
+    async def pressure(self) -> CachePressure | None:
+        metrics = await self._api.get("/metrics", self._spec.probe_s)
+        return parse_kv_cache_pressure(str(metrics.get("text", "")))
+
+    async def fingerprint(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self._api.post(path, body or {}, self._spec.update_s)
+
+
+def seed_at(seed: int, affinity: str, num_ids: int) -> int:
+    """Derive the seed with which an engine samples a call's next reply. It depends on the number of
+    prompt tokens, because an engine restarts its random numbers with each request: each turn gets
+    another seed."""
+    text = f"{seed}|{affinity}|{num_ids}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
+
+
+_POLL_S = 0.1
+_FLAGS = {
+    ("vllm", 1): "--enable-sleep-mode",
+    ("vllm", 2): "--enable-sleep-mode",
+    ("sglang", 2): "--enable-memory-saver",
+    ("sglang", 1): "--enable-memory-saver and --enable-weights-cpu-backup",
+}
+"""(software, sleep level) -> the flags that it must be started with."""
+
+
+async def until_up(
+    server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
+) -> None:
+    """Return once ``server`` answers. ``process`` is the process that was started for it; if it is
+    killed before it answers, it is started again up to ``restarts`` times."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        if process is not None:
+            await asyncio.to_thread(process.check_owner)  # before the key is sent there
+        try:
+            return await server.healthy()
+        except ModelError as error:
+            ended = await engine_exit_status(process)
+            if process is not None and ended is not None:
+                if ended >= 0 or not restarts:
+                    reason = await asyncio.to_thread(process.exit_reason)
+                    raise ConfigError(
+                        f"the engine at {server.url} did not answer: {reason} (in {process.log})"
+                    ) from None
+                restarts -= 1
+                await process.restart()  # the next try may succeed
+                if process.url != server.url:
+                    raise ConfigError(
+                        f"the engine at {server.url} was started again at {process.url}"
+                    ) from None
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"no engine answers: {error}; is the server up, and is inference.engine "
+                    "correct?"
+                ) from None
+        await asyncio.sleep(_POLL_S)
+
+
+async def check(
+    server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
+) -> None:
+    """Compare what ``server`` reports with the policy's vocabulary (number of ids), dtype (such as
+    ``float32``) and window (tokens). If ``level`` is above 0, it must be able to sleep at that
+    level."""
+    try:
+        facts = await server.facts()
+        _check_level(server.url, software, level, facts)
+        fits = facts.vocabulary == vocabulary
+        if facts.vocabulary is None:
+            fits = await server.takes_id(vocabulary - 1) and not await server.takes_id(vocabulary)
+    except ModelError as error:
+        raise ConfigError(
+            f"the engine does not speak the protocol of '{software}': {error}"
+        ) from None
+    if not fits:
+        raise ConfigError(
+            f"the engine at {server.url} has another vocabulary "
+            f"({facts.vocabulary or 'found by probing'}) than the policy ({vocabulary}): serve "
+            "the policy's own checkpoint"
+        )
+    _check_numbers(server.url, facts, dtype, window)
+
+
+def _check_level(url: str, software: str, level: int, facts: ServerInfo) -> None:
+    if level and level not in facts.levels:
+        raise ConfigError(
+            f"the engine at {url} cannot sleep at level {level} while the trainer learns "
+            "(inference.sleep=learn): start it "
+            f"with {_FLAGS.get((software, level), 'support for it')}, or set inference.sleep=never"
+        )
+
+
+def _check_numbers(url: str, facts: ServerInfo, dtype: str, window: int) -> None:
+    if facts.dtype and facts.dtype != dtype:
+        raise ConfigError(
+            f"the engine at {url} computes in {facts.dtype} and the policy in {dtype}: serve it "
+            f"with --dtype {dtype}, or set "
+            f"policy.dtype={facts.dtype}"
+        )
+    if facts.window is not None and facts.window < window:
+        raise ConfigError(
+            f"the engine at {url} has a window of {facts.window} tokens and the policy one of "
+            f"{window}: serve it with the "
+            "policy's (--max-model-len)"
+        )
+    if facts.logprobs_mode not in ("", "processed_logprobs"):
+        raise ConfigError(
+            f"the engine at {url} returns {facts.logprobs_mode}, which are not those of the "
+            "distribution that was sampled from: start it with --logprobs-mode processed_logprobs"
+        )

@@ -1,0 +1,269 @@
+"""One request inside the engine: its prompt, what it has sampled so far, and when it ends.
+
+A generation does not know its slot or what is cached of it, so a preempted one only loses time.
+
+To sample, one uniform number per row selects the token by inverting the cumulative distribution
+(one exponential per vocabulary entry would cost more than the rest of the draw). The number comes
+from the request's own generator, so what a request samples does not depend on the rest of the
+batch.
+
+    temperature t > 0     log p = log_softmax(logits / t)
+    top_k, then top_p     only those ids, renormalised; ``kept`` lists them
+    temperature 0         the likeliest id; log p is the model's own, at temperature 1
+
+Legend: n rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ramify.models.batch_invariant_forward import in_blocks
+from ramify.types.message import VersionSpan
+
+MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e9
+"""Logits divided by a number outside of these may not be finite as fp32."""
+
+
+class SamplingSettings(msgspec.Struct, frozen=True):
+    """Sampling settings of one request."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest id. A value below ``MIN_TEMPERATURE`` counts as that."""
+    top_p: float = 1.0
+    """Keep the likeliest ids until their probabilities reach this sum; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many of the likeliest ids; 0 keeps all."""
+    top_logprobs: int = 0
+    """Report this many of the likeliest ids for each token."""
+
+    truncates: bool = False
+    """Whether any ids are excluded; computed."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(
+            self, "truncates", self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        )
+
+
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""Ids with their log-probabilities, likeliest first."""
+
+
+class SampledTokens(NamedTuple):
+    """One sampled token per row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    kept: list[tuple[int, ...] | None]
+    """For each row the ids that could be drawn, likeliest first; None for all."""
+    top: list[TokenLogprobs | None]
+    """For each row the likeliest ids; None unless its settings ask for them."""
+
+
+def draw(
+    logits_nV: Tensor,
+    settings: Sequence[SamplingSettings],
+    uniforms: Sequence[float],
+    *,
+    fixed: bool = False,
+) -> SampledTokens:
+    """Sample one token per row of fp32 logits, using one number in [0, 1) per row. ``fixed``:
+    compute in fixed shapes."""
+    logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
+    device = logits_nV.device
+    # From pinned memory, so that the host does not wait here for the logits.
+    pinned_n = torch.tensor(uniforms, dtype=torch.float64, pin_memory=device.type == "cuda")
+    ids_n = pick(logprobs_nV, pinned_n.to(device, non_blocking=True))
+    greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
+    if greedy:
+        ids_n[greedy] = logits_nV[greedy].argmax(-1)
+    chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
+    num_rows = len(settings)
+    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
+    for row, row_settings in enumerate(settings):
+        if row_settings.truncates:
+            drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(
+                logprobs_nV[row], row_settings, uniforms[row]
+            )
+        if row_settings.top_logprobs:
+            drawn.top[row] = _likeliest(logprobs_nV[row], row_settings)
+    return drawn
+
+
+def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
+    """The likeliest ids of the distribution that a token is drawn from."""
+    ids = top_k_top_p_ids(logprobs_V, settings) if settings.truncates else None
+    among = logprobs_V if ids is None else logprobs_V[ids].log_softmax(-1)
+    values, places = among.topk(min(settings.top_logprobs, len(among)))
+    found = places if ids is None else ids[places]
+    return tuple(zip(found.tolist(), values.tolist(), strict=True))
+
+
+def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
+    """Return log-softmax over the last dimension. With ``fixed``, it is computed in blocks of a
+    fixed shape, so that a row's result does not depend on the number of rows."""
+    return in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
+
+
+def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+    temperatures = [
+        min(max(row.temperature, MIN_TEMPERATURE), _MAX_TEMPERATURE) if row.temperature else 1.0
+        for row in settings
+    ]
+    if min(temperatures) == max(temperatures) == 1.0:
+        return logits_nV
+    return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
+
+
+def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
+    """Sample one id per row by inverting the cumulative distribution: return the first id whose
+    cumulative probability exceeds the row's uniform number (float64, in [0, 1)). The result has
+    shape [n].
+
+    The sum is computed in float64. In single precision, a number close to 1 could be rounded up to
+    the total, beyond the last id.
+    """
+    cumulative_nV = logprobs_nV.double().exp_().cumsum_(-1)
+    ids_n1 = torch.searchsorted(
+        cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True
+    )
+    return ids_n1[:, 0].clamp_(max=logprobs_nV.shape[1] - 1)
+
+
+def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
+    """The ids that remain after top-k and then top-p, likeliest first; at least one. Among equally
+    likely ids the lower come first."""
+    order = logprobs_V.argsort(descending=True, stable=True)
+    if settings.top_k:
+        order = order[: settings.top_k]
+    if settings.top_p < 1:
+        probabilities = logprobs_V[order].double().softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        order = order[: max(int((before < settings.top_p).sum()), 1)]
+    return order
+
+
+def _draw_kept(
+    logprobs_V: Tensor, settings: SamplingSettings, uniform: float
+) -> tuple[int, float, tuple[int, ...]]:
+    """Sample one id from those that top-k and top-p keep. Returns the id, its log-probability among
+    the kept ids, and the kept ids."""
+    kept = top_k_top_p_ids(logprobs_V, settings)
+    renormalised = logprobs_V[kept].log_softmax(-1)
+    index = int(
+        pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device))
+    )
+    return int(kept[index]), float(renormalised[index]), tuple(kept.tolist())
+
+
+End = Literal["stop", "length", "abort"]
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest character. A token holds at least one byte, so this many tokens hold a
+character."""
+
+
+class Generation:
+    """Prompt and reply of one request."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        draw: SamplingSettings = SamplingSettings(),  # noqa: B008 (frozen)
+        stop_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        seed: str = "",
+        affinity: str = "",
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """Two generations with the same ``seed`` draw the same random numbers. ``stop`` are texts
+        that end the reply; ``decode`` turns ids into text to find them."""
+        self.ids = list(prompt_ids)
+        """Prompt ids, then sampled ids."""
+        self.num_prompt = len(self.ids)
+        self.max_tokens = max_tokens
+        self.draw = draw
+        self.affinity = affinity
+        self.logprobs: list[float] = []
+        self._kept: list[tuple[int, ...]] = []
+        self.top: list[TokenLogprobs] = []
+        """For each sampled token, the likeliest ids; empty unless ``draw`` asks for them."""
+        self.routes: list[tuple[int, ...]] = []
+        """For each sampled token, the experts of the token before it; empty unless recorded."""
+        self._versions: list[tuple[int, int]] = []
+        self._version: int | None = None
+        self.end: End | None = None
+        """Why it ended; None while it runs."""
+        self.stopped_at: str = ""
+        """The stop text that ended it."""
+        self.num_reused = 0
+        """Prompt tokens whose keys and values were already cached."""
+        self.cancelled = False
+        self._stop_ids = frozenset(stop_ids)
+        self._stop = tuple(stop)
+        self._decode = decode
+        digest = hashlib.blake2b(seed.encode(), digest_size=16).digest()
+        self.uniform = random.Random(int.from_bytes(digest)).random
+        """The next random number in [0, 1) of this generation; called once per token."""
+        self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
+
+    @property
+    def sampled(self) -> list[int]:
+        return self.ids[self.num_prompt :]
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each sampled token the ids it was drawn from; None if nothing was truncated."""
+        return tuple(self._kept) or None
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens; empty if no token was sampled."""
+        if not self._versions:
+            return ()
+        ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
+        return tuple(
+            VersionSpan(start, end, version)
+            for (start, version), end in zip(self._versions, ends, strict=True)
+        )
+
+    def append(
+        self,
+        id: int,
+        logprob: float,
+        kept: tuple[int, ...] | None,
+        version: int,
+        top: TokenLogprobs | None = None,
+    ) -> None:
+        """Append one sampled token; sets ``end`` if it is the last."""
+        self.ids.append(id)
+        if version != self._version:
+            self._version = version
+            self._versions.append((len(self.logprobs), version))
+        self.logprobs.append(logprob)
+        if kept is not None:
+            self._kept.append(kept)
+        if top is not None:
+            self.top.append(top)
+        if id in self._stop_ids:
+            self.end = "stop"
+        elif self._stop and (stop_text := self._stop_text()):
+            self.end, self.stopped_at = "stop", stop_text
+        elif len(self.logprobs) >= self.max_tokens:
+            self.end = "length"
+
+    def _stop_text(self) -> str:
+        """The stop text that the last token completed; of several, the one that begins first."""
+        assert self._decode is not None
+        tail = self._decode(self.sampled[-self._tail :])
+        matches = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]
+        return min(matches)[1] if matches else ""

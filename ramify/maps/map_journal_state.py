@@ -1,0 +1,219 @@
+"""What the journal of a map says: which questions are answered, where, and what was spent.
+
+    MapJournalState(path)   answered: digest ──> offset of the reply      a million rows: 200 MB
+                        open:     questions with a request or run that has no end
+                        usage, cost: with the upper bound of each request that was in flight
+
+Not here: writing (``map_journal.py``), and what is done with it (``map_run.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ramify.engine.limits import BudgetAmount
+from ramify.maps.map_journal import (
+    BatchSent,
+    FirstRequestLine,
+    MapContinued,
+    MapHeader,
+    MapLine,
+    RetryRequestLine,
+    digest_to_int,
+    read_lines,
+    usage_of,
+)
+from ramify.types.message import Message, Reply, Usage
+
+
+class OpenQuestion(msgspec.Struct):
+    """A question that was asked and has no end on record."""
+
+    number: int
+    replies: list[int] = []
+    """Offsets of its replies so far."""
+    run: str = ""
+    """Id of the run that answers it; empty for a direct call."""
+
+
+class OpenBatch(msgspec.Struct):
+    """A batch that was uploaded, or may have been, and that is not collected."""
+
+    sent: BatchSent
+    waiting: dict[int, tuple[int, BudgetAmount]]
+    """Number of a question without a result -> (offset of its request, the most that it can
+    use)."""
+    id: str = ""
+    """Id at the provider; empty if it is not on record whether the upload succeeded."""
+
+
+def amount_of(first: FirstRequestLine) -> BudgetAmount:
+    """Return the calls, tokens and dollars that are reserved for a request."""
+    tokens = first.max_input_tokens + first.max_output_tokens
+    return BudgetAmount(1, tokens, first.cost or 0.0)
+
+
+class MapJournalState:
+    """The state of a map, built from its lines in order."""
+
+    def __init__(self) -> None:
+        self.header: MapHeader | None = None
+        self.last_start: MapContinued | None = None
+        self.answered: dict[int, int] = {}
+        """Digest -> offset of the line with the answer: a reply, or the end of a run. A reply of
+        which the last line is damaged or does not fit is found when it is read."""
+        self.failed: dict[int, int] = {}
+        """Digest -> offset of the line with the error."""
+        self.open: dict[int, OpenQuestion] = {}
+        """Digest -> question that is not finished."""
+        self.digests: list[int] = []
+        """Number of a question -> its digest."""
+        self.last_row = -1
+        """The last row that has a line; rows of samples do not count."""
+        self.usage = Usage()
+        self.cost = 0.0
+        """Dollars."""
+        self.is_priced = False
+        self.batches: dict[int, OpenBatch] = {}
+        """Number of a batch -> batch that is not collected."""
+        self.batch_ids: set[str] = set()
+        """Ids of all batches that a provider has accepted."""
+        self.num_batches = 0
+        self.tries: dict[int, int] = {}
+        """Number of a question -> batches in which it was without an answer or an error."""
+        self._prepared: dict[int, tuple[int, BudgetAmount]] = {}
+        """Each request for the next batch, as in ``OpenBatch.waiting``."""
+        self._batch_of: dict[int, int] = {}
+        """Number -> its batch."""
+        self._in_flight: dict[int, tuple[Usage, float | None]] = {}
+        """Number -> (upper bound, dollars) of the request that is on its way."""
+
+    @classmethod
+    def read(cls, path: Path) -> MapJournalState:
+        """Read a whole journal, and charge what was in flight at its end."""
+        recorded = cls()
+        for offset, line in read_lines(path):
+            recorded.add(offset, line)
+        for number in list(recorded._in_flight):
+            recorded._charge_in_flight(number)
+        return recorded
+
+    def add(self, offset: int, line: MapLine) -> None:
+        """Update the state with one line of the journal, which begins at ``offset``."""
+        if line.r is not None:
+            self._in_flight.pop(line.r.number, None)
+            self._collected(line.r.number)
+            self._spend(usage_of(line.r.counts), line.r.cost)
+            question = self._opened(line.r.number)
+            question.replies.append(offset)
+            if line.r.turn == 0:  # nearly always, it is the answer
+                digest = self.digests[line.r.number]
+                del self.open[digest]
+                self.answered[digest] = offset
+        elif line.q is not None:
+            self._begin(line.q.number, line.q.row, line.q.digest)
+            self._sent(line.q.number, line.q)
+        elif line.t is not None:
+            self._opened(line.t.number)
+            self._sent(line.t.number, line.t)
+        elif line.x is not None:
+            self._in_flight.pop(line.x.number, None)
+            if self._collected(line.x.number):
+                self.tries[line.x.number] = self.tries.get(line.x.number, 0) + 1
+            self._spend(usage_of(line.x.counts), line.x.cost)
+        elif line.d is not None:
+            self._saw(line.d.row)
+        elif line.s is not None:
+            self._begin(line.s.number, line.s.row, line.s.digest).run = line.s.run
+        elif line.e is not None:
+            self._opened(line.e.number)
+            self._collected(line.e.number)
+            self.tries.pop(line.e.number, None)
+            self._spend(usage_of(line.e.counts, line.e.calls), line.e.cost)
+            digest = self.digests[line.e.number]
+            del self.open[digest]
+            (self.answered if line.e.error is None else self.failed)[digest] = offset
+        elif line.map is not None:
+            self.header = line.map
+        elif line.c is not None:
+            self.last_start = line.c
+            self._prepared = {}  # they were never uploaded
+        elif line.b is not None:
+            self._begin(line.b.number, line.b.row, line.b.digest)
+            self._prepared[line.b.number] = offset, amount_of(line.b)
+        elif line.w is not None:
+            self._send(line.w)
+        elif line.u is not None:
+            self.batches[line.u.part].id = line.u.id
+            self.batch_ids.add(line.u.id)
+        elif line.v is not None:
+            del self.batches[line.v.part]
+
+    def _send(self, sent: BatchSent) -> None:
+        """Record that the prepared requests were uploaded as one batch."""
+        batch = self.batches[sent.part] = OpenBatch(sent, self._prepared)
+        self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
+        self.num_batches = sent.part + 1
+        self._prepared = {}
+
+    def _collected(self, number: int) -> bool:
+        """Note that a question has a result. Return whether it was in a batch."""
+        part = self._batch_of.pop(number, None)
+        if part is not None:
+            del self.batches[part].waiting[number]
+        return part is not None
+
+    def _begin(self, number: int, row: int, digest_text: str) -> OpenQuestion:
+        digest = digest_to_int(digest_text)
+        if number == len(self.digests):
+            self.digests.append(digest)
+        self._charge_in_flight(number)
+        self.failed.pop(digest, None)
+        self.answered.pop(digest, None)
+        self._saw(row)
+        question = self.open[digest] = OpenQuestion(number)
+        return question
+
+    def _saw(self, row: int) -> None:
+        """Note that all rows up to ``row`` were read. A start that only asked a sample does not
+        count."""
+        if self.last_start is None or not self.last_start.is_sample:
+            self.last_row = max(self.last_row, row)
+
+    def _opened(self, number: int) -> OpenQuestion:
+        """Mark a question as open again, and return it. A reply that counted as its answer becomes
+        one of its earlier replies."""
+        digest = self.digests[number]
+        found = self.open.get(digest)
+        if found is None:
+            before = self.answered.pop(digest, None)
+            replies = [] if before is None else [before]
+            found = self.open[digest] = OpenQuestion(number, replies)
+        return found
+
+    def _sent(self, number: int, line: FirstRequestLine | RetryRequestLine) -> None:
+        self._charge_in_flight(number)
+        most = Usage(line.max_input_tokens, line.max_output_tokens, calls=1, unknown_calls=1)
+        self._in_flight[number] = most, line.cost
+
+    def _charge_in_flight(self, number: int) -> None:
+        found = self._in_flight.pop(number, None)
+        if found is not None:
+            self._spend(*found)
+
+    def _spend(self, usage: Usage, cost: float | None) -> None:
+        if usage.calls:
+            self.usage += usage
+        if cost is not None:
+            self.is_priced = True
+            self.cost += cost
+
+
+def recorded_reply(line: MapLine) -> Reply:
+    """Return the reply that a line records."""
+    assert line.r is not None
+    message = Message("assistant", line.r.text, line.r.reasoning)
+    usage = usage_of(line.r.counts)
+    return Reply(message, usage, line.r.finish, cost=line.r.cost, seconds=line.r.seconds)

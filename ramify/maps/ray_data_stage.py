@@ -1,0 +1,153 @@
+"""A question as a stage of someone's own Ray Data pipeline.
+
+    dataset.map_batches(ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini"))
+        batch (columns by name, Arrow or pandas) ──> the batch, with the columns of the answers
+
+All copies of an ``Asker`` share one budget and one rate limit. Each process that Ray Data uses has
+one engine. Not here: a whole map with its files (``ray_map.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ramify import __version__
+from ramify.engine.limits import Limits
+from ramify.engine.rlm import RLM
+from ramify.engine.typed import answer_type as as_answer_type
+from ramify.errors import RamifyError
+from ramify.maps.api import budget_of, make_worker_rlm_factory
+from ramify.maps.map_output import AnswerColumns
+from ramify.maps.part_output import NOT_ASKED
+from ramify.maps.ray_worker import MapWorkerConfig, RowEngine
+from ramify.maps.row_loader import open_rows
+from ramify.maps.shared_budget import PartCounts, SharedBudget
+
+_engines: dict[str, RowEngine] = {}
+"""Asker -> its engine in this process."""
+_engines_lock = threading.Lock()
+
+
+class Asker:
+    """Asks one question of each row of the batches that it is called with.
+
+    Example:
+        asker = ramify.ray.Asker("Is {subject} urgent?", model="openai:gpt-5-mini", max_cost=20)
+        dataset.map_batches(asker, batch_size=500).write_parquet("urgent")
+    """
+
+    def __init__(
+        self,
+        question: str,
+        *,
+        model: str | Sequence[str],
+        answer_type: Any = None,
+        columns: Sequence[str] = (),
+        prefix: str = "",
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        max_cost: float | None = None,
+        **options: Any,
+    ) -> None:
+        """The arguments are those of ``ramify.map``; the limits hold over all workers. Ray is
+        started, or joined, if it is not yet. Raises ConfigError."""
+        import ray
+
+        make_rlm = make_worker_rlm_factory(model, options)
+        limits = options.get("limits") or Limits()
+        is_priced = _is_priced(make_rlm())
+        self._id = uuid.uuid4().hex
+        self._task = MapWorkerConfig(
+            make_rlm=make_rlm,
+            question=question,
+            answer_type=answer_type,
+            columns=tuple(columns),
+            prefix=prefix,
+            is_priced=is_priced,
+            version=__version__,
+        )
+        # Kept alive by this object and its copies.
+        self._budget = (
+            ray.remote(SharedBudget)
+            .options(num_cpus=0, max_concurrency=1000)
+            .remote(
+                budget_of(max_calls, max_tokens, max_cost),
+                limits.max_concurrency,
+                is_priced=is_priced,
+            )
+        )
+
+    def __call__(self, batch: Any) -> Any:
+        """Ask the question of each row of ``batch``, and return the batch with the answer columns
+        and the column ``error``. A NumPy batch is returned as an Arrow table. Raises RamifyError if
+        a person has to act first, for example because of a missing key or no network."""
+        table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
+        source = open_rows(table)
+        task = self._task
+        kind = None if task.answer_type is None else as_answer_type(task.answer_type)
+        added = AnswerColumns(kind, task.prefix, source.columns)
+        with _engines_lock:
+            engine = _engines.get(self._id) or RowEngine(task, self._budget)
+            _engines[self._id] = engine
+        result, why = engine.answer(uuid.uuid4().hex, _as_list(source), PartCounts())
+        if result is not None and result.stop not in ("done", "limit", "stopped"):
+            raise RamifyError(result.reason)
+        if result is None:
+            rows = [added.values(None, f"{NOT_ASKED} {why}")] * len(list(source.read()))
+        else:
+            rows = result.table
+        return _with_columns(batch, added, rows)
+
+
+def _is_priced(rlm: RLM) -> bool:
+    from ramify.engine import event_loop_thread
+
+    async def look() -> bool:
+        async with rlm.direct_calls(budget_of(None, None, None)) as calls:
+            return calls.is_priced
+
+    return event_loop_thread.run(look())
+
+
+def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Convert a batch from columns to rows: one dict for each row."""
+    columns = {
+        name: values.tolist() if hasattr(values, "tolist") else list(values)
+        for name, values in batch.items()
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _as_list(source: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(source, extend=None)
+
+
+def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
+    """Return the batch with the new columns. Each has the same type in all batches, even in those
+    without any value of it, since Ray Data writes the batches separately."""
+    columns = {
+        name: added.arrow_array(name, [row.get(name) for row in rows]) for name in added.names
+    }
+    if hasattr(batch, "assign"):
+        pandas = importlib.import_module("pandas")
+        return batch.assign(
+            **{
+                name: pandas.Series(
+                    pandas.arrays.ArrowExtensionArray(column), index=batch.index, name=name
+                )
+                for name, column in columns.items()
+            }
+        )
+    if not hasattr(batch, "append_column"):
+        from ray.data.block import BlockAccessor
+
+        batch = BlockAccessor.batch_to_arrow_block(batch)
+    for name, column in columns.items():
+        batch = batch.append_column(name, column)
+    return batch

@@ -1,0 +1,286 @@
+"""Rows of files, as parts that Ray Data reads: local paths, or URLs of pyarrow and fsspec.
+
+    tickets.jsonl (file 0) ──> RowFiles ──> part-00000-000000: rows 0 to 499       one block each
+                                            part-00000-000001: rows 500 to 999
+    contracts/    (folder) ──> 500 texts are a part
+
+The name of a part consists of the number of its file and its position in the file. A part that is
+read again, by another worker or when the map is started again, has the same rows and the same name.
+``RowFiles`` is a datasource of Ray Data, which opens the files, retries, and places the read tasks.
+Rows are read by the same code as without Ray (``row_loader.py``), because Arrow's reader of JSON
+would change dates and mixed columns. Not here: what is done with a part (``ray_worker.py``).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ramify.errors import SourceError
+from ramify.maps.row_loader import ENDINGS, csv_columns, csv_values, jsonl_columns, jsonl_values
+from ramify.maps.row_source import RowSource, UnreadRow
+from ramify.sources.remote_urls import shown_url
+
+PART_ROWS = 500
+"""Rows of a part, which are asked again if their worker is lost."""
+PART_BYTES = 8 << 20
+"""Bytes of a part, encoded, after which it has no further row."""
+_FORMATS = "a .jsonl, .csv, .tsv or .parquet file, or a folder of text files"
+_encode = msgspec.json.Encoder(decimal_format="string").encode
+
+
+class RowFile(msgspec.Struct, frozen=True):
+    """One file of rows."""
+
+    path: str
+    """On its filesystem."""
+    kind: str
+    """``jsonl``, ``csv``, ``parquet``, ``text``"""
+    size: int
+    """Bytes."""
+
+
+class RowFiles(msgspec.Struct, frozen=True):
+    """Files with the same columns, on one filesystem."""
+
+    name: str
+    """As the user named them, for errors."""
+    files: tuple[RowFile, ...]
+    columns: tuple[str, ...]
+    filesystem: Any
+    """Filesystem of pyarrow."""
+    base: str = ""
+    """Folder of the texts."""
+
+    @property
+    def is_texts(self) -> bool:
+        return self.files[0].kind == "text"
+
+    @property
+    def table(self) -> RowSource:
+        """An empty table with the columns of these files."""
+        if self.is_texts:
+            shown, kept = ("text",), ("file",)
+            return RowSource(self.name, self.columns, None, lambda: iter(()), shown, kept)
+        return RowSource(self.name, self.columns, None, lambda: iter(()))
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Return (pyarrow filesystem, path on it) of a path or a URL. Raises SourceError."""
+    import pyarrow.fs as arrow_fs
+
+    if "://" not in url:
+        return arrow_fs.LocalFileSystem(), str(Path(url).expanduser().absolute())
+    if urlsplit(url).password:
+        raise SourceError(
+            f"{shown_url(url)} was given with a key, which would travel to the workers and into "
+            "records: give keys in the variables of the provider, on all nodes"
+        )
+    try:
+        return arrow_fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
+    except Exception as arrow_error:  # noqa: BLE001 (an unknown scheme, or settings that lack)
+        try:
+            import fsspec  # type: ignore[import-untyped]
+
+            found, path = fsspec.core.url_to_fs(url)
+        except Exception as error:  # noqa: BLE001 (each filesystem raises its own classes)
+            scheme = url.partition("://")[0]
+            why = " ".join(str(error if "fsspec" in str(error) else arrow_error).split())[:200]
+            raise SourceError(
+                f"{url} cannot be opened: {why}; {scheme}:// needs the package that fsspec names, "
+                "on all nodes"
+            ) from None
+        return arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(found)), path
+
+
+def open_row_files(urls: Sequence[str]) -> RowFiles:
+    """Return the files that ``urls`` name, in their order, with their columns. Raises
+    SourceError."""
+    opened = [_opened(url) for url in urls]
+    filesystem = opened[0].filesystem
+    for found in opened[1:]:
+        if found.filesystem.type_name != filesystem.type_name or found.is_texts:
+            raise SourceError(
+                f"{found.name} and {opened[0].name} are read in different ways: map them separately"
+            )
+        if set(found.columns) != set(opened[0].columns):
+            differing = sorted(set(found.columns) ^ set(opened[0].columns))
+            raise SourceError(
+                f"{found.name} has other columns than {opened[0].name} "
+                f"({', '.join(differing[:5])}): map files with different columns separately"
+            )
+    return msgspec.structs.replace(
+        opened[0],
+        name=", ".join(found.name for found in opened),
+        files=tuple(file for found in opened for file in found.files),
+    )
+
+
+def _opened(url: str) -> RowFiles:
+    import pyarrow.fs as arrow_fs
+
+    filesystem, path = filesystem_of(url)
+    try:
+        info = filesystem.get_file_info(path)
+        if info.type == arrow_fs.FileType.NotFound:
+            raise SourceError(f"{url} does not exist: give {_FORMATS}")
+        if info.type == arrow_fs.FileType.Directory:
+            return _folder(url, filesystem, path)
+        kind = ENDINGS.get(Path(path).suffix.lower())
+        if kind == "sqlite":
+            raise SourceError(
+                f"{url}: SQLite is read on one machine: map it without --placement ray, or export "
+                "it as JSONL"
+            )
+        if kind is None:
+            raise SourceError(f"{url} is not a table of rows: give {_FORMATS}")
+        file = RowFile(path, kind, info.size)
+        with filesystem.open_input_file(path) as opened:
+            columns = _columns(opened, file, url)
+    except OSError as error:
+        raise SourceError(f"{url} cannot be read: {error.strerror or error}") from None
+    return RowFiles(url, (file,), columns, filesystem)
+
+
+def _folder(url: str, filesystem: Any, path: str) -> RowFiles:
+    import pyarrow.fs as arrow_fs
+
+    base = path.rstrip("/")
+    found = sorted(
+        (info.path, info.size)
+        for info in filesystem.get_file_info(arrow_fs.FileSelector(base, recursive=True))
+        if info.type == arrow_fs.FileType.File and "/." not in info.path[len(base) :]
+    )
+    if not found:
+        raise SourceError(f"the folder {url} has no files")
+    files = tuple(RowFile(name, "text", size) for name, size in found)
+    return RowFiles(url, files, ("file", "text"), filesystem, base)
+
+
+def _columns(file: Any, row_file: RowFile, name: str) -> tuple[str, ...]:
+    import pyarrow
+
+    match row_file.kind:
+        case "parquet":
+            import pyarrow.parquet as parquet
+
+            try:
+                return tuple(parquet.ParquetFile(file).schema_arrow.names)
+            except pyarrow.ArrowInvalid as error:
+                raise SourceError(f"{name} is not a Parquet file: {error}") from None
+        case "csv":
+            return csv_columns(_text(file), name)
+        case _:
+            return jsonl_columns(jsonl_values(_lines(file), name), name)
+
+
+def _lines(file: Any) -> io.BufferedReader:
+    return io.BufferedReader(file, 1 << 20)
+
+
+def _text(file: Any) -> io.TextIOWrapper:
+    return io.TextIOWrapper(_lines(file), newline="", encoding="utf-8-sig", errors="replace")
+
+
+# --- parts
+
+
+class RowPartition(msgspec.Struct, frozen=True):
+    """A part of the rows in the form in which it is sent to a worker."""
+
+    name: str
+    """``part-00000-000003``: number of the file, and number of the part in it."""
+    rows: bytes
+    """JSON list of the rows, in which a text is the error of a row that cannot be read; or a stream
+    of Arrow, if the file is Parquet; or a JSON list of paths, if the rows are texts."""
+    kind: str
+    """As in ``RowFile``."""
+
+    def table(self, files: RowFiles) -> RowSource:
+        """Return the rows as a table."""
+        if self.kind == "parquet":
+            import pyarrow
+
+            arrow = pyarrow.ipc.open_stream(self.rows).read_all()
+            values, schema = arrow.to_pylist(), arrow.schema
+        elif self.kind == "text":
+            values = [_text_row(files, path) for path in msgspec.json.decode(self.rows)]
+            schema = None
+        else:
+            decoded, schema = msgspec.json.decode(self.rows), None
+            values = [UnreadRow(row) if isinstance(row, str) else row for row in decoded]
+        return msgspec.structs.replace(
+            files.table, total=len(values), values=lambda: iter(values), schema=schema
+        )
+
+
+def _text_row(files: RowFiles, path: str) -> dict[str, Any] | UnreadRow:
+    name = path[len(files.base) :].lstrip("/")
+    try:
+        with files.filesystem.open_input_file(path) as file:
+            return {"file": name, "text": file.read().decode("utf-8-sig")}
+    except UnicodeDecodeError:
+        return UnreadRow(f"{name} is not text in UTF-8", {"file": name})
+    except OSError as error:
+        return UnreadRow(f"{name} cannot be read: {error.strerror or error}", {"file": name})
+
+
+def part_name(file: int, number: int) -> str:
+    return f"part-{file:05}-{number:06}"
+
+
+def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
+    """Yield the parts of an opened file. ``number`` is the number of the file in its map."""
+    if row_file.kind == "parquet":
+        yield from _arrow_parts(file, number)
+        return
+    name = Path(row_file.path).name
+    values = (
+        csv_values(_text(file), name)
+        if row_file.kind == "csv"
+        else jsonl_values(_lines(file), name)
+    )
+    chunk: list[bytes] = []
+    size, index = 0, 0
+    for value in values:
+        # The error of a row that cannot be read is a text.
+        data = _encode(value.error if isinstance(value, UnreadRow) else value)
+        chunk.append(data)
+        size += len(data)
+        if len(chunk) >= PART_ROWS or size >= PART_BYTES:
+            yield RowPartition(part_name(number, index), _json_list(chunk), row_file.kind)
+            chunk, size, index = [], 0, index + 1
+    if chunk:
+        yield RowPartition(part_name(number, index), _json_list(chunk), row_file.kind)
+
+
+def _json_list(values: Sequence[bytes]) -> bytes:
+    return b"[" + b",".join(values) + b"]"
+
+
+def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(file) as opened:
+        for index, batch in enumerate(opened.iter_batches(batch_size=PART_ROWS)):
+            sink = pyarrow.BufferOutputStream()
+            with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            yield RowPartition(part_name(number, index), sink.getvalue().to_pybytes(), "parquet")
+
+
+def text_parts(files: RowFiles) -> Iterator[RowPartition]:
+    """Yield the parts of a folder of texts. A part holds only the paths of its texts; the workers
+    read the files."""
+    paths, index = iter(files.files), 0
+    while chunk := list(islice(paths, PART_ROWS)):
+        names = _encode([file.path for file in chunk])
+        yield RowPartition(part_name(0, index), names, "text")
+        index += 1

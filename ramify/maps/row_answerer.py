@@ -1,0 +1,362 @@
+"""The two ways in which a row is answered: by a plain call or by a session. The cheapest way that
+fits the row is used.
+
+    MEANS     plain call ── session
+              one request      an ordinary run, stored under its own id
+
+To add a way, write a class here and put it in its place in ``create_row_answerers``, which goes
+from cheap to expensive. Not here: which rows are asked and in which order (``map_run.py``), and the
+rows that a provider's batch API answers (``batch_run.py``).
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.engine.answer_json import jsonable
+from ramify.engine.direct_calls import (
+    DirectCalls,
+    DirectEvent,
+    DirectFailure,
+    DirectReply,
+    DirectRequest,
+)
+from ramify.engine.limits import BudgetAmount
+from ramify.engine.question import Question
+from ramify.engine.rlm import RLM
+from ramify.engine.run_handle import Result
+from ramify.errors import RamifyError, UnknownRun, can_be_fixed
+from ramify.maps.map_journal import (
+    DirectReplyLine,
+    FailedAttempt,
+    FirstRequestLine,
+    MapJournal,
+    MapLine,
+    QuestionEnded,
+    RetryRequestLine,
+    RowRunStartedLine,
+    counts_of,
+    digest_text,
+)
+from ramify.types.message import Reply, Usage
+from ramify.types.trajectory import Stop
+
+MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
+"""Rows that have a session at once, each with its own processes."""
+
+
+class AskedRow(msgspec.Struct):
+    """A question in progress, for one row or for several that ask the same."""
+
+    row: int
+    """The first row that asks it, from 0."""
+    digest: bytes
+    question: Question
+    number: int = -1
+    """Number of the question in the journal; -1 as long as it has no line."""
+    replies: Sequence[Reply] = ()
+    """Replies that an interrupted attempt has received."""
+    run: str = ""
+    """Run that began to answer it before an interruption."""
+
+
+class RowOutcome(msgspec.Struct, frozen=True):
+    """How a question ended."""
+
+    answer: Any = None
+    """Plain value; None without an answer."""
+    error: str | None = None
+    offset: int = -1
+    """Where the journal has it; -1 if it is not finished."""
+    cause: BaseException | None = None
+    """Why it is not finished, if the map must stop: a budget, a network, a key, a full disk."""
+    cost: float = 0.0
+    """Dollars that were spent on it now."""
+    seconds: float = 0.0
+    number: int = -1
+    """Number of the question in the journal."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.offset >= 0
+
+
+class RowAnswerer(abc.ABC):
+    """A way of answering a row, such as a plain call or a session."""
+
+    name: str
+    """``plain call``, ``session``"""
+
+    @abc.abstractmethod
+    def can_answer(self, question: Question) -> bool:
+        """Return True if the question can be answered in this way."""
+
+    @abc.abstractmethod
+    async def answer(self, asked: AskedRow) -> RowOutcome:
+        """Answer the question, and record every step. A fault of the model becomes part of the
+        outcome and is never raised."""
+
+
+class DirectCallRowAnswerer(RowAnswerer):
+    """Answers a row by one direct call."""
+
+    name = "plain call"
+
+    def __init__(self, calls: DirectCalls, journal: MapJournal, question: str) -> None:
+        """``question`` is the question that is asked of every row; it is not recorded again for
+        each row."""
+        self._calls = calls
+        self._journal = journal
+        self._question = question
+        self._began = time.perf_counter()
+
+    def can_answer(self, question: Question) -> bool:
+        return self._calls.can_answer(question)
+
+    async def answer(self, asked: AskedRow) -> RowOutcome:
+        row = _DirectRow(self._journal, asked, self._question, self._began)
+        replies, spent = asked.replies, None
+        if replies:
+            spent = BudgetAmount(
+                len(replies),
+                sum(reply.usage.total_tokens for reply in replies),
+                sum(reply.cost or 0.0 for reply in replies),
+            )
+        began = time.perf_counter()
+        outcome = await self._calls.answer(asked.question, row.record, replies, spent)
+        seconds = time.perf_counter() - began
+        cause = outcome.failure
+        if outcome.stop is not Stop.FINAL and can_be_fixed(cause):
+            return RowOutcome(
+                error=outcome.error,
+                cause=cause,
+                cost=row.cost,
+                seconds=seconds,
+                number=asked.number,
+            )
+        if outcome.stop is Stop.FINAL:
+            answer = outcome.answer
+            answer = answer if type(answer) is str else jsonable(answer)
+            if row.offset >= 0:
+                return RowOutcome(
+                    answer, None, row.offset, cost=row.cost, seconds=seconds, number=asked.number
+                )
+        else:
+            answer = None
+        if not row.is_known:
+            _begin_unsent(self._journal, asked)
+        end = QuestionEnded(
+            asked.number, outcome.stop, answer, outcome.error, (), 0, None, round(seconds, 4)
+        )
+        offset = self._journal.append(MapLine(e=end))
+        return RowOutcome(
+            answer, outcome.error, offset, cost=row.cost, seconds=seconds, number=asked.number
+        )
+
+
+class _DirectRow:
+    """Records the events of one direct call."""
+
+    def __init__(self, journal: MapJournal, asked: AskedRow, question: str, began: float) -> None:
+        self.offset = -1
+        """Offset of the last reply."""
+        self.cost = 0.0
+        """Dollars of its requests now."""
+        self.is_known = bool(asked.replies)
+        """Whether the journal has its question."""
+        self._journal = journal
+        self._asked = asked
+        self._question = question
+        self._began = began
+        self._turn = len(asked.replies) - 1
+        """The last turn that was sent."""
+
+    def record(self, event: DirectEvent) -> None:
+        number = self._asked.number
+        if isinstance(event, DirectReply):
+            reply = event.reply
+            self.cost += reply.cost or 0.0
+            line = MapLine(
+                r=DirectReplyLine(
+                    number,
+                    event.turn,
+                    reply.message.content,
+                    reply.finish,
+                    counts_of(reply.usage),
+                    _rounded(reply.cost),
+                    round(reply.seconds, 4),
+                    reply.message.reasoning,
+                )
+            )
+            self.offset = self._journal.append(line)
+        elif isinstance(event, DirectRequest):
+            self._journal.append(self._request(event))
+        else:
+            self._failed(event)
+
+    def _request(self, event: DirectRequest) -> MapLine:
+        asked, most, cost = self._asked, event.most, _rounded(event.cost)
+        is_first, self._turn = event.turn > self._turn, event.turn
+        if event.turn or not is_first:
+            text = event.new[-1].content if is_first else None
+            return MapLine(
+                t=RetryRequestLine(
+                    asked.number,
+                    event.turn,
+                    text,
+                    most.input_tokens,
+                    most.output_tokens,
+                    cost,
+                )
+            )
+        question = asked.question
+        self.is_known = True
+        asked.number = number = self._journal.number_of(asked.number)
+        return MapLine(
+            q=FirstRequestLine(
+                number,
+                asked.row,
+                round(time.perf_counter() - self._began, 3),
+                digest_text(asked.digest),
+                None if question.text == self._question else question.text,
+                question.context,
+                most.input_tokens,
+                most.output_tokens,
+                cost,
+            )
+        )
+
+    def _failed(self, event: DirectFailure) -> None:
+        self.cost += event.cost or 0.0
+        counts = counts_of(event.usage) if event.usage.calls else ()
+        self._journal.append(
+            MapLine(
+                x=FailedAttempt(
+                    self._asked.number, event.turn, event.error, counts, _rounded(event.cost)
+                )
+            )
+        )
+
+
+class SessionRowAnswerer(RowAnswerer):
+    """Answers a row with a complete run of the RLM, which may open a Python session."""
+
+    name = "session"
+
+    def __init__(self, rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str) -> None:
+        self._rlm = rlm
+        self._calls = calls
+        self._journal = journal
+        self._map_id = map_id
+        self._began = time.perf_counter()
+        self._slots = asyncio.Semaphore(MAX_SESSIONS)
+
+    def can_answer(self, question: Question) -> bool:
+        return True
+
+    async def answer(self, asked: AskedRow) -> RowOutcome:
+        async with self._slots:
+            began = time.perf_counter()
+            try:
+                result = await self._result(asked)
+            except RamifyError as error:
+                if can_be_fixed(error):
+                    return RowOutcome(error=str(error), cause=error)
+                return self._ended(asked, Stop.ERROR, None, str(error), None, began)
+        if result.stop is Stop.SUSPENDED or can_be_fixed(result.failure):
+            cause = result.failure or RamifyError(result.error or "the run was suspended")
+            return RowOutcome(error=result.error, cause=cause, cost=result.cost or 0.0)
+        why = result.error or (None if result.stop is Stop.FINAL else result.reason)
+        if result.answer is None and not why:
+            why = "the model gave None as its final answer"
+        return self._ended(asked, result.stop, jsonable(result.answer), why, result, began)
+
+    async def _result(self, asked: AskedRow) -> Result:
+        question, rlm = asked.question, self._rlm
+        budget = self._calls.budget
+        if asked.run and rlm.store is not None:
+            try:
+                found = rlm.recorded(asked.run)
+                if found is not None:
+                    return found
+                return await rlm.restart(asked.run, answer_type=question.kind, budget=budget)
+            except UnknownRun:  # it was deleted, so it is asked again
+                pass
+        running = rlm.start(
+            question.text if question.context is None else question.context,
+            None if question.context is None else question.text,
+            answer_type=question.kind,
+            budget=budget,
+            metadata={"map": self._map_id, "row": asked.row},
+        )
+        # Before its first event: the run begins at the next wait of this task.
+        asked.number = number = self._journal.number_of(asked.number)
+        started = RowRunStartedLine(
+            number,
+            asked.row,
+            round(time.perf_counter() - self._began, 3),
+            digest_text(asked.digest),
+            running.id,
+        )
+        self._journal.append(MapLine(s=started))
+        return await running
+
+    def _ended(
+        self,
+        asked: AskedRow,
+        stop: Stop,
+        answer: Any,
+        error: str | None,
+        result: Result | None,
+        began: float,
+    ) -> RowOutcome:
+        usage = Usage() if result is None else result.usage
+        cost = None if result is None else result.cost
+        seconds = time.perf_counter() - began
+        counts = counts_of(usage) if usage.calls else ()
+        if result is None:
+            _begin_unsent(self._journal, asked)
+        end = QuestionEnded(
+            asked.number,
+            stop,
+            answer,
+            error,
+            counts,
+            usage.calls,
+            _rounded(cost),
+            round(seconds, 4),
+        )
+        offset = self._journal.append(MapLine(e=end))
+        return RowOutcome(
+            answer, error, offset, cost=cost or 0.0, seconds=seconds, number=asked.number
+        )
+
+
+def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
+    """Record a question that fails before anything was sent."""
+    asked.number = journal.number_of(asked.number)
+    begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_text(asked.digest), "")
+    journal.append(MapLine(s=begun))
+
+
+def create_row_answerers(
+    rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
+) -> tuple[RowAnswerer, ...]:
+    """Return the ways of answering a row, the cheapest first. The last one can answer every row."""
+    return (
+        DirectCallRowAnswerer(calls, journal, question),
+        SessionRowAnswerer(rlm, calls, journal, map_id),
+    )
+
+
+def _rounded(cost: float | None) -> float | None:
+    """Round a cost in dollars to twelve decimal places, because a sum of floats has up to
+    twenty."""
+    return None if cost is None else round(cost, 12)

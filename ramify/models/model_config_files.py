@@ -1,0 +1,140 @@
+"""Files of a checkpoint that can be read without PyTorch: its folder, its configuration as JSON,
+and whether it has a tokenizer.
+
+    folder = model_folder("Qwen/Qwen3-0.6B")      a folder, or a model in the Hugging Face cache
+    window_in(config_of(folder))                  40960
+
+A run checks them before it imports a heavy package. Not here: what the files mean to a model (see
+load.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, nearest
+from ramify.trained_policy_settings import policy_folder
+
+WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Configuration fields that may contain the context window."""
+
+
+def model_folder(path_or_name: str | Path) -> Path:
+    """Return the folder of a model, which is given as a path or as a hub name in the local cache.
+    Raises ConfigError."""
+    folder = Path(path_or_name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds adapters without their model: merge them into it first "
+            "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
+        )
+    if folder.exists():
+        policy = policy_folder(folder)
+        hint = "" if policy is None else f"; the policy of this run is {policy}"
+        raise ConfigError(f"{folder} is not a model: it has no config.json{hint}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path_or_name), local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise ConfigError(
+            f"found no folder '{path_or_name}', and no model of that name in the Hugging Face "
+            f"cache: give a folder, or download it first (hf download {path_or_name})"
+        ) from None
+    except HFValidationError:
+        raise ConfigError(
+            f"found no folder '{path_or_name}': give one with a config.json and weights"
+        ) from None
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ConfigError if a folder has no tokenizer."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist: give a folder with a tokenizer.json")
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) "
+            "first"
+        )
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the configuration in a model's folder as it is stored. Raises ConfigError if the file
+    is not a JSON object."""
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return config
+
+
+def window_in(config: Mapping[str, Any]) -> int | None:
+    """Return the maximum number of tokens of prompt and reply together; None if the configuration
+    does not say."""
+    inner = config.get("text_config")
+    for part in (inner if isinstance(inner, Mapping) else {}, config):
+        for name in WINDOWS:
+            if isinstance(part.get(name), int):
+                return int(part[name])
+    return None
+
+
+def check_model_type(config: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, with the nearest name, if transformers does not know the type of a model,
+    unless the configuration brings its own code."""
+    name = config.get("model_type")
+    known = _model_types()
+    if isinstance(name, str) and name not in known and known and "auto_map" not in config:
+        advice = nearest(name, known).partition(" known:")[0]
+        hint = f"{advice} " if advice.startswith("did you mean") else ""
+        raise ConfigError(
+            f"{where}: transformers does not know the model_type '{name}': {hint}give one of its "
+            "types, or install a newer version"
+        )
+
+
+@functools.cache
+def _model_types() -> frozenset[str]:
+    """Return the model types that the installed transformers package supports. The source text of
+    its table is read, because importing the table would import PyTorch. Empty if the table has
+    moved."""
+    spec = find_spec("transformers")
+    names: set[str] = set()
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in ("auto_mappings.py", "configuration_auto.py"):
+            path = Path(place) / "models/auto" / file
+            if path.is_file():
+                names |= _keys_of(ast.parse(path.read_text(encoding="utf-8")))
+    return frozenset(names)
+
+
+def _keys_of(module: ast.Module) -> set[str]:
+    """Return the keys of the literal ``CONFIG_MAPPING_NAMES``, which is a list of pairs or a
+    mapping."""
+    names: set[str] = set()
+    for statement in module.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if any(getattr(target, "id", "") == "CONFIG_MAPPING_NAMES" for target in targets):
+            for node in ast.walk(statement):
+                keys: Sequence[ast.expr | None] = ()
+                if isinstance(node, ast.Dict):
+                    keys = node.keys
+                elif isinstance(node, ast.Tuple):
+                    keys = node.elts[:1]
+                names |= {
+                    key.value
+                    for key in keys
+                    if isinstance(key, ast.Constant) and isinstance(key.value, str)
+                }
+    return names

@@ -1,0 +1,94 @@
+"""A plan in progress: asks its leaves through the run, and notes which of them failed.
+
+    MapLeaf ── ask(leaf, items) ──> LeafCalls.ask_all ──> answers, in order; LEAF_FAILED for some
+
+A leaf whose replies do not fit its schema fails alone. A limit of the run ends the asking: the
+steps that need no model still compute an answer from what there is. Not here: the steps
+(``asking_steps.py``, ``symbolic_steps.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.leaf_calls import LeafCalls, LeafRequest
+from ramify.errors import LimitReached, RamifyError
+from ramify.plans.leaf import Leaf, bounded_text
+from ramify.plans.text_parts import TextPart
+from ramify.types.trajectory import Stop
+
+T = TypeVar("T")
+LEAF_FAILED = object()
+"""Stands for the answer of a leaf that failed."""
+
+
+class PlanStopped(Exception):
+    """A limit of the run has been reached, and a step needs further calls."""
+
+
+class PlanLeafRunner:
+    """Asks the leaves (bounded questions to a model) of one run of a plan, and collects their
+    failures."""
+
+    def __init__(self, calls: LeafCalls) -> None:
+        self.question = calls.question.text
+        self.num_leaves = 0
+        """Leaves that were asked, or that a limit did not allow."""
+        self.failures: list[str] = []
+        """One line for each leaf that failed: what it was about, and why."""
+        self.stop: Stop | None = None
+        """Limit that has been reached."""
+        self._calls = calls
+
+    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """Run ``call(*args)`` in a thread, so that it does not block the event loop, and return its
+        result."""
+        return await asyncio.to_thread(call, *args)
+
+    async def ask(
+        self, leaf: Leaf, items: Sequence[Any], step: str, *, is_preview: bool = False
+    ) -> list[Any]:
+        """Return the answer of ``leaf`` about each item, or LEAF_FAILED. Raises PlanStopped after a
+        limit, and RamifyError if every leaf failed."""
+        if self.stop is not None and items:
+            raise PlanStopped
+        requests = self._requests(leaf, items, is_preview)
+        outcomes = await self._calls.ask_all(requests, len(items))
+        self.num_leaves += len(items)
+        answers = [
+            self._answer(leaf, item, outcome) for item, outcome in zip(items, outcomes, strict=True)
+        ]
+        is_failed = all(answer is LEAF_FAILED for answer in answers)
+        if items and is_failed and self.stop is None:
+            num = f"all {len(items):,} leaves" if len(items) > 1 else "the leaf"
+            raise RamifyError(f"{step}: {num} failed; the first: {self.failures[-len(items)]}")
+        return answers
+
+    def _requests(
+        self, leaf: Leaf, items: Sequence[Any], is_preview: bool
+    ) -> Iterator[LeafRequest]:
+        for item in items:
+            prompt = leaf.request_prompt(self.question, item, is_preview=is_preview)
+            kind, most = leaf.answer_kind(item), leaf.max_reply_tokens(item)
+            yield LeafRequest(_about(leaf, item), prompt, kind, most)
+
+    def _answer(self, leaf: Leaf, item: Any, outcome: CallOutcome) -> Any:
+        if outcome.stop is Stop.FINAL:
+            answer = outcome.answer  # of another type, it has been checked
+            return bounded_text(answer, leaf.max_bytes) if leaf.schema is None else answer
+        if isinstance(outcome.failure, LimitReached):
+            self.stop = self.stop or outcome.stop
+        self.failures.append(f"{_about(leaf, item)}: {outcome.error or outcome.stop}")
+        return LEAF_FAILED
+
+
+def _about(leaf: Leaf, item: Any) -> str:
+    """Return what a leaf call is about, for readers of the record."""
+    if isinstance(item, TextPart):
+        return f"{leaf.label}: {item.place}"
+    if isinstance(item, list):
+        return f"{leaf.label}: {len(item):,} items"
+    return leaf.label

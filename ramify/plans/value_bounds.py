@@ -1,0 +1,196 @@
+"""What is known about the values of a plan before any model is asked, and the calls that follow.
+
+    4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
+    CostSheet:               4 calls, exactly                                 1 call
+
+A step computes with a ``ValueBounds`` as it will compute with the value. So the cost of a plan is
+not a second description of it. Not here: prices (see ``plan_cost.py``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Request
+from ramify.plans.leaf import BETWEEN_BYTES, Leaf
+from ramify.plans.text_parts import TextPart, num_bytes
+from ramify.types.message import Message
+
+MAX_ITEMS = 10**15
+"""A larger number of items is not told apart."""
+
+
+class ValueBounds(msgspec.Struct, frozen=True):
+    """What is known about one value of a plan before any model is asked: bounds on its size, and
+    the value itself if no model reply decides it."""
+
+    value: Any = None
+    """The value, if ``is_known``; otherwise, for a list, the items of which some remain, or
+    None."""
+    is_known: bool = False
+    """True if no reply decides it."""
+    num: int = 1
+    """Maximum number of items, if the value is a list."""
+    is_exact: bool = True
+    """Whether there are exactly ``num`` items, if no leaf fails."""
+    item_bytes: int = 0
+    """Maximum size in bytes of one item, or of a value that is not a list."""
+    total_bytes: int = 0
+    """Maximum size in bytes of all items together."""
+    inner: int = 0
+    """For a list of lists: maximum number of items in all of them together."""
+    both: tuple[ValueBounds, ValueBounds] | None = None
+    """For a pair: the shapes of its values."""
+
+    @property
+    def size(self) -> int:
+        """Maximum size in bytes of the whole value, as text in a prompt."""
+        return self.total_bytes + self.num * BETWEEN_BYTES
+
+    def limit_items(self, num: int) -> ValueBounds:
+        """Return the shape of a list that keeps at most ``num`` of the items, if it is not known
+        which."""
+        num, total = min(num, self.num), self.total_bytes
+        if self.value is None:  # the sizes of parts also have their places
+            total = min(total, num * self.item_bytes)
+        return msgspec.structs.replace(
+            self, num=num, total_bytes=total, is_known=False, is_exact=False
+        )
+
+
+def known(value: Any) -> ValueBounds:
+    """Return the shape of a value that no model reply decides."""
+    items: Sequence[Any] = value if isinstance(value, list) else [value]
+    if isinstance(value, tuple):  # of ``both``
+        sides = known(value[0]), known(value[1])
+        total = sides[0].size + sides[1].size
+        return ValueBounds(value, True, 1, True, total, total, both=sides)
+    sizes = [_size(item) for item in items]
+    total = sum(sizes) + sum(
+        num_bytes(each.place) + 3 for each in items if isinstance(each, TextPart)
+    )
+    inner = sum(len(item) for item in items if isinstance(item, list))
+    return ValueBounds(value, True, len(items), True, max(sizes, default=0), total, inner)
+
+
+def unknown(
+    num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
+) -> ValueBounds:
+    """Return the shape of a value that depends on model replies, with upper bounds on its size:
+    ``num`` items of at most ``item_bytes`` bytes each."""
+    total = num * item_bytes if total_bytes is None else total_bytes
+    return ValueBounds(num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, TextPart):
+        return num_bytes(value.text)
+    if isinstance(value, str):
+        return num_bytes(value)
+    try:
+        return len(msgspec.json.encode(value))
+    except TypeError:  # parts in a list, or a pair of them
+        return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
+
+
+class PlanStepCalls(msgspec.Struct, frozen=True):
+    """The model calls that one step of a plan makes, with upper bounds on their tokens."""
+
+    step: str
+    """Name of the step with that of its leaf."""
+    calls: int
+    is_exact: bool
+    """Whether there are exactly that many, if no leaf fails; otherwise at most."""
+    input_tokens: int
+    """Upper bound for all calls: the bytes of their prompts."""
+    output_tokens: int
+    """Upper bound for all calls, without hidden reasoning."""
+    waves: tuple[int, ...]
+    """Calls that can run at the same time, one number for each group that waits for the one
+    before."""
+    largest_input: int
+    """Upper bound on the tokens of the longest prompt."""
+    largest_output: int
+    """Upper bound on the tokens of the longest reply, without hidden reasoning."""
+
+
+class CostSheet:
+    """Collects the model calls that the steps of a plan will make, to compute their cost."""
+
+    def __init__(self, question: str) -> None:
+        self.question = question
+        self.steps: list[PlanStepCalls] = []
+
+    def add(
+        self,
+        name: str,
+        waves: Sequence[int],
+        is_exact: bool,
+        inputs: Iterable[int],
+        outputs: Iterable[int],
+    ) -> None:
+        """Add the calls of a step. ``inputs`` and ``outputs`` are upper bounds on the tokens of
+        each call's prompt and reply."""
+        given, replied = list(inputs), list(outputs)
+        self.steps.append(
+            PlanStepCalls(
+                name,
+                sum(waves),
+                is_exact,
+                sum(given),
+                sum(replied),
+                tuple(waves),
+                max(given, default=0),
+                max(replied, default=0),
+            )
+        )
+
+    def add_bounded(
+        self, name: str, leaf: Leaf, waves: Sequence[int], is_exact: bool, total: int, largest: int
+    ) -> None:
+        """Add the calls of a step whose prompts are not known. ``total`` bounds the bytes that all
+        of them read, and ``largest`` those that one reads."""
+        num = sum(waves)
+        prompt = self.prompt_tokens(leaf)
+        self.steps.append(
+            PlanStepCalls(
+                name,
+                num,
+                is_exact,
+                num * prompt + total,
+                num * leaf.reply_tokens,
+                tuple(waves),
+                prompt + largest if num else 0,
+                leaf.reply_tokens if num else 0,
+            )
+        )
+
+    def prompt_tokens(self, leaf: Leaf) -> int:
+        """Return an upper bound on the tokens of a leaf's request without the value that it
+        reads."""
+        return self.tokens_of(leaf, "")
+
+    def tokens_of(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
+        """Return an upper bound on the tokens of the request about ``given``."""
+        text = leaf.sent(self.question, given, is_preview=is_preview)
+        kind = leaf.answer_kind(given)
+        schema = kind.enforced if kind else None
+        return Request((Message("user", text),), schema=schema).max_input_tokens()
+
+    def add_map(
+        self, name: str, leaf: Leaf, shape: ValueBounds, *, is_preview: bool = False
+    ) -> None:
+        """Add one call for each item of ``shape``."""
+        if shape.value is None and not shape.is_known:
+            largest = shape.item_bytes + BETWEEN_BYTES
+            self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)
+            return
+        inputs = [self.tokens_of(leaf, item, is_preview=is_preview) for item in shape.value]
+        outputs = [leaf.max_reply_tokens(item) for item in shape.value]
+        if shape.num < len(inputs):
+            inputs, outputs = (heapq.nlargest(shape.num, each) for each in (inputs, outputs))
+        self.add(name, (shape.num,), shape.is_exact, inputs, outputs)

@@ -1,0 +1,115 @@
+"""Lets ``tables`` and ``sql`` of a session use the tables that are values of a context.
+
+    completion(frame, …)            sql("SELECT … FROM context")
+    completion({"sales": frame}, …) sql("SELECT … FROM sales")
+
+DuckDB reads the columns in the memory file of the context, without a copy. Its process maps the
+file at the first query. A context of less than a megabyte gets such a file only then. Not here:
+tables in files (``tables.py``), and what a query may do (``duckdb_process.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ramify.sandbox.base import SharedContext, Table, anonymous_file
+from ramify.sources.base import listing
+from ramify.sources.duckdb_process import NUM_SAMPLES, query_tables
+from ramify.sources.query_process import plain
+from ramify.sources.table_descriptions import TableSource
+from ramify.sources.tables import MAX_TABLES, has_duckdb, shown_value, table_name
+
+_NAME = "context"
+"""Name in SQL of a context that is a single table."""
+
+
+class ContextSqlTables:
+    """The tables among the values of one context. ``tools`` are the functions that a session gets.
+    Call ``use`` first, to set the context that ``sql`` reads."""
+
+    def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
+        """``tables`` maps the names in SQL to tables. ``keys`` maps them to keys of the context, or
+        to None if the context itself is the table."""
+        self._keys = dict(keys)
+        self._listing = [
+            {
+                "name": name,
+                **({"key": keys[name]} if keys[name] is not None else {}),
+                "columns": table.types,
+                "rows": len(table),
+                "samples": [
+                    tuple(map(shown_value, map(plain, row))) for row in table.rows(0, NUM_SAMPLES)
+                ],
+            }
+            for name, table in tables.items()
+        ]
+        self._context: SharedContext | None = None
+        self._file = -1
+
+    @classmethod
+    def of(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
+        """Return the tables of ``context``. Returns None if it has none, if DuckDB is not
+        installed, or if ``tools`` already has an ``sql``."""
+        if isinstance(context, Table):
+            found: dict[str | None, Table] = {None: context}
+        elif type(context) is dict:
+            found = {key: each for key, each in context.items() if isinstance(each, Table)}
+        else:
+            return None
+        if not found or "sql" in tools or not has_duckdb():
+            return None
+        tables: dict[str, Table] = {}
+        keys: dict[str, str | None] = {}
+        for key, table in list(found.items())[:MAX_TABLES]:
+            taken = {name.casefold() for name in tables}
+            name = _NAME if key is None else table_name(str(key), "", taken)
+            tables[name], keys[name] = table, key
+        return cls(tables, keys)
+
+    @property
+    def tools(self) -> dict[str, Any]:
+        return {"sql": self.sql, "tables": self._listing}
+
+    def manifest(self) -> str:
+        """Return a line for the prompt that says which tables ``sql`` can query."""
+        names = [
+            name if self._keys[name] is None else f"{name} (context[{self._keys[name]!r}])"
+            for name in self._keys
+        ]
+        return (
+            f"Tables for sql(), in DuckDB's dialect: {listing(names)}; `tables` lists their "
+            "columns, rows and samples"
+        )
+
+    def use(self, context: SharedContext) -> None:
+        """Set the context whose tables ``sql`` queries."""
+        self._context = context
+
+    def sql(self, query: str, params: Any = ()) -> list[tuple[Any, ...]]:
+        """Run one SELECT over the tables and return its rows as a list of tuples.
+
+        params: values for ? or named placeholders in the query."""
+        if not isinstance(query, str) or not query.strip():
+            raise ValueError("sql: the query is empty: give one SELECT")
+        assert self._context is not None, "a session over the context exists"
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor(self._context)}"
+        sources = [
+            TableSource(name, path, "context", "" if key is None else key)
+            for name, key in self._keys.items()
+        ]
+        return query_tables(sources, query, params)
+
+    def _descriptor(self, context: SharedContext) -> int:
+        """Return a descriptor of a file that contains the encoded context."""
+        if context.fd is not None:
+            return context.fd
+        if self._file < 0:
+            self._file = anonymous_file("ramify-tables")
+            os.write(self._file, context.buffer())
+        return self._file
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", -1) >= 0:
+            os.close(self._file)

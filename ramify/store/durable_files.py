@@ -1,0 +1,483 @@
+"""Private folders and files; writes that are complete or raise an error that names the file; one
+thread per store that flushes written files, so that no event loop waits for the disk; large values
+by content; and the space that a store uses and keeps free.
+
+    append ── flush(file) ──▶ due {file: owner} ──▶ thread: one fsync for all requests so far
+    close  ── settle(owner): runs what is due, and waits for what is in progress
+
+    blobs/ab/abcd…            the bytes whose SHA-256 is ``abcd…``, once: written to a separate file
+                              and renamed into place, so a reader sees all of it or nothing
+
+Not here: which blobs are still needed (see ``prune.py``) and what the bytes mean (the caller
+decides).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ramify.errors import ConfigError, StoreError
+from ramify.logging import ComponentLogger
+
+_log = ComponentLogger("store")
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+EVALUATIONS = "evaluations"
+"""Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
+MATRIX = ".matrix"
+"""Ending of the file of a matrix in that folder. Names of its evaluations begin with its name;
+``evaluate/matrix.py`` writes it."""
+TOKENIZED = "tokenized"
+"""Folder of a store with token ids of its conversations; ``train/data/stored_tokens.py`` writes
+it."""
+Bytes = bytes | bytearray | memoryview
+Fsync = Callable[[int], object]
+"""``os.fsync``, or a test's substitute."""
+
+
+def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
+    """Create the folder ``path`` and its missing parents, accessible by their owner alone. With
+    ``fsync``, their names are flushed to disk."""
+    if path.is_dir():
+        return path
+    if path.parent != path:
+        make_folder(path.parent, fsync)
+    try:
+        path.mkdir(FOLDER_MODE, exist_ok=True)
+        if fsync is not None:
+            sync_folder(path.parent, fsync)
+    except OSError as error:
+        kind = StoreError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+        raise kind(
+            f"cannot create the folder {path}: {error.strerror}; set RAMIFY_HOME to a writable one"
+        ) from error
+    return path
+
+
+def write_all(fd: int, data: Bytes, path: Path) -> None:
+    """Write all of ``data``, in a single ``write()`` if the system accepts it. Raises StoreError,
+    which names ``path``."""
+    try:
+        written = os.write(fd, data) if data else 0
+        if written < len(data):
+            rest = memoryview(data)[written:]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}; free some space, or set RAMIFY_HOME"
+        ) from error
+
+
+def sync_folder(path: Path, fsync: Fsync) -> None:
+    """Flush the names of the files in the folder ``path`` to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fsync(fd)
+    finally:
+        os.close(fd)
+
+
+RESERVE_BYTES = 4 << 20
+"""Space that a store keeps free on its disk, so that the replies that arrive after the disk is full
+can still be written."""
+_RESERVE = "ramify.reserve"
+
+
+def keep_reserve(root: Path) -> None:
+    """Reserve space on the disk of the store at ``root``, if there is enough. Replies that arrive
+    when the disk is full are written there."""
+    path = root / _RESERVE
+    if reserve_bytes(root) >= RESERVE_BYTES:
+        return
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, FILE_MODE)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, RESERVE_BYTES)
+        finally:
+            os.close(fd)
+    except OSError:  # the disk is nearly full: an empty file would pass for a reserve
+        release_reserve(root)
+
+
+def reserve_bytes(root: Path) -> int:
+    """Return the size in bytes of the file that keeps space free for the store at ``root``; 0 if
+    there is none."""
+    try:
+        return (root / _RESERVE).stat().st_size
+    except OSError:
+        return 0
+
+
+def release_reserve(root: Path) -> bool:
+    """Free the reserve of the store at ``root``. Returns False if there is none."""
+    try:
+        (root / _RESERVE).unlink()
+    except OSError:
+        return False
+    return True
+
+
+DEFAULT_MAX_BYTES = 20 << 30
+"""Size above which a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another limit."""
+_STALE_S = 3600.0
+"""Age after which a measurement of the store's size is repeated."""
+
+
+class _Size(msgspec.Struct):
+    """A measurement of the store's size."""
+
+    num_bytes: int
+    at: float
+
+
+class StoreSize:
+    """The size of one store."""
+
+    def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
+        """``now`` returns the Unix time."""
+        self._root = root
+        self._now = now
+        self._warned = False
+
+    def measure(self) -> int:
+        """Total size in bytes of the root folder, cached for ``warn_if_full``."""
+        total = sum(_walk(self._root)) - reserve_bytes(self._root)
+        data = msgspec.json.encode(_Size(total, self._now()))
+        try:
+            fd = os.open(
+                self._root / "size.json",
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+                FILE_MODE,
+            )
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+        except OSError:
+            pass  # it is only a cache: the next call measures again
+        return total
+
+    def warn_if_full(self) -> None:
+        """Warn, once per store object, if the store exceeds its size limit. Measures at most once
+        an hour."""
+        if self._warned:
+            return
+        size = self._remembered()
+        cap = max_store_bytes()
+        if size > cap:
+            self._warned = True
+            _log.warn(
+                f"the store {self._root} holds {size / 1e9:.1f} GB, more than its limit of "
+                f"{cap / 1e9:.1f} GB: prune old runs, or set RAMIFY_STORE_MAX_BYTES",
+                stacklevel=4,
+            )
+
+    def _remembered(self) -> int:
+        try:
+            size = msgspec.json.decode((self._root / "size.json").read_bytes(), type=_Size)
+        except (OSError, msgspec.DecodeError):
+            return self.measure()
+        return size.num_bytes if abs(self._now() - size.at) < _STALE_S else self.measure()
+
+
+def max_store_bytes() -> int:
+    """The size limit from the environment, or the default. Raises ConfigError."""
+    text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
+    if not text:
+        return DEFAULT_MAX_BYTES
+    try:
+        return int(float(text))
+    except ValueError:
+        raise ConfigError(
+            f"RAMIFY_STORE_MAX_BYTES is {text!r}: give a number of bytes, such as 20e9"
+        ) from None
+
+
+def _walk(folder: Path) -> Iterator[int]:
+    for entry in os.scandir(folder):
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            else:
+                yield entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue
+
+
+def remove_file(path: Path) -> int:
+    """Delete a file and return the bytes freed; 0 if it did not exist."""
+    try:
+        size = path.stat().st_size
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StoreError(f"cannot delete {path}: {error.strerror}") from error
+    return size
+
+
+IDLE_S = 2.0
+"""Seconds without work after which the thread ends."""
+_REST_S = 0.05
+"""Seconds after a flush until the next one, unless other files are due. Without it, a file that
+gets a thousand lines per second is flushed as often, which takes more CPU time than writing
+them."""
+
+
+File = int | Path
+"""An open descriptor, or a file or folder to open when it is flushed, so that waiting files hold no
+descriptors. The flush of a folder makes the names in it last."""
+
+
+class FlushErrorHandler(Protocol):
+    """Owner of flushed files, which is notified of errors."""
+
+    def flush_failed(self, error: OSError) -> None:
+        """Handle a failed flush, after which the written bytes may not be on disk."""
+        ...
+
+
+class FsyncFlusher:
+    """``fsync`` in a background thread; several requests for one file become one."""
+
+    def __init__(self, fsync: Fsync = os.fsync) -> None:
+        self.fsync = fsync
+        self._turn = threading.Condition()
+        self._due: dict[File, FlushErrorHandler] = {}
+        self._busy: File | None = None
+        self._busy_owner: FlushErrorHandler | None = None
+        self._running = False
+        self._is_waiting = False
+        """Whether the thread waits for work."""
+
+    def flush(self, file: File, owner: FlushErrorHandler) -> None:
+        """Queue ``file`` for a flush, and return at once."""
+        with self._turn:
+            self._due[file] = owner
+            if self._running:
+                if self._is_waiting:
+                    self._turn.notify_all()
+                return
+            self._running = True
+        try:
+            threading.Thread(target=self._run, name="ramify-flusher", daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down: ``settle`` does the work
+            self._running = False
+
+    def settle(self, owner: FlushErrorHandler) -> None:
+        """Return once no file of ``owner`` is due or in progress."""
+        with self._turn:
+            mine = [file for file, other in self._due.items() if other is owner]
+            for file in mine:
+                del self._due[file]
+            while self._busy_owner is owner:
+                self._turn.wait()
+        for file in mine:
+            self._sync(file, owner)
+
+    def _run(self) -> None:
+        while self._next():
+            file, owner = self._busy, self._busy_owner
+            assert file is not None
+            assert owner is not None
+            self._sync(file, owner)
+            with self._turn:
+                self._busy = self._busy_owner = None
+                self._turn.notify_all()
+                has_others = bool(self._due.keys() - {file})
+            if not has_others:
+                time.sleep(_REST_S)
+
+    def _next(self) -> bool:
+        """Take the oldest due file; False after ``IDLE_S`` without one, which ends the thread."""
+        with self._turn:
+            self._is_waiting = True
+            has_work = self._turn.wait_for(lambda: bool(self._due), IDLE_S)
+            self._is_waiting = False
+            if not has_work:
+                self._running = False
+                return False
+            self._busy = next(iter(self._due))
+            self._busy_owner = self._due.pop(self._busy)
+            return True
+
+    def _sync(self, file: File, owner: FlushErrorHandler) -> None:
+        try:
+            if isinstance(file, int):
+                self.fsync(file)
+                return
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                self.fsync(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return  # deleted meanwhile: nothing to flush
+        except OSError as error:
+            owner.flush_failed(error)
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class BlobStore:
+    """The blobs of one store. Safe for several threads and processes at once."""
+
+    def __init__(self, root: Path, flusher: FsyncFlusher) -> None:
+        self.root = root
+        self._flusher = flusher
+
+    def path(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise StoreError(f"{digest!r} is not a blob's name: expected 64 hexadecimal digits")
+        return self.root / digest[:2] / digest
+
+    def put(self, data: Bytes, digest: str | None = None) -> str:
+        """Store ``data`` and return its digest. Pass ``digest`` to skip the hashing if it is
+        known."""
+        import hashlib
+
+        data = memoryview(data).cast("B")
+        digest = digest or hashlib.sha256(data).hexdigest()
+        path = self.path(digest)
+        make_folder(path.parent, self._flusher.fsync)
+        with self._hold(fcntl.LOCK_SH):
+            if _refresh(path, len(data)):
+                return digest
+        temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{os.urandom(6).hex()}")
+        try:
+            _write(temporary, data)
+            _rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._flusher.flush(path, self)
+        self._flusher.flush(path.parent, self)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """Return the bytes with this digest, which are checked against it."""
+        import hashlib
+
+        with self.map(digest) as view:
+            data = bytes(view)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise StoreError(
+                f"blob {self.path(digest)} is damaged: its bytes do not have the digest that names "
+                "it"
+            )
+        return data
+
+    @contextmanager
+    def map(self, digest: str) -> Iterator[memoryview]:
+        """The bytes as a read-only view of the file, without a copy or verification."""
+        path = self.path(digest)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise StoreError(
+                f"blob {digest} is not in {self.root}: deleted, or from another store"
+            ) from None
+        except OSError as error:
+            raise StoreError(f"cannot read the blob {path}: {error.strerror}") from error
+        try:
+            if os.fstat(fd).st_size == 0:
+                yield memoryview(b"")
+                return
+            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                yield view
+        finally:
+            os.close(fd)
+
+    def flush_failed(self, error: OSError) -> None:
+        """Ignore the error. A blob that did not reach the disk is found damaged when it is read,
+        and its run can still be shown."""
+
+    def __contains__(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def list(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Every file, including those that a killed writer left behind (their names begin with a
+        dot)."""
+        if not self.root.is_dir():
+            return
+        for folder in os.scandir(self.root):
+            if folder.is_dir(follow_symlinks=False):
+                for entry in os.scandir(folder.path):
+                    try:
+                        yield Path(entry.path), entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+
+    def delete(self, digest: str, spare_after: float) -> int:
+        """Delete the blob unless it was put again after ``spare_after`` (Unix time); returns the
+        bytes freed."""
+        path = self.path(digest)
+        with self._hold(fcntl.LOCK_EX):
+            try:
+                stat = path.stat()
+                if stat.st_mtime > spare_after:
+                    return 0
+                path.unlink()
+            except FileNotFoundError:
+                return 0
+            return stat.st_size
+
+    @contextmanager
+    def _hold(self, how: int) -> Iterator[None]:
+        """Lock that separates "it exists, so I do not write it" from "it is not needed, so I delete
+        it"."""
+        lock = self.root / ".lock"
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT, FILE_MODE)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {lock}: {error.strerror}; free some space, or set RAMIFY_HOME"
+            ) from error
+        try:
+            fcntl.flock(fd, how)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _refresh(path: Path, size: int) -> bool:
+    """Whether the complete blob exists; if so, its time is renewed as if it had just been put."""
+    try:
+        if path.stat().st_size != size:
+            return False
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _write(path: Path, data: memoryview) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+    except OSError as error:
+        raise StoreError(f"cannot write the blob {path}: {error.strerror}") from error
+    try:
+        write_all(fd, data, path)
+    finally:
+        os.close(fd)
+
+
+def _rename(path: Path, to: Path) -> None:
+    try:
+        os.replace(path, to)
+    except OSError as error:
+        raise StoreError(f"cannot write the blob {to}: {error.strerror}") from error

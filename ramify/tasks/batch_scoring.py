@@ -1,0 +1,87 @@
+"""Scores the rollouts of a whole step together, for rewards that are called once per step.
+
+    rollouts that await their score ──> task.score_step, once ──> one score each
+
+A task may score its rollouts one by one (``Task.score``), as they end, or all rollouts of a step
+with one call. In the second case a rollout that has ended gives up its session and its slot before
+it is scored. This file decides what an error means: one of the whole call concerns every rollout,
+and one in place of a score concerns that rollout only. Not here: which rollouts a step has (see
+``train/rollouts/group_queue.py``), and the time limit (see ``score_with_timeout.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from ramify.errors import RamifyError, raised_at
+from ramify.tasks.base import Item, Score, Task, store_score
+from ramify.tasks.score_with_timeout import call_in_time
+from ramify.types.trajectory import Trajectory
+
+EndedRollout = tuple[Item, Trajectory]
+"""A rollout without rewards, and its item."""
+
+
+@runtime_checkable
+class BatchScoredTask(Protocol):
+    """Interface of a task that can score all rollouts of a step with one call. It is a ``Task``
+    with two more methods.
+
+    Example:
+        def is_scored_by_step(self, item): return True
+        def score_step(self, rollouts): return [Score({"correct": 1.0}) for _ in rollouts]
+    """
+
+    def is_scored_by_step(self, item: Item) -> bool:
+        """Return True if rollouts of ``item`` wait for the others of their step."""
+        ...
+
+    def score_step(self, rollouts: Sequence[EndedRollout]) -> Sequence[Score | RamifyError]:
+        """Return the score of each rollout, in order, or the reason why it has none."""
+        ...
+
+
+def is_scored_by_step(task: Task, item: Item) -> bool:
+    """Return True if rollouts of ``item`` are scored together with the others of their step."""
+    return isinstance(task, BatchScoredTask) and task.is_scored_by_step(item)
+
+
+def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
+    """Score the rollouts of a step with one call of the task. Returns for each rollout its score,
+    or the error that explains why it has no score."""
+    assert isinstance(task, BatchScoredTask)
+    where = f"task '{task.name}': its score of {len(rollouts)} rollouts"
+    try:
+        scores = list(task.score_step(rollouts))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- it becomes each rollout's error
+        failed = f": {error}" if isinstance(error, RamifyError) else f" raised {error!r}"
+        return [RamifyError(f"{where}{failed}{raised_at(error)}")] * len(rollouts)
+    if len(scores) != len(rollouts):
+        return [RamifyError(f"{where} returned {len(scores)} scores")] * len(rollouts)
+    return scores
+
+
+def score_step_in_time(
+    task: Task, rollouts: Sequence[EndedRollout], timeout_s: float
+) -> list[RamifyError | None]:
+    """Score the rollouts of a step, and store the rewards and metrics of each in its trajectory.
+
+    Returns for each rollout the error that explains why it has no score, or None if it has one. The
+    task may take ``timeout_s`` seconds for all rollouts together.
+    """
+    what = f"task '{task.name}': its score of {len(rollouts)} rollouts"
+    try:
+        scores = call_in_time(lambda: step_scores(task, rollouts), what, timeout_s)
+    except RamifyError as error:
+        return [error] * len(rollouts)
+    errors: list[RamifyError | None] = []
+    for (item, trajectory), score in zip(rollouts, scores, strict=True):
+        problem = score if isinstance(score, RamifyError) else None
+        if not isinstance(score, RamifyError):
+            try:
+                store_score(f"task '{task.name}', item {item.id}", trajectory, score)
+            except RamifyError as error:
+                problem = error
+        errors.append(problem)
+    return errors

@@ -1,0 +1,458 @@
+"""Demonstrator of ledger questions: it answers as a person with partial knowledge would, with one
+reply of code after another.
+
+    print(context[:70])                            look at the format first
+    R=[l.split(',') for l in context.splitlines()[1:]]           one document: parse, ask, show
+    r=sum(int(q) for u,l,q in R if l=='red')
+    print(r)
+    FINAL(r)
+
+    P=context[4:].split('\\n###\\n')                several documents: one child for each, then
+                                                    combine
+    A=rlm_query_batched(["sum qty of 'red'"]*len(P),P)
+    r=sum(A)
+    print(r)
+
+``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as right, independent of
+the context. A policy that imitates it learns every skill, and has yet to learn when to use which.
+Replies are code in the form of the scaffold ``tiny``. ``LedgerDemonstrator`` runs them with the
+engine. ``play`` runs them without a session, in this process, thousands of cells per second:
+
+    play(item, NOISY, 0, texts_of(SCAFFOLDS["tiny"]))
+        ->  [root's conversation, first child's, …]
+
+The code is written by this package and the contexts are generated, so no sandbox is needed. The
+first message of each call and the reports of its cells are the engine's, which are passed as
+``DemonstrationPromptFormat``; conversations are equal to those of the engine (a test compares
+them). Not here: what the demonstrator does not use (echoes, tools, limits, failing children).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Price, Request
+from ramify.errors import RamifyError, Refused
+from ramify.tasks.base import DemonstrationPromptFormat, Item
+from ramify.tasks.ledger.ledger_rows import (
+    COMBINED,
+    KINDS,
+    KNOWN_FORMATS,
+    Kind,
+    LedgerRowTextFormat,
+    Row,
+    solve,
+)
+from ramify.tasks.ledger.task import MARKS, LedgerQuestion, documents_of
+from ramify.tasks.scoring import exact
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Cell
+
+LOOK = "print(context[:70])"
+GIVE_UP, ANSWER = "FINAL('none')", "FINAL(r)"
+NAMES_OF = ("u", "l", "q")
+"""Names of the fields in a demonstration's code."""
+_RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
+
+
+class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
+    """Habits of the demonstrator. All values are shares of the calls to which they apply."""
+
+    looks: float = 1.0
+    """Looks at the context first. Otherwise it guesses the format and the separator of
+    documents."""
+    knows_header: float = 1.0
+    """Skips the first line exactly if it is a header. Otherwise it decides at random."""
+    mistakes: Mapping[Kind, float] = {}
+    """Asks in a wrong way: counts the label in the whole text, omits the filter, compares numbers
+    as text, or takes the first value instead of the latest."""
+    repairs: float = 1.0
+    """After an error, looks again or changes whether it skips a header. Otherwise it gives up."""
+    recurses: float = 1.0
+    """Gives each of several documents to a child."""
+    delegates_whole: float = 0.0
+    """Gives all documents to one child. Otherwise it parses them as if they were one document."""
+    asks_children_wrong: float = 0.0
+    """Asks children a question of another kind."""
+    combines_wrong: float = 0.0
+    """Adds if the maximum is asked, and takes the maximum if the sum is asked."""
+
+
+EXPERT = LedgerDemonstratorHabits()
+NOISY = LedgerDemonstratorHabits(
+    looks=0.6,
+    knows_header=0.0,
+    mistakes=dict.fromkeys(KINDS, 0.5),
+    repairs=0.5,
+    recurses=0.6,
+    delegates_whole=0.1,
+    asks_children_wrong=0.2,
+    combines_wrong=0.25,
+)
+
+
+class CallScene(msgspec.Struct, frozen=True):
+    """Situation of one call: its question, the formats of the documents in its context, and the
+    separator of documents."""
+
+    asked: LedgerQuestion
+    formats: tuple[LedgerRowTextFormat, ...]
+    mark: str = ""
+    """Empty if the call treats its context as one document in the first format."""
+
+
+def scene_of(item: Item) -> CallScene:
+    """Return the situation of the root call of ``item``: its question, and the formats and the
+    separator of the documents in its context."""
+    asked = LedgerQuestion.read(item.question)
+    assert asked is not None, item.question
+    mark = item.metadata["mark"]
+    return CallScene(asked, tuple(document.format for document in documents_of(item)), mark)
+
+
+class DemonstratedCall:
+    """One call of a demonstration, reply by reply."""
+
+    def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
+        """All random choices depend on ``seed`` only: the same scene, habits and seed give the same
+        replies."""
+        self._scene = scene
+        self._habits = habits
+        self._rng = random.Random(seed)
+        self._has_looked = self._does(habits.looks)
+        self._format = scene.formats[0] if self._has_looked else self._rng.choice(KNOWN_FORMATS)
+        self._mark = scene.mark if self._has_looked else self._rng.choice(MARKS)
+        self._strategy = self._choose_strategy()
+        self._child_asked = self._choose_child_question()
+        self._has_raised = False
+        self._replies = self._go()
+
+    @property
+    def children(self) -> list[CallScene]:
+        """Situations of the call's children in order of issue."""
+        scene = self._scene
+        if self._strategy == "recurse" and self._mark == scene.mark:
+            return [CallScene(self._child_asked, (form,)) for form in scene.formats]
+        return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
+
+    def reply(self, observation: str | None) -> str:
+        """Return the next reply to ``observation`` (None for the first reply). Raises StopIteration
+        after the answer."""
+        self._has_raised = observation is not None and bool(_RAISED.search(observation))
+        return next(self._replies)
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def _does(self, share: float) -> bool:
+        return self._rng.random() < share
+
+    def _choose_strategy(self) -> str:
+        if not self._scene.mark:
+            return "direct"
+        drawn = self._rng.random() - self._habits.recurses
+        return (
+            "recurse"
+            if drawn < 0
+            else "whole"
+            if drawn < self._habits.delegates_whole
+            else "direct"
+        )
+
+    def _choose_child_question(self) -> LedgerQuestion:
+        asked = self._scene.asked
+        other = [kind for kind in COMBINED if kind != asked.kind]
+        kind = (
+            self._rng.choice(other) if self._does(self._habits.asks_children_wrong) else asked.kind
+        )
+        return LedgerQuestion(kind, asked.about)
+
+    # --- replies ----------------------------------------------------------------------------------
+
+    def _go(self) -> Iterator[str]:
+        if self._has_looked:
+            yield LOOK
+        if self._strategy == "direct":
+            yield from self._work_it_out()
+        elif self._strategy == "whole":
+            yield f'r=rlm_query("{self._child_asked.text}",context)\nprint(r)'
+        else:
+            yield from self._ask_children()
+        yield GIVE_UP if self._has_raised else ANSWER
+
+    def _work_it_out(self) -> Iterator[str]:
+        skips = self._format.header if self._does(self._habits.knows_header) else self._does(0.5)
+        mistaken = self._does(self._habits.mistakes.get(self._scene.asked.kind, 0.0))
+        yield self._parse(skips, mistaken)
+        if self._has_raised and self._does(self._habits.repairs):
+            if self._has_looked:
+                skips = not skips
+            else:
+                yield LOOK
+                self._format = self._scene.formats[0]
+            yield self._parse(skips, mistaken)
+
+    def _parse(self, skips: bool, mistaken: bool) -> str:
+        rest = "[1:]" if skips else ""
+        rows = f"R=[l.split('{self._format.separator}') for l in context.splitlines(){rest}]"
+        return f"{rows}\nr={_asking(self._scene.asked, self._format, mistaken)}\nprint(r)"
+
+    def _ask_children(self) -> Iterator[str]:
+        right = "max" if self._scene.asked.kind == "max" else "sum"
+        put_together = (
+            {"max": "sum", "sum": "max"}[right]
+            if self._does(self._habits.combines_wrong)
+            else right
+        )
+        question = f'"{self._child_asked.text}"'
+        parts = f"P=context[4:].split('\\n{self._mark}\\n')"
+        yield f"{parts}\nA=rlm_query_batched([{question}]*len(P),P)\nr={put_together}(A)\nprint(r)"
+        if self._has_raised and self._does(self._habits.repairs):
+            yield f"r={put_together}(int(a) for a in A)\nprint(r)"
+
+
+def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
+    """Return the expression of Python code that answers the question from the parsed rows, which
+    are in the variable ``R``. The names of the columns are at the same place for all kinds of
+    questions, so that a policy learns to read a format once and not for each kind."""
+    rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
+    label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
+    number = "q" if mistaken else "int(q)"
+    match asked.kind:
+        case "count":
+            return f"context.count('{asked.about}')" if mistaken else f"sum(1 {rows} {label})"
+        case "sum":
+            return f"sum(int(q) {rows})" if mistaken else f"sum(int(q) {rows} {label})"
+        case "max":
+            return f"max({number} {rows} {label})"
+        case "top":
+            return f"max(({number},u) {rows})[1]"
+        case "latest":
+            return f"[q {rows} {user}][{'0' if mistaken else '-1'}]"
+
+
+# --- through the engine ---------------------------------------------------------------------------
+
+
+class LedgerDemonstrator:
+    """``Client`` that demonstrates ``item`` to the engine with the scaffold ``tiny``, one run at a
+    time."""
+
+    window = 1 << 20
+    price: Price | None = None
+
+    def __init__(
+        self, item: Item, habits: LedgerDemonstratorHabits = EXPERT, seed: int = 0
+    ) -> None:
+        self.name = "demonstrator:ledger"
+        self._item = item
+        self._habits = habits
+        self._seed = seed
+        self._calls = {"0": DemonstratedCall(scene_of(item), habits, seed_of(item, seed, "0"))}
+
+    async def complete(self, request: Request) -> Reply:
+        call = self._call(request.affinity)
+        last = request.messages[-1]
+        try:
+            code = call.reply(None if len(request.messages) == 1 else last.content)
+        except StopIteration:
+            raise Refused(
+                f"{self.name}: call {request.affinity} has answered; it gives no further replies"
+            ) from None
+        return Reply(Message("assistant", code), Usage(len(last.content), len(code), calls=1))
+
+    async def close(self) -> None:
+        """Do nothing: the client holds no resources."""
+
+    def _call(self, id: str) -> DemonstratedCall:
+        if id not in self._calls:
+            parent, _, number = id.rpartition(".")
+            scene = self._call(parent).children[int(number)]
+            self._calls[id] = DemonstratedCall(
+                scene, self._habits, seed_of(self._item, self._seed, id)
+            )
+        return self._calls[id]
+
+
+def seed_of(item: Item, seed: int, call: str) -> str:
+    """Return the random seed of one call."""
+    return f"{seed}/{item.id}/{call}"
+
+
+class LedgerDemonstration(msgspec.Struct, frozen=True):
+    """Conversation of one call in a demonstration."""
+
+    item: str
+    """Id of the item."""
+    call: str
+    """Id of the call in the engine's form."""
+    messages: tuple[Message, ...]
+    """First message, reply, observation, reply, … up to the reply with the answer."""
+    answer: Any
+    correct: bool
+    """True if the answer is right for this call's own question; False also if that is unknown."""
+
+
+def play(
+    item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
+) -> list[LedgerDemonstration]:
+    """Return the calls of one demonstration, the root first."""
+    return _Play(item, habits, seed, texts).run()
+
+
+def demonstrations(
+    items: Iterable[Item],
+    habits: LedgerDemonstratorHabits,
+    seed: int,
+    texts: DemonstrationPromptFormat,
+) -> Iterator[list[LedgerDemonstration]]:
+    """Yield one demonstration for each item."""
+    items = iter(items)
+    while True:
+        with _no_collection():
+            item = next(items, None)
+            if item is None:
+                return
+            conversations = play(item, habits, seed, texts)
+        yield conversations
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Switch Python's cyclic garbage collector off. A long context has hundreds of thousands of
+    rows, and creating them would make the collector scan the whole process many times."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _FinalCalled(Exception):
+    """Ends a cell at FINAL. (The engine would continue the cell, but the demonstrator's cells end
+    with it.)"""
+
+
+class _Play:
+    """One demonstration that is being played: its item, habits, and conversations so far."""
+
+    def __init__(
+        self,
+        item: Item,
+        habits: LedgerDemonstratorHabits,
+        seed: int,
+        texts: DemonstrationPromptFormat,
+    ) -> None:
+        self._item = item
+        self._habits = habits
+        self._seed = seed
+        self._texts = texts
+        self._conversations: list[LedgerDemonstration] = []
+        documents = documents_of(item)
+        self._rows = {item.context[each.start : each.end]: [each] for each in documents} | {
+            item.context: documents
+        }
+
+    def run(self) -> list[LedgerDemonstration]:
+        self._call("0", scene_of(self._item), self._item.question, self._item.context)
+        return sorted(self._conversations, key=lambda each: each.call)
+
+    def _call(self, id: str, scene: CallScene, question: str, context: str) -> Any:
+        call = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, id))
+        session = _Namespace(context, self._children(id, call, context))
+        messages = [Message("user", self._texts.first_message(question, context))]
+        observation = None
+        while True:
+            code = call.reply(observation)
+            messages.append(Message("assistant", code))
+            cell = session.run(code)
+            if session.answer is not None:
+                break
+            observation = self._texts.report(cell)
+            messages.append(Message("user", observation))
+        correct = self._is_right(question, context, session.answer)
+        self._conversations.append(
+            LedgerDemonstration(self._item.id, id, tuple(messages), session.answer, correct)
+        )
+        return session.answer
+
+    def _children(self, id: str, call: DemonstratedCall, context: str) -> Any:
+        """Return the function ``rlm_query_batched`` of one call."""
+
+        def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:
+            scenes = call.children
+            if [scene.asked.text for scene in scenes] != prompts:
+                raise RamifyError(
+                    f"item {self._item.id}, call {id}: the code asks {prompts}, which does not "
+                    f"match its {len(scenes)} known scenes"
+                )
+            return [
+                self._call(f"{id}.{index}", scene, prompt, part)
+                for index, (scene, prompt, part) in enumerate(
+                    zip(scenes, prompts, contexts, strict=True)
+                )
+            ]
+
+        return rlm_query_batched
+
+    def _is_right(self, question: str, context: str, answer: Any) -> bool:
+        if context is self._item.context and question == self._item.question:
+            return exact(answer, self._item) == 1.0
+        asked, documents = LedgerQuestion.read(question), self._rows.get(context)
+        if asked is None or documents is None:
+            return False
+        rows: list[Row] = [
+            row for document in documents for row in document.rows(self._item.context)
+        ]
+        return exact(answer, Item(question, gold=solve(rows, asked.kind, asked.about))) == 1.0
+
+
+@functools.lru_cache(4096)
+def _compiled(code: str) -> CodeType:
+    return compile(code, "<demonstration>", "exec")
+
+
+class _Namespace:
+    """The part of a session that the demonstrator's code needs."""
+
+    def __init__(self, context: str, rlm_query_batched: Any) -> None:
+        self.answer: Any = None
+        self._printed: list[str] = []
+        self._names: dict[str, Any] = {
+            "context": context,
+            "print": self._print,
+            "FINAL": self._final,
+            "rlm_query_batched": rlm_query_batched,
+            "rlm_query": lambda prompt, part: rlm_query_batched([prompt], [part])[0],
+        }
+
+    def run(self, code: str) -> Cell:
+        self._printed = []
+        error = None
+        try:
+            exec(_compiled(code), self._names)
+        except _FinalCalled:
+            pass
+        except RamifyError:
+            raise
+        except Exception as raised:  # noqa: BLE001 -- formatted as in a session
+            error = "".join(traceback.format_exception_only(raised))
+        return Cell(code, "".join(self._printed), None, error)
+
+    def _print(self, *values: object) -> None:
+        self._printed.append(" ".join(map(str, values)) + "\n")
+
+    def _final(self, value: Any) -> None:
+        self.answer = value
+        raise _FinalCalled

@@ -1,0 +1,140 @@
+"""How the leaves of ready plans ask a model, and the form in which it must reply.
+
+    plan        leaf        what it reads              reply
+    aggregate   value       numbered records           JSON: one value for each record
+                answer      counts                     a text
+    pairwise    facts       numbered records           JSON: key and value for each record
+                sides       counts of key and value    JSON: key and side of each key
+    summarise   summarise   a passage                  a text
+                merge       summaries                  a text
+    search      passage     a passage                  JSON: found, answer and certainty
+
+A form is recognized by the prompt of the leaf, which is taken from the ready plan itself. Only the
+request is read. Decides what a leaf is asked, and how a value is written. Not here: what is right,
+which the suites say, and how often a reply is (``offline.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.plans import ready_plans
+from ramify.plans.leaf import QUESTION
+
+_SCHEMA = "The answer must be a value of this JSON schema:\n"
+_ALONE = " Reply with the JSON value alone."
+_RECORD = re.compile(r"^\d+: (.*)$", re.MULTILINE)
+_PLACE = re.compile(r"\A\[[^\n]*\]\n")
+_BETWEEN = "\n\n---\n\n"
+_SHARE_WRONG = 20
+"""A wrong reply has one wrong value, and a further one for so many records."""
+
+
+class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
+    """The request of a leaf of a ready plan."""
+
+    kind: str
+    """``value``, ``answer``, ``facts``, ``sides``, ``summarise``, ``merge`` or ``passage``."""
+    question: str
+    """The user's question."""
+    text: str
+    """What the leaf reads, without the name of its place."""
+
+    @property
+    def records(self) -> list[str]:
+        """The numbered records."""
+        return _RECORD.findall(self.text)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each value occurs, if the leaf is asked about counts; otherwise empty."""
+        return self._table(0)
+
+    @property
+    def spread(self) -> dict[str, int]:
+        """How many values occur once, twice and so on, by that number. Empty if the leaf is not
+        asked about counts."""
+        return self._table(1)
+
+    def _table(self, line: int) -> dict[str, int]:
+        lines = self.text.splitlines()
+        try:
+            found = json.loads(lines[line]) if line < len(lines) else {}
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def passages(self) -> list[str]:
+        """The texts that a merge reads."""
+        return self.text.split(_BETWEEN)
+
+
+def turn_of(prompt: str) -> ParsedPlanLeafRequest | None:
+    """Recognize a prompt of a leaf, which is a model call that a ready plan makes, and parse it.
+    Returns None for any other prompt."""
+    if not prompt.startswith("Question: "):
+        return None
+    body, _, schema = prompt.partition(f"\n\n{_SCHEMA}")
+    for kind, is_typed, form in _forms():
+        if is_typed is bool(schema) and (found := form.match(body)) is not None:
+            text = _PLACE.sub("", body[found.end() :], count=1)
+            return ParsedPlanLeafRequest(kind, found[1], text)
+    return None
+
+
+def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
+    """Write ``value`` as the reply to a leaf's request, in the form that the leaf must use: JSON or
+    plain text."""
+    if turn.kind == "passage":
+        is_found = bool(value)
+        fields = {"found": is_found, "answer": value or "", "certainty": 9 if is_found else 0}
+        return json.dumps(fields)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def spoilt(right: Sequence[Any], draw: random.Random) -> list[Any]:
+    """Return ``right``, the values of records, with a few of them replaced by other values that
+    occur in it."""
+    replies = list(right)
+    for place in draw.sample(
+        range(len(replies)), min(len(replies), 1 + len(right) // _SHARE_WRONG)
+    ):
+        others = [value for value in right if value != right[place]]
+        if others:
+            replies[place] = draw.choice(others)
+    return replies
+
+
+@functools.cache
+def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
+    """Return the kind of each leaf, whether its answer has a JSON schema, and a pattern for the
+    beginning of its prompt."""
+    wanted = {
+        ("aggregate", "value"): "value",
+        ("aggregate", "answer"): "answer",
+        ("pairwise", "facts"): "facts",
+        ("pairwise", "sides"): "sides",
+        ("summarise", "summarise"): "summarise",
+        ("summarise", "merge"): "merge",
+        ("search", "answer"): "passage",
+    }
+    return tuple(
+        (wanted[name, leaf.label], leaf.schema is not None, _beginning(leaf.prompt))
+        for name in dict.fromkeys(name for name, _ in wanted)
+        for leaf in ready_plans.ready_plan(name).leaves()
+    )
+
+
+def _beginning(prompt: str) -> re.Pattern[str]:
+    """Return a pattern for the beginning of all prompts that a leaf sends. They differ from
+    ``prompt`` only in the user's question, which the pattern captures, and in numbers."""
+    pieces = (re.sub(r"\d+", r"\\d+", re.escape(each)) for each in prompt.split(QUESTION))
+    return re.compile("(.*?)".join(pieces) + "\n\n", re.DOTALL)

@@ -1,0 +1,265 @@
+"""How systems ask a root for its next step, and the form in which it must reply.
+
+    system      first question               code         answer
+    ramify      "Question: …" (user)         ```repl      FINAL(result)
+    rlms        "Answer the following: …"    ```repl      answer["content"], answer["ready"]
+    droste      "Question: …" (user)         ```python    answer["content"], answer["ready"]
+    dspy.RLM    the variable `question`      its fields   SUBMIT(result)
+
+A form is recognized by the system prompt that the system itself writes, and only the messages of
+the request are read. Decides the question, the number of cells run so far and the limits that the
+prompt states, and how code and an answer are written. Not here: which code a root writes
+(``offline.py``).
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from ramify.types.message import Message
+
+RESULT = "RESULT:"
+"""What a root's code prints before its result, so that it can be read in the output."""
+MANY_CALLS = 1_000
+"""Sub-calls that a root makes at most if its prompt states no limit."""
+_RESULT = re.compile(rf"^{RESULT} (.*)", re.MULTILINE)
+_BATCHES = """\
+def ask(prompts: list[str]) -> list[str]:
+    replies: list[str] = []
+    for start in range(0, len(prompts), 20):
+        part = prompts[start:start + 20]
+        replies += llm_query_batched(part) if len(part) > 1 else [llm_query(part[0])]
+    for place, reply in enumerate(replies):
+        if reply.startswith(("Error: ", "[ERROR] ")):
+            replies[place] = llm_query(prompts[place])
+    return replies
+"""
+"""These systems advise about 20 prompts in a batch, and two of them return errors as texts."""
+_WHOLE = """\
+def ask(prompts: list[str]) -> list[str]:
+    try:
+        return llm_query_batched(prompts)
+    except SubcallError as error:
+        return [reply or "" for reply in error.results]
+"""
+
+
+class ParsedRootRequest(msgspec.Struct, frozen=True):
+    """A request in which a system asks a model for the next step of a root call."""
+
+    question: str
+    """As far as the request shows it."""
+    step: int
+    """Number of cells that the root has run."""
+    max_calls: int = MANY_CALLS
+    """Sub-calls that the prompt allows."""
+    max_chars: int = 400_000
+    """Characters that the prompt allows for one sub-call."""
+    result: str | None = None
+    """What the root's code has printed as its result; None if it has not."""
+    is_last: bool = False
+    """True if no more code will be run, and the reply must be the answer."""
+
+
+class RootPromptFormat(Protocol):
+    """How one system asks a model for the steps of a root call, and how a reply must be written for
+    this system."""
+
+    name: str
+    """Name of the system."""
+    ask: str
+    """Code of the function ``ask``, which sends prompts to the system's sub-model."""
+
+    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+        """Parse a request for the next step of a root call. Returns None if this system did not
+        write the request."""
+        ...
+
+    def literal(self, question: str) -> str:
+        """Return Python code for the question: a string literal, or the name of a variable that the
+        session already has."""
+        ...
+
+    def cell(self, thought: str, code: str) -> str:
+        """Return the reply that runs ``code``."""
+        ...
+
+    def answer(self, turn: ParsedRootRequest) -> str:
+        """Return the reply that gives the session's variable ``result`` as the answer, or its text
+        if no more code will be run."""
+        ...
+
+
+class RamifyPromptFormat:
+    """The prompts and replies of Ramify's scaffolds ``default`` and ``minimal``."""
+
+    name = "ramify"
+    ask = _WHOLE
+
+    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+        system = messages[0].content
+        if "fence marked repl" not in system or "FINAL(" not in system or len(messages) < 2:
+            return None
+        first = re.match(
+            r"Question: (.*?)(?:\n\n`context` is .*)?\Z", messages[1].content, re.DOTALL
+        )
+        if first is None:
+            return None
+        calls = re.search(r"([\d,]+) model calls?,", system)
+        chars = re.search(r"ask a language model.*?, at most ([\d,]+) characters", system)
+        return ParsedRootRequest(
+            first[1],
+            sum(message.role == "assistant" for message in messages),
+            _number(calls, MANY_CALLS),
+            _number(chars, 100_000),
+            _result_in(messages),
+            "Answer now with what you have" in messages[-1].content,
+        )
+
+    def literal(self, question: str) -> str:
+        return repr(question)
+
+    def cell(self, thought: str, code: str) -> str:
+        return f"{thought}\n\n```repl\n{code}\n```"
+
+    def answer(self, turn: ParsedRootRequest) -> str:
+        if turn.is_last:
+            return f"FINAL({turn.result if turn.result is not None else 'unknown'})"
+        return self.cell("The result is there.", "FINAL(result)")
+
+
+class RlmsPromptFormat:
+    """The prompts and replies of the reference library, ``rlms``."""
+
+    name = "rlms"
+    ask = _BATCHES
+
+    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+        is_ours = messages[0].content.startswith("You are a Recursive Language Model (RLM)")
+        if not is_ours or len(messages) < 2:
+            return None
+        first = re.match(
+            r"Answer the following: (.*)\n\nYour context is a ", messages[1].content, re.DOTALL
+        )
+        if first is None:
+            return None
+        num_cells = sum(message.role == "assistant" for message in messages)
+        return ParsedRootRequest(first[1], num_cells, result=_result_in(messages))
+
+    def literal(self, question: str) -> str:
+        return repr(question)
+
+    def cell(self, thought: str, code: str) -> str:
+        return f"{thought}\n\n```repl\n{code}\n```"
+
+    def answer(self, turn: ParsedRootRequest) -> str:
+        code = 'answer["content"] = str(result)\nanswer["ready"] = True'
+        return self.cell("The result is there.", code)
+
+
+class DrostePromptFormat:
+    """The prompts and replies of the library ``droste``."""
+
+    name = "droste"
+    ask = _BATCHES
+
+    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+        system = messages[0].content
+        is_extraction = "session ended without submitting a confirmed final answer" in system
+        is_step = "You are in a Python REPL." in system and "## Authorized compute" in system
+        first = next((m.content for m in messages if m.role == "user"), "")
+        asked = re.match(r"Question: (.*)", first, re.DOTALL)
+        if not (is_extraction or is_step) or asked is None:
+            return None
+        calls = re.search(r"\bsubcalls=(\d+)", system)
+        chars = re.search(r"subcall_input_capacity=.*?(\d+) \(bounded\)", system)
+        return ParsedRootRequest(
+            asked[1].strip(),
+            sum(message.role == "assistant" for message in messages),
+            _number(calls, MANY_CALLS),
+            2 * _number(chars, 50_000),
+            _result_in(messages),
+            is_extraction,
+        )
+
+    def literal(self, question: str) -> str:
+        return repr(question)
+
+    def cell(self, thought: str, code: str) -> str:
+        return f"```python\n{code}\n```"
+
+    def answer(self, turn: ParsedRootRequest) -> str:
+        if turn.is_last:
+            return turn.result or "unable to determine from the work so far"
+        return self.cell("", 'answer["content"] = str(result)\nanswer["ready"] = True')
+
+
+class DspyPromptFormat:
+    """The prompts and replies of ``dspy.RLM`` with the inputs ``context`` and ``question``, through
+    its chat adapter."""
+
+    name = "dspy"
+    ask = _BATCHES
+
+    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+        system = messages[0].content
+        is_step = "[[ ## code ## ]]" in system and "SUBMIT(" in system
+        is_extraction = "[[ ## repl_history ## ]]" in system and "[[ ## answer ## ]]" in system
+        if not is_step and not is_extraction:
+            return None
+        last = messages[-1].content
+        asked = re.search(
+            r"Variable: `question`.*?\n *Preview:\n *```\n(.*?)\n *```", last, re.DOTALL
+        )
+        calls = re.search(r"max ([\d,]+) sub-LLM calls", system)
+        return ParsedRootRequest(
+            textwrap.dedent(asked[1]) if asked else "",
+            len(re.findall(r"^=== Step \d+ ===$", last, re.MULTILINE)),
+            _number(calls, MANY_CALLS),
+            result=_result_in(messages[-1:]),
+            is_last=not is_step,
+        )
+
+    def literal(self, question: str) -> str:
+        return "question"
+
+    def cell(self, thought: str, code: str) -> str:
+        return _dspy_fields(reasoning=thought, code=f"```python\n{code}\n```")
+
+    def answer(self, turn: ParsedRootRequest) -> str:
+        if turn.is_last:
+            return _dspy_fields(answer=turn.result if turn.result is not None else "unknown")
+        return self.cell("The result is there.", "SUBMIT(str(result))")
+
+
+ROOT_FORMS: tuple[RootPromptFormat, ...] = (
+    RamifyPromptFormat(),
+    RlmsPromptFormat(),
+    DrostePromptFormat(),
+    DspyPromptFormat(),
+)
+"""The systems whose roots are known."""
+
+
+def _dspy_fields(**fields: str) -> str:
+    parts = [f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items()]
+    return "\n\n".join([*parts, "[[ ## completed ## ]]"])
+
+
+def _result_in(messages: Sequence[Message]) -> str | None:
+    """Return the last result that a cell printed after ``RESULT:``, or None. A system may also show
+    the code again, but there the marker is in quotes and does not begin a line."""
+    for message in reversed(messages):
+        found = _RESULT.findall(message.content) if message.role != "assistant" else []
+        if found:
+            return str(found[-1])
+    return None
+
+
+def _number(found: re.Match[str] | None, default: int) -> int:
+    return default if found is None else int(found[1].replace(",", ""))

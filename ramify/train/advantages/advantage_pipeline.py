@@ -1,0 +1,557 @@
+"""The shared core of nearly all estimators: compare the rollouts of one task, give each call a
+number, and give each token a weight.
+
+    RlStage.learned_from                                     (../stages.py)
+    └── assign_advantages         the steps below, in this order
+        ├── StepAdvantageBuilder  group, task weights ── length ──> a tree of rewards per rollout
+        ├── credit           which calls are compared, as per_role         (credit.py)
+        │   └── compare      returns ──> advantages         (group_estimators.py)
+        └── assigned         number per call ── normalise, weight ──> streams per token
+
+Most estimators differ only in ``compare``, so all options for credit, length and weight work with
+each of them. Others have their own ``assign_advantages`` with their formula between the same two
+ends (``remax.py``, ``rae.py``). Decides which rollouts count: one without a reward, or
+with a non-finite reward, is reported and left out, and the rest of its group is still used. Also
+decides which groups have no signal, and that normalisation over the step comes before weighting.
+
+Not here: the loss, clipping and the KL penalty in the loss (see losses/).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.advantages import token_arithmetic as row_math
+from ramify.train.advantages.base import (
+    AlgorithmNeeds,
+    RolloutAdvantages,
+    Stamps,
+    StepAdvantages,
+    TokenCredit,
+)
+from ramify.train.advantages.credit import (
+    CREDITS,
+    CreditNode,
+    LengthLimits,
+    Numbers,
+    Overlong,
+    RolloutLength,
+    ends_in_cut_reply,
+    length_of,
+    length_penalty,
+    num_sampled,
+    roots_of,
+    sampled,
+    soft_overlong,
+    tree_of,
+    why_unscored,
+)
+from ramify.train.advantages.token_loss_weights import (
+    Reduction,
+    RunningMeanRolloutTokens,
+    Share,
+    Weights,
+    shares_of,
+)
+from ramify.train.advantages.token_loss_weights import weights as token_weights
+from ramify.train.config_redaction import check_optional
+from ramify.types.sequence import TokenSequence
+from ramify.types.trajectory import Call, Group, Trajectory
+
+EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+NO_ADVANTAGE = 1e-9
+"""Up to this absolute value an advantage counts as none."""
+_MOST_NAMED = 3
+"""At most this many unusable rollouts of a step are reported by name."""
+
+
+_credit_of = functools.cache(CREDITS.of)
+"""The function for a name, found when the options are checked."""
+
+
+class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options shared by every algorithm with a group baseline."""
+
+    credit: str = "per_role"
+    """How a tree's reward reaches its calls: a name from ``credit.py``, or a dotted
+    path."""
+    gamma_tree: float = 1.0
+    """Share of its parent's return that a call receives, in addition to its own reward."""
+    children: bool = True
+    """Train the tokens of calls below the root."""
+    llm_calls: bool = False
+    """Train ``llm_query`` calls that the policy itself answered."""
+    reduction: Reduction = "constant"
+    """How much each token weighs; see ``token_loss_weights.py``. ``rollout``, which divides by a
+    rollout's own tokens, makes wide trees count less."""
+    rollout_tokens: int | None = None
+    """L of ``reduction=constant``: tokens per rollout that the loss is divided by; None: a running
+    mean over the steps before (in a run's first step, its own mean)."""
+    share: Share = "token"
+    """How a rollout's weight is divided among its calls."""
+    kl_reduction: Reduction | None = None
+    """How much each token weighs in the KL penalty in the loss (``loss.kl_beta``); None: as
+    ``reduction`` says."""
+    drop_zero_variance: bool | Literal["calls"] = True
+    """Leave groups without any advantage out of the step (the zero-variance filter). ``calls``:
+    also each call whose own advantage is 0."""
+    overlong: Overlong = "punish"
+    """How a call is treated whose last reply was cut at its token limit: ``punish`` keeps its
+    score, ``mask`` gives it no loss (and none to the whole tree if it is the root). A call that
+    used up its turns, calls, tokens or dollars keeps its score with both."""
+    max_rollout_tokens: int | None = None
+    """Sampled tokens per rollout at which the soft overlong penalty reaches -1; None: no
+    penalty."""
+    overlong_buffer: int | None = None
+    """Tokens before ``max_rollout_tokens`` over which the penalty grows from 0 to -1; None: no
+    penalty."""
+    length_weight: float = 0.0
+    """Weight of the length penalty, relative to the group's mean reward; 0: no penalty."""
+    normalise: bool = False
+    """Normalise the advantages of all tokens of a step to mean 0 and standard deviation 1."""
+    normalise_epsilon: float | None = None
+    """Number that is added to the standard deviation before ``normalise`` divides by it. None: 1e-8
+    is added to the variance instead."""
+    value_reduction: Reduction | None = None
+    """How much each token weighs in the critic's loss; None: as ``reduction`` says."""
+    kl_reward: float = 0.0
+    """β of the KL penalty in the reward: each token's k1 estimate of the KL to the reference
+    policy (o - ref), times β, is subtracted from its advantage and from those of the tokens before
+    it in its call; 0: no penalty. ``loss.kl_beta`` is the KL penalty in the loss."""
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """State from the steps before; kept in checkpoints."""
+
+    def __post_init__(self) -> None:
+        _credit_of(self.credit)
+        mine, ours = type(self), GroupOptions
+        if (
+            mine is not ours
+            and mine.compare is ours.compare
+            and mine.assign_advantages is ours.assign_advantages
+        ):
+            raise ConfigError(f"{mine.__name__} has no formula: define compare()")
+        lengths = {"overlong_buffer": self.overlong_buffer}
+        lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
+        check_optional("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
+        check_optional("algorithm", "no punishment", **lengths)
+        distances = (self.gamma_tree, self.length_weight, self.kl_reward)
+        if min(*distances, self.normalise_epsilon or 0.0) < 0:
+            raise ConfigError(
+                "gamma_tree, length_weight, kl_reward and normalise_epsilon cannot be negative"
+            )
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return True
+
+    @property
+    def needs(self) -> AlgorithmNeeds:
+        return AlgorithmNeeds(
+            streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ())
+        )
+
+    def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        """The formula of the estimator: the advantage of each of n attempts at the same thing.
+
+        ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
+        raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
+
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> StepAdvantages:
+        """Assign advantages: ``credit`` chooses which calls of a group are compared, and
+        ``compare`` subtracts their baseline."""
+        step = StepAdvantageBuilder(groups, weights, self)
+        credit = _credit_of(self.credit)
+        for group in step.groups:
+            group.advantages = credit(group.trees, self.compare, self.gamma_tree)
+            _check_numbers(self.credit, group)
+        return step.assigned(every_token)
+
+    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
+        return row_math.add_kl(
+            rows, self.kl_reward, 1.0, normalise=self.normalise, epsilon=self.normalise_epsilon
+        )
+
+
+class TurnCredit(NamedTuple):
+    """The credit of one turn, for estimators that do not give a whole call the same credit."""
+
+    advantage: float
+    share: float = 1.0
+    """Factor of the turn's weight; 0: the turn is not trained. Continuations of a fork share the
+    weight of one rollout."""
+
+
+TurnCredits = dict[tuple[str, int], TurnCredit]
+"""(call id, index of the turn in ``Call.turns``) -> its credit. Other turns are not trained."""
+
+
+class _Rollout(NamedTuple):
+    trajectory: Trajectory
+    tree: dict[str, CreditNode]
+    numbers: Numbers
+    """Call id -> advantage."""
+    turns: TurnCredits | None
+    """Advantages of single turns. None: all turns of a call have the advantage of the call."""
+
+
+@dataclasses.dataclass
+class ScoredGroup:
+    """The usable rollouts of one item. An estimator sets their advantages."""
+
+    group: Group
+    """Has the usable rollouts only."""
+    trees: list[dict[str, CreditNode]]
+    """The calls of each rollout with their rewards; length has changed the root's already."""
+    advantages: Sequence[Numbers] = ()
+    """A number for each call of each rollout."""
+    turns: Sequence[TurnCredits] = ()
+    """The credit of single turns of each rollout, which then counts instead of ``advantages``;
+    empty for none."""
+
+    def rollouts(self) -> list[_Rollout]:
+        turns: Sequence[TurnCredits | None] = self.turns or [None] * len(self.trees)
+        rows = zip(self.group.trajectories, self.trees, self.advantages, turns, strict=True)
+        return [_Rollout(*row) for row in rows]
+
+
+class StepAdvantageBuilder:
+    """The groups of one optimizer step between their rewards and the credit of their tokens.
+
+    ``__init__`` decides what each call's reward is. The estimator then sets ``advantages`` of each
+    of ``groups``. ``assigned`` gives each token its advantage and its weight."""
+
+    def __init__(
+        self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
+    ) -> None:
+        """``weights`` has the task's weight for each named reward."""
+        self._given = groups
+        self._options = options
+        self._scored = [_scored(group, weights, options) for group in groups]
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """The groups that have a usable rollout."""
+        return [each for each in self._scored if each.trees]
+
+    def assigned(
+        self,
+        every_token: bool,
+        *,
+        gamma: float = 1.0,
+        has_baseline: bool = True,
+        rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
+    ) -> StepAdvantages:
+        """Turn the advantages of calls into the credit of each token of the step.
+
+        ``gamma`` is a discount per token: a token's advantage is the call's, times ``gamma`` for
+        each token sampled later in the call. With ``has_baseline``, a group in which all advantages
+        are 0 carries no signal. ``rescale`` changes the advantages of all calls of the step
+        together. Without it, advantages are normalised by token if ``options.normalise`` is set."""
+        options = self._options
+        rollouts = [each.rollouts() for each in self._scored]
+        teaches = [not has_baseline or _teaches(group) for group in rollouts]
+        if rescale is not None:
+            rollouts = _rescaled(rollouts, rescale)
+        with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
+        kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
+        counts = [[_counts(rollout, options) for rollout in group] for group in kept]
+        mean_tokens = RunningMeanRolloutTokens.of_memory(options.memory)
+        divisor = options.rollout_tokens or mean_tokens.divisor(counts)
+        weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
+        shares: dict[str, Sequence[Sequence[Weights]]] = {}
+        for stream, other in (
+            ("kl_share", options.kl_reduction),
+            ("value_share", options.value_reduction),
+        ):
+            if other is not None:
+                of_other = token_weights(counts, other, options.share, divisor)
+                shares[stream] = shares_of(of_other, (weights, denominator))
+        by_token = [
+            [
+                _per_token(rollout, count, gamma)
+                for rollout, count in zip(group, counted, strict=True)
+            ]
+            for group, counted in zip(kept, counts, strict=True)
+        ]
+        # With a KL penalty in the reward, ``finish`` normalises after it has added the penalty.
+        if options.normalise and rescale is None and not options.kl_reward:
+            row_math.whiten_all(
+                [values for group in by_token for calls in group for values in calls.values()],
+                options.normalise_epsilon,
+            )
+        every_token = (
+            every_token or options.normalise or bool(options.kl_reward) or not has_baseline
+        )
+        assigned = [
+            _assigned(
+                rollout,
+                weights[place][index],
+                by_token[place][index],
+                {name: each[place][index] for name, each in shares.items()},
+                every_token,
+            )
+            for place, group in enumerate(kept)
+            for index, rollout in enumerate(group)
+        ]
+        assigned = [rollout for rollout in assigned if rollout.credits]
+        return StepAdvantages(
+            assigned,
+            {"rl": denominator},
+            {**_metrics(self._given, rollouts, with_signal), "loss_rollout_tokens": divisor},
+            _no_signal(
+                self._given, self._scored, with_signal, assigned, options.has_group_baseline
+            ),
+            _notes(self._given),
+            {**options.memory, **mean_tokens.after(counts).memory()},
+        )
+
+
+def _teaches(group: Sequence[_Rollout]) -> bool:
+    return has_signal(
+        [
+            rollout.numbers
+            if rollout.turns is None
+            else {f"{id}/{turn}": each.advantage for (id, turn), each in rollout.turns.items()}
+            for rollout in group
+        ]
+    )
+
+
+def _rescaled(
+    groups: Sequence[Sequence[_Rollout]], rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]]
+) -> list[list[_Rollout]]:
+    scaled = iter(rescale([rollout.numbers for group in groups for rollout in group]))
+    return [[rollout._replace(numbers=next(scaled)) for rollout in group] for group in groups]
+
+
+def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
+    """Whether any call of the group's rollouts has a non-zero advantage. A group without one has no
+    gradient and would only dilute the other groups' weight."""
+    return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
+
+
+def _check_numbers(credit: str, group: ScoredGroup) -> None:
+    """Raise ConfigError unless the credit function, which may come from a plug-in, returned a
+    finite advantage for each call."""
+    trees, numbers = group.trees, group.advantages
+    if len(numbers) != len(trees):
+        raise ConfigError(f"credit '{credit}' gave {len(numbers)} results for {len(trees)} trees")
+    for tree, own in zip(trees, numbers, strict=True):
+        for id in tree:
+            if id not in own or not math.isfinite(own[id]):
+                raise ConfigError(
+                    f"credit '{credit}' gave call {id} the advantage {own.get(id)}: give each call "
+                    "of a tree a finite number"
+                )
+
+
+def _usable(group: Group) -> Group:
+    """Return a copy of ``group`` without the rollouts that cannot be learned from."""
+    kept = [trajectory for trajectory in group.trajectories if not why_unscored(trajectory)]
+    return msgspec.structs.replace(group, trajectories=kept)
+
+
+def _notes(groups: Sequence[Group]) -> list[str]:
+    """Which rollouts were left out and why: the first few by name, the others as a count."""
+    notes = [
+        f"{trajectory.id} is left out of its group: it {why}"
+        for group in groups
+        for trajectory in group.trajectories
+        if (why := why_unscored(trajectory))
+    ]
+    more = len(notes) - _MOST_NAMED
+    return (
+        [*notes[:_MOST_NAMED], f"{more} more rollouts are left out for such reasons"]
+        if more > 1
+        else notes
+    )
+
+
+def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:
+    """Return the usable rollouts of ``group`` with the rewards to compare, which include the length
+    penalties."""
+    group = _usable(group)
+    trajectories = group.trajectories
+    trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
+    lengths = [length_of(trajectory) for trajectory in trajectories]
+    roots = [next(iter(tree)) for tree in trees]
+    rewards = _for_length(
+        [tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options
+    )
+    for tree, root, reward in zip(trees, roots, rewards, strict=True):
+        change = reward - tree[root].reward
+        tree[root] = tree[root]._replace(reward=reward)
+        for agent in roots_of(tree)[1:]:
+            tree[agent] = tree[agent]._replace(reward=tree[agent].reward + change)
+    return ScoredGroup(group, trees)
+
+
+def _for_length(
+    rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
+) -> list[float]:
+    """Apply the length penalty and the soft overlong penalty to ``rewards``, if the options set
+    them."""
+    if options.length_weight and lengths:
+        longest = LengthLimits(
+            *(max(1, *(length[index] for length in lengths)) for index in range(3))
+        )
+        rewards = length_penalty(rewards, lengths, longest, options.length_weight)
+    if options.max_rollout_tokens and options.overlong_buffer:
+        limit, buffer = options.max_rollout_tokens, options.overlong_buffer
+        rewards = [
+            r + soft_overlong(n.output, limit, buffer)
+            for r, n in zip(rewards, lengths, strict=True)
+        ]
+    return rewards
+
+
+def _is_trained(call: Call, options: GroupOptions) -> bool:
+    if call.kind == "judge":
+        return False
+    if call.parent is None:  # the root, even if it is a single plain call
+        return True
+    return options.children if call.kind == "rlm" else options.llm_calls
+
+
+def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
+    """Map the id of a call to the number of its tokens that may carry loss, each weighted by its
+    turn's share."""
+    trajectory, masks = rollout.trajectory, options.overlong == "mask"
+    if (turns := rollout.turns) is not None:  # these know about roots that were cut
+        return {
+            call.id: sum(
+                turns[call.id, index].share * num
+                for index, _, num in sampled(call)
+                if (call.id, index) in turns
+            )
+            if _is_trained(call, options)
+            and not (masks and call.parent is not None and ends_in_cut_reply(call))
+            else 0
+            for call in trajectory.calls
+        }
+    is_root_cut = ends_in_cut_reply(trajectory.root)
+    only = options.drop_zero_variance == "calls"
+    return {
+        call.id: num_sampled(call)
+        if _is_trained(call, options)
+        and not (masks and (is_root_cut or ends_in_cut_reply(call)))
+        and not (only and abs(rollout.numbers[call.id]) <= NO_ADVANTAGE)
+        else 0
+        for call in trajectory.calls
+    }
+
+
+def _per_token(
+    rollout: _Rollout, counts: Mapping[str, float], gamma: float
+) -> dict[str, list[float]]:
+    """Return the advantages of the tokens that may carry loss, as a list for each call id."""
+    numbers = rollout.numbers
+    if (turns := rollout.turns) is not None:
+        return {
+            call.id: [
+                turns.get((call.id, index), _UNTRAINED).advantage
+                for index, _, num in sampled(call)
+                for _ in range(num)
+            ]
+            for call in rollout.trajectory.calls
+            if counts[call.id]
+        }
+    return {
+        id: [numbers[id] * gamma ** (num - 1 - index) for index in range(int(num))]
+        for id, num in counts.items()
+        if num
+    }
+
+
+_UNTRAINED = TurnCredit(0.0, 0.0)
+
+
+def _assigned(
+    rollout: _Rollout,
+    weights: Weights,
+    values: Mapping[str, list[float]],
+    shares: Mapping[str, Weights],
+    every_token: bool,
+) -> RolloutAdvantages:
+    """Return the token credit of every turn that has a weight and an advantage. With
+    ``every_token``, a weight is enough. ``shares`` maps a stream to the weight of each call's
+    tokens in one term of the loss."""
+    credits: Stamps = {}
+    for call in rollout.trajectory.calls:
+        weight, start = weights[call.id], 0
+        for index, _, num in sampled(call) if weight else ():
+            advantages = values[call.id][start : start + num]
+            start += num
+            share = 1.0
+            if rollout.turns is not None:
+                share = rollout.turns.get((call.id, index), _UNTRAINED).share
+            if not share:
+                continue
+            if every_token or any(abs(value) > NO_ADVANTAGE for value in advantages):
+                credit = TokenCredit(advantages=advantages, rl=[weight * share] * num)
+                for name, of_calls in shares.items():
+                    credit.streams[name] = [of_calls[call.id]] * num
+                credits[call.id, index] = credit
+    return RolloutAdvantages(rollout.trajectory, credits)
+
+
+def _metrics(
+    groups: Sequence[Group],
+    by_group: Sequence[Sequence[_Rollout]],
+    with_signal: Sequence[Sequence[_Rollout]],
+) -> dict[str, float]:
+    rollouts = [rollout for group in by_group for rollout in group]
+    rewards = [next(iter(rollout.tree.values())).reward for rollout in rollouts]
+    children = [node.reward for rollout in rollouts for node in rollout.tree.values() if node.depth]
+    metrics = {
+        "reward": sum(rewards) / len(rewards) if rewards else 0.0,
+        "groups_with_signal": float(len(with_signal)),
+        "zero_variance": _zero_variance(by_group),
+        "failed_rollouts": float(sum(len(group.trajectories) for group in groups) - len(rollouts)),
+        "calls_per_rollout": 1 + len(children) / len(rollouts) if rollouts else 0.0,
+    }
+    if children:
+        metrics["child_reward"] = sum(children) / len(children)
+    return metrics
+
+
+def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
+    """The share of groups whose rollouts all have the same reward."""
+    rewards = [
+        [next(iter(rollout.tree.values())).reward for rollout in group] for group in groups if group
+    ]
+    same = sum(min(values) == max(values) for values in rewards)
+    return same / len(rewards) if rewards else 0.0
+
+
+def _no_signal(
+    groups: Sequence[Group],
+    scored: Sequence[ScoredGroup],
+    with_signal: Sequence[object],
+    rollouts: Sequence[RolloutAdvantages],
+    has_baseline: bool,
+) -> str:
+    if rollouts:
+        return ""
+    if not any(each.trees for each in scored):
+        failed = sum(len(group.trajectories) for group in groups)
+        return f"none of {failed} rollouts has a reward; their errors are in the trajectories"
+    if has_baseline and all(len(each.trees) < 2 for each in scored):
+        return "no group has two rollouts, so no rollout can be compared with another"
+    if not with_signal:
+        return f"in each of {len(groups)} groups all rollouts did equally well"
+    return (
+        "all calls with an advantage were masked, are of another model, or have no token ids and "
+        "log-probabilities"
+    )

@@ -1,0 +1,214 @@
+"""Splits the layers and experts of a transformers module over ranks, by the plans of its class.
+
+    TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
+      .with_adapters(names)       the same, for linear modules that peft has wrapped
+    RankMesh.split(model, plan)   on the meta device: parameters become this rank's parts, modules
+                                 exchange what they need in their forward and backward passes
+
+The styles and what they exchange are transformers' own (``transformers.distributed``). Not here:
+which sizes fit (``mesh.py``), and how the parts are stored (``sharding.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ramify.actors.group_proof import AuthenticatedGroupFactory
+from ramify.errors import ConfigError
+from ramify.train.backends.adapters import AdapterSpec, chosen
+from ramify.train.backends.base import ShardSpec
+from ramify.train.backends.mesh import MeshSizes, check_model
+
+_PARTIAL = "replicated_with_grad_allreduce"
+_ADAPTED = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
+"""How a linear layer is split -> the factor of its adapter that is split in the same way. The other
+factor is whole on every rank, with its whole gradient."""
+
+
+class TensorParallelPlan(NamedTuple):
+    """How the layers of one model are split, by name of a module or parameter."""
+
+    tensor: dict[str, str]
+    experts: dict[str, str]
+    packed: dict[str, int]
+    """Parameter that is two matrices side by side -> the dimension. The same on every mesh."""
+
+    @classmethod
+    def of(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
+        """The plan of a transformers model: its class's own, with the recipe's rules on top."""
+        packed = _packed(model)
+        if not sizes.splits_layers:
+            return cls({}, {}, packed)
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        given = DistributedConfig(
+            tp_size=sizes.tensor,
+            tp_plan=shard.tensor_plan or None,
+            fsdp_size=sizes.shard,
+            ep_size=sizes.experts,
+            ep_plan=shard.expert_plan or None,
+        )
+        # A class lists rules for all of its variants, which transformers would warn about.
+        logging.getLogger("transformers.distributed.mixin").setLevel(logging.ERROR)
+        try:
+            tensor, experts, _ = model._resolve_parallel_plans(given)
+        except ValueError as error:
+            raise ConfigError(f"compute.shard: {str(error).splitlines()[0]}") from None
+        # A tied matrix has two names; it is split once, under the first.
+        named = {name for name, _ in model.named_parameters()}
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named
+        return cls(
+            {name: each for name, each in tensor.items() if name not in tied}, experts, packed
+        )
+
+    def with_adapters(self, names: Sequence[str]) -> TensorParallelPlan:
+        """The plan after the linear modules ``names`` got adapters. Raises ConfigError for a module
+        that is split in a way in which its adapter cannot be."""
+        tensor: dict[str, str] = {}
+        adapted = set(names)
+        for name, style in self.tensor.items():
+            owner, is_weight = (name, False) if name in adapted else (name.rpartition(".")[0], True)
+            if owner not in adapted:
+                tensor[name] = style
+                continue
+            if style not in _ADAPTED:
+                raise ConfigError(
+                    f"policy.lora: '{owner}' is split as '{style}' over compute.shard.tensor, "
+                    f"which its adapter cannot be (these can: {', '.join(_ADAPTED)}): leave it "
+                    "out of lora.targets, or use tensor=1"
+                )
+            factor = f"{owner}.{_ADAPTED[style]}.default"
+            if is_weight:
+                tensor[f"{owner}.base_layer.{name.rpartition('.')[2]}"] = style
+                tensor[f"{factor}.weight"] = style
+            else:
+                tensor[f"{owner}.base_layer"] = tensor[factor] = style
+        return TensorParallelPlan(tensor, self.experts, self.packed)
+
+    @staticmethod
+    def check(config: Any, shard: ShardSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
+        """Raise ConfigError if the model of a Hugging Face configuration, or its adapters, cannot
+        be split over the mesh; nothing is started or allocated."""
+        from ramify.train.backends.meta_model import on_meta
+
+        sizes = shard.mesh(num_ranks)
+        check_model(config, sizes, shard.tensor_plan, shard.expert_plan)
+        if sizes.splits_layers:
+            model = on_meta(config, splits_layers=True)
+            plan = TensorParallelPlan.of(model, sizes, shard)
+            plan.with_adapters([] if adapted is None else chosen(model, adapted))
+
+    @property
+    def expert_modules(self) -> list[str]:
+        """Names of the modules that hold experts and send tokens to them."""
+        return [name for name, style in self.experts.items() if style == "ep_dispatch_experts"]
+
+
+class RankMesh:
+    """The device mesh of all ranks, as seen by layers and by experts."""
+
+    def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroupFactory) -> None:
+        """``members`` forms the groups of the mesh."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        def mesh(shape: tuple[int, ...], *names: str) -> Any:
+            return members.formed_mesh(
+                lambda: init_device_mesh(device, shape, mesh_dim_names=names), device
+            )
+
+        self.sizes = sizes
+        if sizes.splits_layers:  # its warning that a tensor is gathered along two axes
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        self._layers = mesh(
+            (sizes.replicas, sizes.shard, sizes.tensor), "replicate", "shard", "tensor"
+        )
+        self._experts = self._layers
+        if sizes.experts > 1:
+            shape = sizes.replicas, sizes.expert_shard, sizes.experts
+            self._experts = mesh(shape, "replicate", "expert_shard", "experts")
+
+    def storage(self, axis: str = "shard") -> Any:
+        """The mesh over which FSDP2 distributes rows: ``shard``, or for experts
+        ``expert_shard``."""
+        mesh = self._layers if axis == "shard" else self._experts
+        return mesh["replicate", axis] if self.sizes.replicas > 1 else mesh[axis]
+
+    def split(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+        """Split the layers of a model on the meta device by ``plan``. Its parameters become the
+        parts of this rank."""
+        if plan.tensor:
+            from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+            tensor = self._layers["tensor"]
+            partial = [name for name, style in plan.tensor.items() if style == _PARTIAL]
+            own = {name: each for name, each in plan.tensor.items() if name not in partial}
+            apply_tensor_parallelism(model, tensor, own)
+            for name, module in model.named_modules():
+                if name in partial:
+                    _sum_gradients(module, tensor.get_group())
+        if plan.experts:
+            from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+            apply_expert_parallelism(
+                model, self._experts["experts"], self._layers["tensor"], plan.experts
+            )
+            for name in plan.expert_modules if plan.tensor else ():
+                _own_output(model.get_submodule(name))
+
+
+def _packed(model: Any) -> dict[str, int]:
+    """Return the parameters that hold two matrices side by side, such as the gate and up
+    projections of experts. The result maps the parameter's name to the dimension along which they
+    are joined."""
+    rules = {
+        name: style
+        for name, style in (getattr(model, "_tp_plan", None) or {}).items()
+        if style.startswith("packed_")
+    }
+    if not rules or not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    sizes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    return {
+        name: sizes[name] - (2 if style == "packed_colwise" else 1)
+        for name, style in model._expand_parallel_plan(rules).items()
+        if name in sizes
+    }
+
+
+def _own_output(module: nn.Module) -> None:
+    """Return a copy of the output, which is a view of a gathered tensor: if the caller adds to it
+    in place, FSDP2 would not notice its backward pass."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()
+
+
+def _sum_gradients(module: nn.Module, group: Any) -> None:
+    """Sum the gradient of a whole parameter: each rank has the part that comes from its heads.
+
+    The style of transformers sums what is accumulated, so it counts earlier batches twice if
+    weights stay gathered over a step. Here each batch's gradient is summed once."""
+    forward, hooked = module.forward, dict[str, Tensor]()
+
+    def total(gradient: Tensor) -> Tensor:
+        summed = gradient.contiguous().clone()
+        torch.distributed.all_reduce(summed, group=group)
+        return summed
+
+    def summing(*args: Any, **kwargs: Any) -> Any:
+        for name, parameter in module.named_parameters(recurse=False):
+            if (
+                torch.is_grad_enabled()
+                and parameter.requires_grad
+                and hooked.get(name) is not parameter
+            ):
+                parameter.register_hook(total)  # type: ignore[no-untyped-call]
+                hooked[name] = parameter
+        return forward(*args, **kwargs)
+
+    wrapped: Callable[..., Any] = summing
+    module.forward = wrapped

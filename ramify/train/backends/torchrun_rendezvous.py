@@ -1,0 +1,167 @@
+"""Lets ranks that ``torchrun`` started find rank 0 in each attempt, and decides which processes may
+join.
+
+    all ranks on one machine     a ticket file in a folder that only this user can enter; rank 0
+                                 writes a new one in each attempt
+    ranks on several machines    rank 0's address, signed with the run's key, in torchrun's own
+                                 store; or MASTER_ADDR:MASTER_PORT itself, if no agent keeps a store
+                                 there. The key comes from RAMIFY_RUN_KEY or RAMIFY_RUN_KEY_FILE
+
+torchrun gives its workers no common secret, and its store accepts everybody who reaches it. A
+stranger can write an address into that store, but it is only believed with the run's signature. An
+address of an earlier attempt leads to a process that has ended: a rank then looks again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.run_channel import KEY, KEY_FILE, given_key
+from ramify.actors.run_messages import decode, encode
+from ramify.errors import ConfigError, TrainError
+from ramify.store.durable_files import make_folder
+from ramify.store.store import default_root
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_PUBLISHED = "ramify/rank 0"
+_STORE_S = 120.0
+
+
+class RankInfo(NamedTuple):
+    """One process among the ranks that torchrun started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Index among the ranks of its machine, which selects its GPU."""
+    address: str
+    port: int
+    is_local: bool
+    """Whether all ranks are on this machine."""
+
+    @classmethod
+    def of_environment(cls) -> RankInfo | None:
+        """Read the variables that torchrun sets; None outside torchrun."""
+        if any(name not in os.environ for name in _VARIABLES):
+            return None
+        rank, size, address, port = (os.environ[name] for name in _VARIABLES)
+        is_local = os.environ.get("LOCAL_WORLD_SIZE", "1") == size
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(int(rank), int(size), local_rank, address, int(port), is_local)
+
+
+class TorchrunMeeting:
+    """Publishes and finds the address of rank 0 for the ranks of one torchrun."""
+
+    def __init__(self, world: RankInfo) -> None:
+        """Raises ConfigError if ranks are on several machines and no key is given."""
+        self._world = world
+        self._key = given_key()
+        if not world.is_local and self._key is None:
+            raise ConfigError(
+                "torchrun started ranks on several machines, and nothing tells them from "
+                f"strangers: set {KEY}, or {KEY_FILE} to a private file, to the same secret for "
+                "all of them (openssl rand -hex 32)"
+            )
+
+    def listen(self) -> ConnectBackListener:
+        """Called by rank 0: open and publish the listener for the other ranks of this attempt."""
+        world = self._world
+        if world.is_local:
+            listener = ConnectBackListener()
+            ticket = encode(ConnectBackTicket(listener.address, listener.key, "0"))
+            new = self._file.with_suffix(".new")
+            with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(ticket)
+            new.replace(self._file)
+            return listener
+        assert self._key is not None
+        host = socket.gethostbyname(world.address)
+        if not _is_agents():
+            return ConnectBackListener(host, world.port, key=self._key)
+        listener = ConnectBackListener(host, key=self._key)
+        signature = _signature(self._key, listener.address)
+        self._store().set(_PUBLISHED, f"{listener.address} {signature}")
+        return listener
+
+    def find(self) -> ConnectBackTicket | None:
+        """Called by other ranks: return the address of rank 0, perhaps that of an earlier attempt;
+        None if none is published yet."""
+        world = self._world
+        if world.is_local:
+            try:
+                return decode(self._file.read_bytes(), ConnectBackTicket)
+            except (FileNotFoundError, msgspec.MsgspecError):
+                return None
+        assert self._key is not None
+        address = self._published() if _is_agents() else f"{world.address}:{world.port}"
+        return ConnectBackTicket(address, self._key, "") if address else None
+
+    def began(self) -> bool:
+        """True if rank 0 of an earlier attempt passed its checks and waited for other ranks.
+        torchrun's restart count does not show this, because it differs between machines."""
+        is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
+        if self._world.is_local:
+            return is_restarted and self._file.exists()
+        return bool(self._published()) if _is_agents() else is_restarted
+
+    def forget(self) -> None:
+        """Called by rank 0 when no attempt follows: remove the data that ``listen`` published."""
+        if self._world.is_local:
+            self._file.unlink(missing_ok=True)
+
+    @property
+    def _file(self) -> Path:
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        name = re.sub(r"\W", "_", f"{run}-{self._world.port}")
+        return make_folder(default_root() / "torchrun") / name
+
+    def _published(self) -> str:
+        """Return rank 0's address from torchrun's store; empty if none has our signature."""
+        assert self._key is not None
+        store = self._store()
+        if not store.check([_PUBLISHED]):
+            return ""
+        text = store.get(_PUBLISHED).decode(errors="replace")
+        address, _, signature = text.partition(" ")
+        is_ours = hmac.compare_digest(signature.encode(), _signature(self._key, address).encode())
+        return address if is_ours else ""
+
+    def _store(self) -> Any:
+        from torch._C._distributed_c10d import TCPStore
+
+        world = self._world
+        try:
+            return TCPStore(
+                world.address,
+                world.port,
+                world.size,
+                False,
+                timedelta(seconds=_STORE_S),
+                wait_for_workers=False,
+            )
+        except Exception as error:  # torch raises several types
+            raise TrainError(
+                f"rank {world.rank} cannot reach torchrun's store at {world.address}:{world.port}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+def _is_agents() -> bool:
+    """True if the store at MASTER_ADDR belongs to torchrun's agent. Such a store lives as long as
+    the agent does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _signature(key: bytes, address: str) -> str:
+    return hmac.digest(key, b"ramify rank 0 at " + address.encode(), "sha256").hex()

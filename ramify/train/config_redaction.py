@@ -1,0 +1,145 @@
+"""Fields of a configuration that need care: secrets, and optional numbers.
+
+``redacted`` gives a configuration without its secrets, the only form in which it is written to disk
+or sent anywhere:
+
+    {"task": {"options": {"api_key": "sk-1", "url": "https://me:pw@host/v1?key=k"}}}
+    {"task": {"options": {"api_key": "«redacted»",
+                          "url": "https://«redacted»@host/v1?key=«redacted»"}}}
+
+Redacted are: strings whose field name marks a secret; the value after such a name in an argument
+list or a URL; logins in URLs; and values of environment variables that hold keys (``secrets.py``).
+A redacted value cannot be compared or restored: to resume such a run, give its recipe. Not here:
+secrets under names that do not mark them.
+
+``check_optional`` checks optional numbers, for which None, not 0, means off or automatic:
+
+    check_optional("optim", "never", max_grad_norm=0.0)
+    ConfigError: optim.max_grad_norm=0 must be above 0; give null for never
+
+``check_types`` checks what the constructors of a recipe do not, the types of all fields:
+
+    check_types(Run(…, optim=OptimizerSpec(kind="adam")))
+    ConfigError: rl.optim.kind='adam': Invalid enum value 'adam': did you mean 'adamw'? known: …
+
+Not here: configurations of earlier versions, in which 0 had that meaning (``override.py``).
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plugins import explained
+from ramify.secrets import (
+    KINDS,
+    MARK,
+    SecretRedactor,
+    names_a_secret,
+    remember,
+    without_url_secrets,
+)
+
+_START = "«redacted"
+_FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{KINDS}", re.IGNORECASE)
+_FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IGNORECASE)
+
+
+def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` (plain values) without its secrets, which are redacted everywhere from now on.
+    Idempotent."""
+    secrets = SecretRedactor()
+    return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
+
+
+def redacted_keys(config: Any, name: str = "") -> Iterator[str]:
+    """Dotted names of the redacted values in a stored configuration."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from redacted_keys(value, f"{name}.{key}" if name else str(key))
+    elif is_redacted(config):
+        yield name
+
+
+def is_redacted(value: Any) -> bool:
+    """Whether a leaf, or a list, holds a redacted value."""
+    return (
+        any(map(is_redacted, value))
+        if isinstance(value, list)
+        else isinstance(value, str) and _START in value
+    )
+
+
+def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _redacted(inner, str(key), secrets) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return list(_items(value, name, secrets))
+    if not isinstance(value, str) or not value:
+        return value
+    if names_a_secret(name):
+        remember(name, value)
+        return MARK
+    return _FLAG_WITH_VALUE.sub(rf"\1{MARK}", secrets.redact(without_url_secrets(value)))
+
+
+def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterator[Any]:
+    before: Any = ""
+    for value in values:
+        is_given = (
+            isinstance(value, str)
+            and isinstance(before, str)
+            and _FLAG.fullmatch(before) is not None
+        )
+        yield MARK if is_given and not value.startswith("-") else _redacted(value, name, secrets)
+        before = value
+
+
+def check_optional(owner: str, null: str, **values: float | None) -> None:
+    """Raise ConfigError for a value that is neither None nor positive. ``null``: the meaning of
+    None."""
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
+
+
+def check_types(config: msgspec.Struct, name: str = "") -> None:
+    """Raise ConfigError, which names the field, unless each field of ``config``, and of the
+    structs in it, has a value of its type."""
+    try:
+        kinds = typing.get_type_hints(type(config))
+    except NameError:  # a plug-in's annotation that exists only for type checkers
+        kinds = {}
+    for field in config.__struct_fields__:
+        value, where = getattr(config, field), f"{name}.{field}" if name else field
+        if isinstance(value, type):
+            raise ConfigError(
+                f"{where} is the class {value.__name__}: give an instance, {value.__name__}()"
+            )
+        try:
+            msgspec.convert(value, kinds.get(field, Any))
+        except msgspec.ValidationError as error:
+            reason = explained(error, kinds[field])
+            raise ConfigError(f"{where}={value!r:.80}: {reason}") from error
+        except TypeError:
+            pass  # a type that msgspec does not know, as a plug-in's callable
+        for inner_name, inner in _structs(value, where):
+            check_types(inner, inner_name)
+
+
+def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
+    """Yield every struct in ``value``, a struct or a nested list or mapping of structs, with its
+    dotted name."""
+    if isinstance(value, msgspec.Struct):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _structs(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _structs(item, f"{name}[{place}]")

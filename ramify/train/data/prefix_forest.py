@@ -1,0 +1,414 @@
+"""Arranges sequences as a forest, in which shared prefixes occur only once, and writes pieces of it
+as a batch: tokens and segments, and one entry per token that carries loss.
+
+    1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
+    1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
+    1 2 3 9                 └────── [9]
+
+    piece  [1 2 3] -> [7 8], [9]    token_ids 1 2 3 7 8 9   segments [0,3) [3,5)<0 [5,6)<0
+    sampled: 7 8 by one sequence,   sources   2 3 2         positions of the hidden states
+             9 by the other         targets   7 8 9
+
+A token's hidden state depends only on the tokens of its path, so a prefix that two sequences share
+can be computed once: prompts, forked prefixes, and tokens that two siblings happened to sample
+alike. What they learn stays separate, since a loss is counted by entry and not by token. The forest
+does not depend on the order of the sequences. It is found by sorting the sequences as byte strings
+and comparing neighbors: near-linear in the number of tokens.
+
+Decides how per-token streams of sequences become per-entry streams. A token that was sampled at a
+temperature or from a truncated distribution, and also carries cross-entropy, has two entries:
+cross-entropy applies to the plain distribution, the policy gradient to the sampling distribution.
+
+Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per
+position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.types.sequence import Batch, Floats, Ints, SamplingMask, Segment, TokenSequence
+
+
+class ForestNode(NamedTuple):
+    """Tokens ``[begin, end)``, counted along the path, that the same sequences pass through."""
+
+    begin: int
+    end: int
+    parent: int
+    """Index of the parent node; -1 for a root."""
+    sequence: int
+    """Index of one sequence that passes through it."""
+    last: int = -1
+    """For a stretch of a batch: index of the forest's node with which it ends."""
+
+
+class Forest(NamedTuple):
+    """Prefix trees over a set of sequences."""
+
+    nodes: list[ForestNode]
+    """In preorder."""
+    leaves: list[int]
+    """Sequence -> the node in which it ends."""
+    order: list[int]
+    """Indices of the sequences, sorted by their ids; equal ids are sorted by name."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(node.end - node.begin for node in self.nodes)
+
+
+def forest(sequences: Many[TokenSequence]) -> Forest:
+    """The radix trees of ``sequences``; none of them may be empty."""
+    keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
+    order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
+    growing = _GrowingForest()
+    ends = [-1] * len(sequences)
+    before: Ints | None = None
+    for index in order:
+        ids = sequences[index].token_ids
+        shared = 0 if before is None else _common(before, ids)
+        ends[index] = growing.add(index, shared, len(ids))
+        before = ids
+    return Forest(*growing.grown(ends), order)
+
+
+class ForestNodeComputeCounts:
+    """How often the stretches of a step's batches compute each node of its forest."""
+
+    def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
+        """Count how often each node of the forest is computed. Each of ``stretches`` covers a chain
+        of whole nodes, and its ``last`` is the index of the node at the end of the chain."""
+        self._nodes = radix_forest.nodes
+        self._num = [0] * len(self._nodes)
+        for stretch in stretches:
+            for node in self._within(stretch):
+                self._num[node] += 1
+
+    def weights(self, stretch: ForestNode) -> Floats:
+        """Return a weight for each of the n tokens in ``stretch``: 1 divided by the number of times
+        that the token is computed."""
+        within = self._within(stretch)[::-1]
+        sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
+        weights = np.array([1 / self._num[node] for node in within], np.float32)
+        return weights.repeat(sizes)
+
+    def _within(self, stretch: ForestNode) -> list[int]:
+        """Return the indices of the forest's nodes that ``stretch`` covers, from the last to the
+        first."""
+        found, node = [stretch.last], self._nodes[stretch.last]
+        while node.begin > stretch.begin:
+            found.append(node.parent)
+            node = self._nodes[node.parent]
+        return found
+
+
+class _GrowingForest:
+    """The nodes so far, and the path of the last sequence through them."""
+
+    def __init__(self) -> None:
+        self.begin: list[int] = []
+        self.end: list[int] = []
+        self.parent: list[int] = []
+        self.sequence: list[int] = []
+        self.path: list[int] = []
+
+    def add(self, sequence: int, shared: int, length: int) -> int:
+        """Add a sequence that has ``shared`` tokens in common with the last one. Returns the node
+        in which it ends."""
+        while self.path and self.begin[self.path[-1]] >= shared:
+            self.path.pop()
+        if self.path and self.end[self.path[-1]] > shared:
+            self._split(self.path.pop(), shared)
+        if length > shared:
+            self.path.append(
+                self._new(shared, length, self.path[-1] if self.path else -1, sequence)
+            )
+        return self.path[-1]
+
+    def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
+        """The nodes in preorder, with children in the order of their ids. (In the internal lists,
+        the head of a node that was split comes after it.)"""
+        children: list[list[int]] = [[] for _ in self.begin]
+        roots: list[int] = []
+        for node, parent in enumerate(self.parent):
+            (roots if parent < 0 else children[parent]).append(node)
+        rank = [-1] * len(self.begin)
+        nodes: list[ForestNode] = []
+        stack = roots[::-1]
+        while stack:
+            node = stack.pop()
+            rank[node] = len(nodes)
+            parent = self.parent[node]
+            nodes.append(
+                ForestNode(
+                    self.begin[node],
+                    self.end[node],
+                    rank[parent] if parent >= 0 else -1,
+                    self.sequence[node],
+                )
+            )
+            stack.extend(children[node][::-1])
+        return nodes, [rank[end] for end in ends]
+
+    def _new(self, begin: int, end: int, parent: int, sequence: int) -> int:
+        self.begin.append(begin)
+        self.end.append(end)
+        self.parent.append(parent)
+        self.sequence.append(sequence)
+        return len(self.begin) - 1
+
+    def _split(self, node: int, at: int) -> None:
+        """Split a node: ``node`` keeps the tokens after ``at``, so that its children, and the
+        sequences that end in it, keep their index."""
+        head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
+        self.begin[node], self.parent[node] = at, head
+        self.path.append(head)
+
+
+def _common(a: Ints, b: Ints) -> int:
+    """Length of the common prefix of ``a`` and ``b``."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+COMPONENTS = ("rl", "ce", "kd")
+"""Components of a loss; each has a stream of weights."""
+
+
+class PackableTree(NamedTuple):
+    """A tree, or a part of one with the paths that lead to it; a batch takes it as a whole."""
+
+    stretches: list[ForestNode]
+    """In preorder; their ``sequence`` is an index into the sequences that carry loss."""
+    leaves: list[tuple[int, int]]
+    """(sequence, the stretch that holds its last token)"""
+    num_tokens: int
+    cost: float
+
+
+def entries(sequence: TokenSequence) -> Ints:
+    """Indices of the tokens that carry loss, [n]."""
+    weighs = sequence.rl != 0
+    for other in (sequence.ce, sequence.kd):
+        weighs = weighs if other is None else weighs | (other != 0)
+    if len(weighs) and weighs[0]:
+        raise ValueError(
+            f"sequence {sequence.name} has a weight on its first token, which nothing predicts"
+        )
+    return np.flatnonzero(weighs)
+
+
+class BatchBuilder:
+    """Writes the batches of one optimizer step, which share their streams and denominators."""
+
+    def __init__(
+        self,
+        sequences: Many[TokenSequence],
+        learning: list[int],
+        denominators: Mapping[str, float] | None,
+    ) -> None:
+        """``learning`` holds the indices of those ``sequences`` that have loss entries. Pieces
+        refer to a sequence by its position in this list."""
+        self._sequences = sequences
+        self._learning = learning
+        chosen = [sequences[index] for index in learning]
+        self._named = _names(chosen)
+        self._denominators = _denominators(chosen, denominators)
+        self._has_versions = all(sequence.versions is not None for sequence in chosen)
+        self._has_kept = any(sequence.kept is not None for sequence in chosen)
+        routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
+        self._route_size = max((each.shape[1] for each in routes), default=0)
+
+    def batch(self, pieces: Iterable[PackableTree], copies: ForestNodeComputeCounts) -> Batch:
+        columns = _Columns()
+        segments: list[Segment] = []
+        present: dict[int, str] = {}
+        end = 0
+        for piece in pieces:
+            first = len(segments)
+            for stretch in piece.stretches:
+                ids = self._sequences[self._learning[stretch.sequence]].token_ids[
+                    stretch.begin : stretch.end
+                ]
+                columns.add(
+                    token_ids=ids,
+                    positions=np.arange(stretch.begin, stretch.end),
+                    token_weights=copies.weights(stretch),
+                )
+                segments.append(
+                    Segment(
+                        end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
+                    )
+                )
+                end += len(ids)
+            for place, leaf in piece.leaves:
+                index = self._learning[place]
+                present[index] = self._sequences[index].name
+                self._add_entries(columns, index, _places(piece, leaf, segments[first:]))
+        return self._batch(columns, segments, present)
+
+    def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
+        """Add the entries of the sequence with number ``index``. ``places`` gives, for each piece
+        of the sequence, where the piece begins, and what to add to a position in it to get the
+        index of its token in the batch."""
+        sequence = self._sequences[index]
+        tokens = entries(sequence)
+        plain = np.zeros(len(tokens), np.bool_)
+        if sequence.ce is not None and (sequence.temperature != 1 or sequence.kept is not None):
+            imitated = tokens[sequence.ce[tokens] != 0]
+            reinforced = tokens[_others(sequence)[tokens]]
+            plain = np.repeat([False, True], [len(reinforced), len(imitated)])
+            tokens = np.concatenate([reinforced, imitated])
+        begins, shifts = places
+        columns.add(
+            sources=tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, "right") - 1],
+            targets=sequence.token_ids[tokens],
+            owners=np.stack([np.full(len(tokens), index), tokens], 1),
+            temperature=np.where(plain, 1, sequence.temperature).astype(np.float32),
+            **_weights(sequence, tokens, plain),
+            **{name: sequence.streams[name][tokens] for name in self._named},
+        )
+        if self._has_versions and sequence.versions is not None:
+            columns.add(versions=sequence.versions[tokens])
+        if self._route_size:
+            unknown = np.full((len(tokens), self._route_size), -1)
+            columns.add(routes=unknown if sequence.routes is None else sequence.routes[tokens])
+        if self._has_kept:
+            columns.add_kept(sequence.kept, tokens, plain)
+
+    def _batch(self, columns: _Columns, segments: list[Segment], present: dict[int, str]) -> Batch:
+        names = ("advantages", "sampler_logprobs", "temperature", *self._denominators, *self._named)
+        return Batch(
+            token_ids=columns.whole("token_ids"),
+            positions=columns.whole("positions"),
+            segments=segments,
+            sources=columns.whole("sources"),
+            targets=columns.whole("targets"),
+            streams={name: columns.whole(name) for name in names},
+            denominators=self._denominators,
+            sequences=present,
+            owners=columns.whole("owners"),
+            versions=columns.whole("versions") if self._has_versions else None,
+            kept=columns.kept() if self._has_kept else None,
+            routes=columns.whole("routes") if self._route_size else None,
+            token_weights=columns.whole("token_weights"),
+        )
+
+
+class _Columns:
+    """The arrays of a batch, collected part by part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {}
+
+    def add(self, **values: npt.NDArray[Any]) -> None:
+        for name, part in values.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def add_kept(
+        self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
+    ) -> None:
+        """Add the ids that could be sampled at each of ``tokens`` (top-p or top-k sampling). The
+        list is empty for tokens that are imitated (``plain``), and if the sampler did not restrict
+        the ids."""
+        if kept is None:
+            self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
+            return
+        starts, sizes = (
+            kept.offsets[tokens],
+            np.where(plain, 0, kept.offsets[tokens + 1] - kept.offsets[tokens]),
+        )
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.add(kept_sizes=sizes, kept_ids=kept.ids[np.repeat(starts, sizes) + within])
+
+    def whole(self, name: str) -> npt.NDArray[Any]:
+        return np.concatenate(self._parts[name])
+
+    def kept(self) -> SamplingMask:
+        return SamplingMask(
+            np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids")
+        )
+
+
+def _places(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
+    """Return how positions on the path to ``leaf`` map to positions in the batch, as two arrays
+    with one element per node on the path: where the node begins on the path, and the offset to add.
+    ``segments`` holds the batch segment of each node of the piece."""
+    begins, shifts = [], []
+    while leaf >= 0:
+        begins.append(piece.stretches[leaf].begin)
+        shifts.append(segments[leaf].start - begins[-1])
+        leaf = piece.stretches[leaf].parent
+    return np.array(begins[::-1]), np.array(shifts[::-1])
+
+
+def _weights(
+    sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
+) -> dict[str, Floats]:
+    """Return advantages, sampler log-probabilities and loss weights for the entries of a sequence,
+    one entry per index in ``tokens``. ``plain`` marks entries for cross-entropy. If a token also
+    has other weights, they belong to a second entry."""
+    has_two = bool(plain.any())
+    columns = {
+        "advantages": sequence.advantages[tokens],
+        "sampler_logprobs": sequence.sampler_logprobs[tokens],
+    }
+    for name in COMPONENTS:
+        column: Floats | None = getattr(sequence, name)
+        values = np.zeros(len(tokens), np.float32) if column is None else column[tokens]
+        tempered = has_two or sequence.temperature != 1 or sequence.kept is not None
+        columns[name] = (
+            np.where(plain == (name == "ce"), values, 0).astype(np.float32) if tempered else values
+        )
+    return columns
+
+
+def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
+    """Return for each token whether it has policy-gradient or distillation weight, [T]."""
+    return np.not_equal(sequence.rl, 0) | (
+        False if sequence.kd is None else np.not_equal(sequence.kd, 0)
+    )
+
+
+def _names(sequences: list[TokenSequence]) -> list[str]:
+    """Return the names of the sequences' extra streams. Raises ValueError unless all sequences have
+    the same ones."""
+    names = sorted({name for sequence in sequences for name in sequence.streams})
+    for sequence in sequences:
+        if missing := [name for name in names if name not in sequence.streams]:
+            raise ValueError(
+                f"sequence {sequence.name} has no stream '{missing[0]}', which others of this step "
+                "have"
+            )
+    return names
+
+
+def _denominators(
+    sequences: list[TokenSequence], given: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Return the denominator of each loss component (such as ``rl`` or ``ce``) that has a non-zero
+    weight in some sequence. It is taken from ``given``, or else it is the sum of the weights.
+    Raises ValueError if it is not positive."""
+    denominators = {}
+    for name in COMPONENTS:
+        columns = [
+            column
+            for sequence in sequences
+            if (column := getattr(sequence, name)) is not None and column.any()
+        ]
+        if columns:
+            total = sum(float(column.sum(dtype=np.float64)) for column in columns)
+            denominators[name] = total if given is None else given.get(name, 0.0)
+            if not denominators[name] > 0:
+                raise ValueError(
+                    f"component '{name}' has weights, but its denominator "
+                    f"{denominators[name]} is not positive"
+                )
+    return denominators

@@ -1,0 +1,348 @@
+"""Publish a trained policy: a Hugging Face folder with a model card, a repository on the hub, and
+artefacts of the trackers that followed the run.
+
+    RUN/policy ─────────┐
+    RUN/policy.json     ├─> DEST/ config.json, *.safetensors, tokenizer, README.md, ramify.json
+    RUN/checkpoints ────┤        adapter/: LoRA in peft's format, if adapters were trained
+    RUN/metrics.jsonl ──┘
+
+The card states facts of the run: where the weights come from, the data, scores with intervals, the
+prompt that the policy was trained on, limits and licence. Paths of this machine and keys do not
+reach it. Not here: training, and how a tracker sends a folder (``trackers/``).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ramify import __version__
+from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.logging import ComponentLogger
+from ramify.models import checksums
+from ramify.secrets import without_secrets
+from ramify.train.checkpoint import FOLDER, CheckpointState, read_state
+from ramify.train.config import Run
+from ramify.train.config_redaction import redacted
+from ramify.train.lineage import LINEAGE
+from ramify.train.metrics import read_metrics
+from ramify.train.recipe import stored
+from ramify.train.run_record import KeptPolicy
+from ramify.train.trackers.base import send_folder
+
+HUB = "hf://"
+_CARD, _CONFIG, _ADAPTER = "README.md", "ramify.json", "adapter"
+_BEGIN = "<!-- written by ramify publish -->"
+_STAGES = ("warmup", "sft", "rl")
+_log = ComponentLogger("train")
+
+
+class PublicationResult(NamedTuple):
+    """The places to which a policy was published.
+
+    Example:
+        train.publish("runs/mine", "hf://me/mine").url
+    """
+
+    folder: Path
+    """The folder, or the one that was sent to the hub and removed afterwards."""
+    url: str
+    """Address of the repository; empty for a folder."""
+    artefacts: tuple[str, ...]
+    """Trackers that received the folder."""
+
+
+def publish(
+    run_folder: str | Path,
+    dest: str | Path,
+    *,
+    licence: str = "",
+    base: str = "",
+    private: bool = False,
+    trackers: Sequence[str] = (),
+) -> PublicationResult:
+    """Publish the policy of ``run_folder`` to ``dest``, a folder or ``hf://OWNER/NAME``.
+
+    ``licence`` is the licence's identifier on the hub, such as ``apache-2.0``. ``base`` is the hub
+    name of the policy that training began with; by default the recipe's, if that is not a folder.
+    ``trackers`` are names of trackers of the run. Raises ConfigError for a folder without a trained
+    policy, and for a hub or a tracker that refuses it.
+
+    Example:
+        train.publish("runs/mine", "hf://me/mine", licence="apache-2.0")
+    """
+    source = Path(run_folder)
+    kept, state, run = _trained(source)
+    repository = str(dest).removeprefix(HUB) if str(dest).startswith(HUB) else ""
+    if repository and repository.strip("/").count("/") != 1:
+        raise ConfigError(f"{dest}: give hf://OWNER/NAME")
+    folder = source / ".publish" if repository else Path(dest)
+    if repository:
+        shutil.rmtree(folder, ignore_errors=True)
+    _write(folder, source, kept, state, run, licence, base)
+    url = ""
+    try:
+        sent = tuple(
+            send_folder(
+                source, name, run.name, folder, state.config, run.tracker_options.get(name, {})
+            )
+            for name in trackers
+        )
+        if repository:
+            url = _push(folder, repository.strip("/"), private, kept)
+    finally:
+        if repository:
+            shutil.rmtree(folder, ignore_errors=True)
+    return PublicationResult(folder, url, sent)
+
+
+def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
+    """Read the trained policy in ``source``. Raises ConfigError if there is none."""
+    try:
+        kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=KeptPolicy)
+        checkpoint = source / FOLDER / kept.checkpoint
+        return kept, read_state(checkpoint), stored(checkpoint)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"{source} has no trained policy: give the folder of a run that has ended "
+            "(ramify train --out)"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{source / 'policy.json'} is damaged: {error}") from None
+
+
+def _write(
+    folder: Path,
+    source: Path,
+    kept: KeptPolicy,
+    state: CheckpointState,
+    run: Run,
+    licence: str,
+    base: str,
+) -> None:
+    """Write the published policy to ``folder``: its weights, its configuration and its card. Raises
+    ConfigError if the folder is in use for something else."""
+    card = folder / _CARD
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give a folder, or hf://OWNER/NAME")
+    is_ours = card.is_file() and _BEGIN in card.read_text(encoding="utf-8", errors="replace")
+    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+        raise ConfigError(f"{folder} is not empty, and not a published policy: give a new folder")
+    checksums.check(source / "policy")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source / "policy", folder)
+    if run.policy.lora is not None and not (folder / _ADAPTER).is_dir():
+        _write_adapter(folder / _ADAPTER, source / FOLDER / kept.checkpoint / "backend", run)
+    base = base or ("" if Path(run.policy.path).exists() else run.policy.path)
+    if base and (folder / _ADAPTER).is_dir():
+        _name_base(folder / _ADAPTER, base)
+    config = {"ramify": __version__, "run": redacted(state.config)}
+    text = msgspec.json.format(msgspec.json.encode(config)).decode()
+    text = without_secrets(_without_folders(text))
+    (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
+    text = without_secrets(_card(folder, source, kept, run, licence, base))
+    card.write_text(text, encoding="utf-8")
+    checksums.write(folder)
+
+
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")
+
+
+def _without_folders(text: str) -> str:
+    """``/data/mine/rows.jsonl`` -> ``rows.jsonl``: such paths are of no use elsewhere."""
+    return _FOLDERS.sub("", text)
+
+
+# --- adapters
+
+
+def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
+    """Write the adapters of a run of one process, whose matrices are in its backend's state."""
+    import torch
+
+    from ramify.train.backends import adapters
+    from ramify.train.initial_policy import adapters_of
+
+    adapters.need_peft()
+    try:
+        weights = torch.load(backend / "backend.pt", map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{backend} holds no adapters: its checkpoint was removed") from None
+    mark = ".parametrizations.weight.0."
+    found = {name: each for name, each in weights["weights"].items() if mark in name}
+    names = sorted({name.partition(mark)[0] for name in found})
+    tensors = [
+        (f"{name.replace(mark, '.lora_')}.default.weight", each) for name, each in found.items()
+    ]
+    adapters.save(folder, adapters_of(run), names, tensors)
+
+
+def _name_base(folder: Path, base: str) -> None:
+    """Write the name of the model that the adapters belong to into their configuration."""
+    path = folder / "adapter_config.json"
+    config = msgspec.json.decode(path.read_bytes()) | {"base_model_name_or_path": base}
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
+
+
+# --- the model card
+
+
+def _card(folder: Path, source: Path, kept: KeptPolicy, run: Run, licence: str, base: str) -> str:
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        license=licence or None,
+        base_model=base or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["ramify", "recursive-language-model", *(["lora"] if run.policy.lora else [])],
+    )
+    first = next((each for each in read_metrics(source) if each.stage == "first"), None)
+    begun = first.values if first is not None else {}
+    parts = [
+        f"---\n{data.to_yaml()}\n---\n{_BEGIN}\n# {run.name}",
+        "A policy for recursive language models: it gets its input as a variable in a Python "
+        "session, and writes code to read it. Trained with Ramify.",
+        _usage(bool((folder / _ADAPTER).is_dir())),
+        f"## Lineage\n{_lines(_lineage(source, kept, run, base))}",
+        f"## Data\n{_lines(_data(run))}",
+        f"## Scores\n{_scores(kept, begun)}",
+        f"## Prompt\n{_prompt(run)}",
+        f"## Limits\n{_lines(_limits(run))}",
+        f"## Licence\n{_licence(licence, base)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(has_adapter: bool) -> str:
+    adapter = (
+        "\n\nThe folder `adapter` has the trained LoRA matrices alone, in peft's format; the "
+        "weights beside it have them added."
+        if has_adapter
+        else ""
+    )
+    return (
+        "## Use\n```bash\nramify ask --model local:FOLDER QUESTION PATH\n```\n`transformers` loads "
+        f"the folder with `AutoModelForCausalLM` and `AutoTokenizer`.{adapter}"
+    )
+
+
+def _lines(facts: Iterator[str]) -> str:
+    return "\n".join(f"- {fact}" for fact in facts)
+
+
+def _lineage(source: Path, kept: KeptPolicy, run: Run, base: str) -> Iterator[str]:
+    begun = base or Path(run.policy.path).name
+    yield f"Weights from: {begun or 'random values (trained from scratch)'}."
+    stages = [name for name in _STAGES if getattr(run, name) is not None]
+    yield f"Stages: {', '.join(stages)}."
+    if run.rl is not None:
+        algorithm = msgspec.to_builtins(run.rl.algorithm)
+        name = algorithm.get("name") or type(run.rl.algorithm).__name__
+        steps, items = run.rl.steps, run.rl.sample.items
+        yield f"Reinforcement learning: {name}; {items} items in each of {steps or 'its'} steps."
+    which = "the best on validation" if kept.is_best else "chosen"
+    yield f"Checkpoint: step {kept.step} of {kept.last_step}, {which}."
+    yield f"Seed {run.seed}; Ramify {__version__}. All options are in `{_CONFIG}`."
+    for entry in LINEAGE.read(source):
+        yield f"Continued {entry}."
+
+
+def _data(run: Run) -> Iterator[str]:
+    yield f"Task: `{_without_folders(run.task.name)}`."
+    for name, value in redacted(run.task.options).items():
+        yield f"{name}: `{_without_folders(str(value))}`"
+    if run.sft is not None and run.sft.task is not None:
+        yield f"Demonstrations of the task `{_without_folders(run.sft.task.name)}`."
+    yield "Training, validation and test items are disjoint."
+
+
+def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
+    """A table of rewards with 95 % intervals, after training and before it."""
+    if not kept.scores:
+        return "The run evaluated nothing."
+    rows = ["| items | reward | 95 % interval | before training |", "|---|---|---|---|"]
+    for split, score in kept.scores.items():
+        before = begun.get(f"{split}/reward")
+        shown = "" if before is None else f"{before:.3f}"
+        rows.append(
+            f"| {split} | {score.reward:.3f} | {score.low:.3f} to {score.high:.3f} | {shown} |"
+        )
+    return "\n".join([*rows, "", "The checkpoint was chosen by its validation reward."])
+
+
+def _prompt(run: Run) -> str:
+    """The messages before the first reply of a validation item."""
+    from ramify.clients.function_client import FunctionClient
+    from ramify.engine.rlm import RLM
+    from ramify.engine.scaffold import scaffold_of
+    from ramify.tasks.base import items_of, task_of
+
+    name = run.scaffold if isinstance(run.scaffold, str) else type(run.scaffold).__name__
+    begin = f"Trained with the scaffold `{name}`; other prompts were not seen."
+    try:
+        item = items_of(task_of(run.task.name, **run.task.options), "validation")[0]
+        nobody = FunctionClient(lambda messages: "", "nobody:asked")
+        with RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold)) as rlm:
+            preview = rlm.prompt(item.context, item.question)
+    except (RamifyError, LookupError) as error:
+        _log.warning("prompt_unknown", f"the card has no prompt: {error}", shown=True)
+        return begin
+    shown = [f"{each.role}: {_shortened(each.content)}" for each in preview.messages]
+    return "\n".join(
+        [f"{begin} The first request of a validation item:", "", "~~~text", *shown, "~~~"]
+    )
+
+
+def _shortened(text: str, chars: int = 6000) -> str:
+    text = text.replace("~~~", "~ ~ ~")
+    return text if len(text) <= chars else f"{text[:chars]}… ({len(text):,} characters)"
+
+
+def _limits(run: Run) -> Iterator[str]:
+    yield "It was trained on the task above, and was not tested on others."
+    yield "It writes Python code that is run: use a sandbox, which `ramify` does by default."
+    limits = run.limits
+    yield (
+        f"Trained with at most {limits.max_turns} turns per call, depth {limits.max_depth} and "
+        f"{limits.max_reply_tokens} tokens per reply."
+    )
+
+
+def _licence(licence: str, base: str) -> str:
+    if licence:
+        return f"`{licence}`" + (f"; see also the licence of {base}." if base else ".")
+    return "Not stated." + (f" That of {base} applies to what is derived from it." if base else "")
+
+
+# --- the hub
+
+
+def _push(folder: Path, repository: str, private: bool, kept: KeptPolicy) -> str:
+    """Send ``folder`` to the hub and return the repository's address. Raises ConfigError with the
+    hub's own reason."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi(library_name="ramify", library_version=__version__)
+    try:
+        made = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=f"Step {kept.step} of {kept.last_step}",
+        )
+    except HfHubHTTPError as error:
+        code = error.response.status_code if error.response is not None else ""
+        advice = " (log in: hf auth login, or set HF_TOKEN)" if code in (401, 403) else ""
+        reason = without_secrets(" ".join(str(error).split()))[:300]
+        raise ConfigError(f"the hub refused {repository}{advice}: {reason}") from None
+    except (OSError, ValueError) as error:
+        reason = without_secrets(" ".join(str(error).split()))[:300]
+        raise ConfigError(f"{repository} could not be published: {reason}") from None
+    return str(made)

@@ -1,0 +1,300 @@
+"""Loading the parts of a run, checked in the order that finds mistakes before anything is spent.
+
+    ResolvedTrainingRun ── device ─ placement ─ precision ─ demonstrations ─ policy ──> RunParts
+
+No process is started and nothing is written. Not here: checks that need no tensor library
+(``resolve.py``), how the policy is made (``initial_policy.py``), and what is done with the parts
+(``build.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.actors.launcher import NodeResourceSlot
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.tasks.base import Task
+from ramify.train.backends.base import BACKENDS, OptimizerSpec, TrainingBackendSpec, has_bf16
+from ramify.train.config import Run, plain
+from ramify.train.data.stored_rows import ROWS_FILE, key_of, read_rows, write_rows
+from ramify.train.demonstrations import (
+    demonstrations_of,
+    sft_rows,
+)
+from ramify.train.initial_policy import (
+    adapters_of,
+    card_of,
+    device_of,
+    policy_of,
+    serving_of,
+    set_deterministic,
+    stored_precision,
+)
+from ramify.train.placement_plan import engines_of, settled
+from ramify.train.policy_defaults import with_policy_defaults
+from ramify.train.precision import RunPrecision, precision_of
+from ramify.train.preflight import (
+    check_device,
+    check_embedded,
+    check_inference,
+    check_prompts,
+    check_schedules,
+    note_missing_template,
+    note_rewritten_history,
+    path_of,
+)
+from ramify.train.resolve import ResolvedTrainingRun
+from ramify.train.stages import InductionWarmUpStage, SftStage, TrainingStage
+from ramify.train.traffic import TrafficTask
+from ramify.types.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from ramify.models.load import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """The parts of one run, loaded, checked and ready to start."""
+
+    run: Run
+    """The configuration, with the number of processes settled."""
+    placement_slots: Sequence[NodeResourceSlot]
+    """Slots of the processes that the run starts elsewhere."""
+    engines: InferenceSpec | None
+    """Engines outside this process; None: the engine is in this process."""
+    kind: Any
+    """Class of the trained model, which implements ``TrainedModel``."""
+    compute: TrainingBackendSpec
+    """How the backend computes, with the precision decided."""
+    precision: RunPrecision
+    task: Task
+    scaffold: Scaffold
+    policy: Policy
+    """The policy that is trained."""
+    serving: Policy
+    """The policy that the engine of this process serves: the same one, or a copy."""
+    rows: Sequence[TokenSequence]
+    """What is imitated before rollouts."""
+    fixed: Sequence[TrainingStage]
+    """The stages that sample nothing."""
+    others: Mapping[str, RunParts] = dataclasses.field(default_factory=dict)
+    """Name of another policy -> its parts: its run is this one, with its policy and optimizer."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether processes are placed on other machines."""
+        return self.run.placement is not None and self.run.placement.kind == "ray"
+
+    @property
+    def dtype(self) -> str:
+        """Precision of the served policy, such as ``float32``."""
+        return str(self.serving.dtype).removeprefix("torch.")
+
+    def save_policy(self, folder: Path) -> None:
+        """Write the initial policy, as engines load it."""
+        from ramify.models.load import save_policy
+        from ramify.models.model_config_files import model_folder
+        from ramify.train.backends.safetensors_export import copy_checkpoint
+
+        if self.policy.device.type != "meta":
+            return save_policy(self.serving, folder)
+        source, serving = model_folder(path_of(self.run)), self.serving
+        save_policy(
+            serving,
+            folder,
+            write=lambda out: copy_checkpoint(source, out, serving.config, serving.dtype),
+        )
+
+    def keep_rows(self, out: Path) -> None:
+        """Write the rows of supervised fine-tuning into the run's folder ``out``."""
+        if self.rows:
+            write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
+
+    def num_members(self, role: str) -> int:
+        """Number of processes of ``role`` that have a slot."""
+        return sum(member.role == role for slot in self.placement_slots for member in slot.members)
+
+    def check_fits(self, checkpoint: Path) -> None:
+        """Raise ConfigError with the first tensor in which a checkpoint's policy differs from this
+        one."""
+        from ramify.models.weights import check_weights, read_weights
+
+        folder = checkpoint / "policy"
+        check_weights(self.serving.model, read_weights(folder), str(folder))
+
+
+def assemble(resolved: ResolvedTrainingRun) -> RunParts:
+    """Load the parts of a run. A run that continues from a checkpoint reads its trained tokenizer
+    from the checkpoint, and its rows for supervised fine-tuning from the folder of the earlier run.
+    Raises ConfigError for mistakes in the recipe that cannot be found without a tensor library or
+    the files of the model."""
+    task, scaffold, checkpoint = resolved.task, resolved.scaffold, resolved.checkpoint
+    run, placement_slots = settled(resolved.run)
+    check_device(run)
+    device = device_of(run)
+    kind: Any = BACKENDS.of(run.compute.backend)
+    is_elsewhere = run.placement is not None and run.placement.kind == "ray" and not kind.is_here
+    kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
+    check_schedules(run)
+    precision = precision_of(run, stored_precision(run), device, has_bf16=has_bf16(device))
+    engines = engines_of(run, device)
+    rows = _stored_rows(run, checkpoint)
+    demonstrations = demonstrations_of(run, task, scaffold) if rows is None else []
+    _check_model(run, kind, device)
+    # Engine and trainer of a deterministic run share weights in fp32.
+    dtype = "float32" if run.deterministic else precision.engine
+    policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
+    policy.card = card_of(run, policy)
+    if isinstance(task, TrafficTask):
+        from ramify.models.identity import identity_of
+
+        task.check(identity_of(policy))
+    if not run.policy.path:
+        _check_model(run, kind, device, policy.config)
+    compute = msgspec.structs.replace(
+        run.compute, precision=precision.trainer, deterministic=run.deterministic
+    )
+    if run.deterministic:
+        set_deterministic(policy)
+    serving = serving_of(run, policy, kind.is_here)
+    if run.is_evaluated:
+        check_prompts(run, task, scaffold, policy)
+    note_rewritten_history(run, policy)
+    note_missing_template(policy)
+    if rows is None and run.sft is not None:
+        rows = sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
+    rows = rows or []
+    fixed = _fixed_stages(run, policy, rows)
+    parts = RunParts(
+        run,
+        placement_slots,
+        engines,
+        kind,
+        compute,
+        precision,
+        task,
+        scaffold,
+        policy,
+        serving,
+        rows,
+        fixed,
+    )
+    others = {name: _other_parts(parts, name) for name in run.policies}
+    return dataclasses.replace(parts, others=others)
+
+
+def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
+    """Return the rows of supervised fine-tuning that the checkpoint's run has stored."""
+    if run.sft is None or checkpoint is None:
+        return None
+    return read_rows(checkpoint.resolve().parents[1] / ROWS_FILE, _rows_key(run))
+
+
+def _rows_key(run: Run) -> str:
+    config = plain(run)
+    sft = config["sft"]
+    chosen = [sft[name] for name in ("demos", "num", "options", "trajectories", "algorithm")]
+    return key_of([chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]])
+
+
+def _other_parts(parts: RunParts, name: str) -> RunParts:
+    """Return the run's parts for the policy ``name`` of ``Run.policies``, which is trained beside
+    the main policy. ``parts`` belongs to the main policy."""
+    run = with_policy_defaults(run_of_policy(parts.run, name))
+    check_inference(run)
+    check_schedules(run)
+    device = device_of(run)
+    precision = precision_of(run, stored_precision(run), device, has_bf16=has_bf16(device))
+    dtype = "float32" if run.deterministic else precision.engine
+    if parts.run.policies[name].policy is None:
+        policy = dataclasses.replace(parts.serving, model=copy.deepcopy(parts.serving.model))
+    else:
+        policy = policy_of(run, [], dtype)
+    if run.deterministic:
+        set_deterministic(policy)
+    return dataclasses.replace(
+        parts,
+        run=run,
+        engines=engines_of(run, device),
+        compute=msgspec.structs.replace(parts.compute, precision=precision.trainer),
+        precision=precision,
+        policy=policy,
+        serving=serving_of(run, policy, parts.kind.is_here),
+        rows=[],
+        fixed=[],
+    )
+
+
+def run_of_policy(run: Run, name: str) -> Run:
+    """``run`` as if ``name``, one of its other policies, were its only one."""
+    spec = run.policies[name]
+    assert run.rl is not None
+    return msgspec.structs.replace(
+        run,
+        name=f"{run.name}.{name}",
+        policy=spec.policy or run.policy,
+        rl=msgspec.structs.replace(run.rl, optim=spec.optim),
+        inference=spec.inference,
+        policies={},
+        depths=(),
+    )
+
+
+def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
+    """Raise ConfigError if the loss does not suit the model, or the backend cannot train it over
+    its mesh. A checkpoint is checked before its weights are read."""
+    from ramify.models.load import read_config
+    from ramify.train.backends.mesh import EXPERTS
+
+    if config is None and not run.policy.path:
+        return
+    config = config or read_config(path_of(run))
+    if run.rl is not None:
+        replays = run.rl.rollout.replay_routes
+        given: dict[str, object] = {
+            "loss.router_aux_loss_coef": run.rl.loss.router_aux_loss_coef,
+            "rollout.replay_routes": "true" if replays else None,
+        }
+        has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
+        if (name := next((name for name in given if given[name]), "")) and not has_experts:
+            raise ConfigError(
+                f"rl.{name}={given[name]} is for mixtures of experts, and {config.model_type} has "
+                "no experts: leave it out"
+            )
+    if not hasattr(kind, "check_model"):
+        return
+    kind.check_model(config, run.compute, device, adapters_of(run), _optims(run))
+    if run.inference is None and not kind.is_here:
+        check_embedded(config, run.policy.dtype, device)
+
+
+def _optims(run: Run) -> list[OptimizerSpec]:
+    """The optimizers of all stages and of a separate critic."""
+    stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
+    critic = [] if run.rl is None else [run.rl.critic.optim]
+    return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]
+
+
+def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> list[TrainingStage]:
+    """The stages that sample nothing. They are built early, since only they know the number of
+    steps for their schedules."""
+    stages: list[TrainingStage] = []
+    if run.warmup is not None:
+        special = set(policy.tokenizer.all_special_ids)
+        ids = [index for index in range(len(policy.tokenizer)) if index not in special]
+        stages.append(
+            InductionWarmUpStage(
+                run.warmup.steps, run.warmup.optim, ids, run.warmup.batch_tokens, run.seed
+            )
+        )
+    if run.sft is not None:
+        stages.append(SftStage(rows, run.sft.optim, run.sft.batch_tokens, run.sft.epochs, run.seed))
+    return stages

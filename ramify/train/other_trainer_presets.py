@@ -1,0 +1,199 @@
+"""The defaults of other trainers, for a recipe of ours: ``ramify train RECIPE --preset trl``.
+
+    recipe ── with_preset(run, "trl") ──> rl.algorithm, rl.loss, rl.optim … as TRL sets them
+           ── overrides ────────────────> rl.objective=gspo: GSPO as TRL's code has it
+                                          rl.loss.policy=cispo: only the loss, as TRL clips it
+
+A preset sets the objective and the optimizer completely. The task, the model, the limits and the
+number of items and steps stay those of the recipe. Names that an override chooses afterwards have
+the options that they have in the other trainer: those of its code if only the objective's name is
+given there, and nothing else.
+
+Decides what a preset is and how it changes a run. Not here: the numbers of each trainer
+(``extras/studies/other_trainer_presets.py``, or a plug-in of the group ``ramify.presets``), and the
+meaning of an option (``config.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plugins import Registry, is_reference
+from ramify.train.advantages import ALGORITHMS
+from ramify.train.config import CHOICES, CriticSpec, Run
+from ramify.train.losses import POLICY_LOSSES
+from ramify.train.named_objectives import OBJECTIVES, PLAIN_LOSS, Options, objective_named, within
+from ramify.train.override import Choices
+
+
+class PresetObjective(msgspec.Struct, frozen=True):
+    """An objective as the code of the preset's trainer computes it."""
+
+    name: str
+    """Its name in the trainer's configuration."""
+    algorithm: Options
+    """The estimator, and options that differ from those of ``TrainerPreset.each_algorithm``."""
+    policy: Options
+    """The policy loss."""
+    loss: Options = {}
+    """Options of ``rl.loss`` that differ from those of the preset."""
+    note: str = ""
+
+
+class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
+    """The defaults of one trainer, in our options."""
+
+    trainer: str
+    """The trainer and the version whose defaults these are."""
+    algorithm: str
+    """Its default estimator."""
+    policy: str
+    """Its default policy loss."""
+    each_algorithm: Options
+    """Options of every estimator that has them."""
+    algorithms: Mapping[str, Options] = {}
+    """Estimator -> further options."""
+    policies: Mapping[str, Options]
+    """Policy loss -> options."""
+    loss: Options = {}
+    """Other options of ``rl.loss``."""
+    objectives: Mapping[str, PresetObjective]
+    """Map the name of each objective that the trainer has to the trainer's form of it."""
+    optim: Options
+    """Options of ``rl.optim``."""
+    critic: Options = {}
+    """Options of the critic's optimizer that differ from ``optim``."""
+    rollout: Options = {}
+    """Options of ``rl.rollout``."""
+    minibatches: int = 1
+    differences: tuple[str, ...]
+    """What stays different, one sentence each."""
+
+
+PRESETS = Registry("preset", "ramify.presets", {})
+"""Name -> the ``TrainerPreset`` of a trainer."""
+ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
+"""Another name, in lower case -> preset."""
+
+
+class PresetObjectBuilder(msgspec.Struct, frozen=True):
+    """Builds the objects that a field's names stand for, with the options that a preset sets for
+    each name."""
+
+    registry: Registry
+    each: Options
+    options: Mapping[str, Options]
+
+    def build(self, value: Any) -> Any:
+        """Build the object that ``value`` stands for. A name gets the preset's options; any other
+        value is built without them."""
+        if not isinstance(value, str):
+            return self.registry.build(value)
+        known = _fields(self.registry.of(value))
+        chosen = {**self.each, **self.options.get(self.registry.canonical(value), {})}
+        options = {name: option for name, option in chosen.items() if name in known}
+        return self.registry.build({"name": value, **options})
+
+
+def preset_named(name: str) -> TrainerPreset:
+    """The preset called ``name``, or that at ``module:name`` or ``file.py:name``. Raises
+    ConfigError with the nearest name."""
+    found = name if is_reference(name) else ALIASES.get(name.lower(), name.lower())
+    preset = PRESETS.of(found)
+    if not isinstance(preset, TrainerPreset):
+        raise ConfigError(f"preset '{name}' is not a Preset of ramify.train.other_trainer_presets")
+    return preset
+
+
+def choices(name: str | None) -> Choices:
+    """What overrides may choose by name, with the options of the preset ``name``."""
+    if name is None:
+        return CHOICES
+    return {
+        "rl.objective": lambda run, objective: with_preset_objective(run, name, objective),
+        **_named(preset_named(name)),
+    }
+
+
+def _named(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
+    return {
+        "rl.algorithm": PresetObjectBuilder(ALGORITHMS, preset.each_algorithm, preset.algorithms),
+        "rl.loss.policy": PresetObjectBuilder(POLICY_LOSSES, {}, preset.policies),
+    }
+
+
+def with_preset_objective(run: Run, name: str, objective: str) -> Run:
+    """Return ``run`` with an objective as the code of the preset's trainer computes it. If the
+    trainer does not have the objective, raises ConfigError with the objectives that it has."""
+    preset = preset_named(name)
+    objective = objective_named(objective)
+    rl = run.rl
+    if rl is None:
+        raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
+    if objective not in preset.objectives:
+        raise ConfigError(
+            f"{preset.trainer.split()[0]} has no objective {objective}, but "
+            f"{', '.join(sorted(preset.objectives))}: choose one of them, or remove --preset "
+            f"{name} for {objective} as its paper has it"
+        )
+    theirs = preset.objectives[objective]
+    kind = ALGORITHMS.of(theirs.algorithm["name"])
+    each = {key: value for key, value in preset.each_algorithm.items() if key in _fields(kind)}
+    algorithm = within(rl.algorithm, ALGORITHMS.build({**each, **theirs.algorithm}))
+    policy = POLICY_LOSSES.build(theirs.policy)
+    loss = msgspec.structs.replace(
+        rl.loss, policy=policy, **{**PLAIN_LOSS, **preset.loss, **theirs.loss}
+    )
+    rl = msgspec.structs.replace(rl, objective=objective, algorithm=algorithm, loss=loss)
+    return msgspec.structs.replace(run, rl=rl)
+
+
+def policy_losses_of(objective: str) -> list[str]:
+    """Return the names of the policy losses that an objective may have: the one in its paper, and
+    those that other trainers use for it."""
+    presets = [preset_named(name) for name in sorted(PRESETS.ours)]
+    theirs = [each.objectives[objective] for each in presets if objective in each.objectives]
+    policies = [OBJECTIVES[objective].policy, *(each.policy for each in theirs)]
+    return list(dict.fromkeys(str(policy["name"]) for policy in policies))
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    fields: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    return fields
+
+
+def with_preset(run: Run, name: str) -> Run:
+    """Return ``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime``, ``verl``
+    or ``areal``) in its stage ``rl``. Raises ConfigError for an unknown name, or a run without that
+    stage.
+
+    Example:
+        return train.with_preset(run, "trl")      # in a recipe; --preset trl on the command line
+    """
+    preset = preset_named(name)
+    rl = run.rl
+    if rl is None:
+        raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage, which it would set")
+    named = _named(preset)
+    # What wraps others keeps what the recipe chose, around or beside the preset's algorithm.
+    algorithm = within(rl.algorithm, named["rl.algorithm"].build(preset.algorithm))
+    fields = {
+        "objective": "",
+        "algorithm": algorithm,
+        "loss": msgspec.structs.replace(
+            rl.loss,
+            policy=named["rl.loss.policy"].build(preset.policy),
+            **{**PLAIN_LOSS, **preset.loss},
+        ),
+        "optim": msgspec.convert(preset.optim, type(rl.optim)),
+        "rollout": msgspec.structs.replace(rl.rollout, **preset.rollout),
+        "sample": msgspec.structs.replace(rl.sample, minibatches=preset.minibatches),
+    }
+    if preset.critic:
+        optim = msgspec.convert({**preset.optim, **preset.critic}, type(rl.optim))
+        fields["critic"] = CriticSpec(model="own", optim=optim)
+    return msgspec.structs.replace(run, rl=msgspec.structs.replace(rl, **fields))

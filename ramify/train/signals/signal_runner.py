@@ -1,0 +1,303 @@
+"""Running signals: they read each group as soon as it is complete, while other rollouts continue.
+
+    rollouts of item 0 ── group ──┐
+    rollouts of item 1 ────────── │ ── group ──┐      each signal reads each group, concurrently
+                                  ▼            ▼
+                            signals read   signals read ── composed into streams
+                                                        ── judges' calls added to the tree
+
+Decides which signal reads a group and when, and what is measured: how long each signal was running
+(``NAME/s``; signals overlap with rollouts and with each other), and how long the step waited for
+signals alone (``signals_wait_s``). A failure makes the signal abstain on that group; a bug is
+raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Client
+from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError, RamifyError
+from ramify.logging import ComponentLogger
+from ramify.plugins import Registry
+from ramify.store.call_cache import CallCache
+from ramify.tasks.base import Item
+from ramify.train.advantages.base import Algorithm
+from ramify.train.signals.base import (
+    ConversationTokenizer,
+    Signal,
+    SignalContext,
+    SignalScore,
+)
+from ramify.train.signals.compose import Hybrid, abstentions
+from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeCallers, put_on_tree
+from ramify.train.signals.scorer import RunTeachers
+from ramify.types.trajectory import Group
+
+_log = ComponentLogger("train")
+
+
+class TrainingSignalSet:
+    """The signals of one run, and the resources they share."""
+
+    def __init__(
+        self,
+        signals: Mapping[str, Signal],
+        hybrid: Hybrid,
+        *,
+        pool: Callable[[], AbstractAsyncContextManager[RateLimitedClientPool]] | None = None,
+        budget: Limits = BUDGET,
+        cache: CallCache | None = None,
+        policy: Client | None = None,
+        teachers: RunTeachers | None = None,
+        writing: ConversationTokenizer | None = None,
+        weights: Mapping[str, float] | None = None,
+        temperature: float = 1.0,
+        wants_reference: bool = False,
+    ) -> None:
+        """``pool`` opens the rollouts' client pool; ``policy`` answers judges whose model is
+        ``policy``. Raises ConfigError for a term without its signal."""
+        hybrid.check(signals)
+        self._signals = dict(signals)
+        self._hybrid = hybrid
+        self._pool = pool
+        self._budget = budget
+        self._cache = cache
+        self._teachers = teachers
+        self._writing = writing
+        self._own = {POLICY: policy} if policy is not None else {}
+        self._weights = dict(weights or {})
+        self._temperature = temperature
+        self._wants_reference = wants_reference
+        self._judges: JudgeCallers | None = None
+
+    @property
+    def kept(self) -> Mapping[str, RunTeachers]:
+        """State to store in a checkpoint, by name: the teachers, if they have state that cannot be
+        recomputed."""
+        return (
+            {"teachers": self._teachers}
+            if self._teachers is not None and self._teachers.has_state
+            else {}
+        )
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[SignalRunner]:
+        """Return a context manager that opens a reader for the duration of the rollouts."""
+        async with contextlib.AsyncExitStack() as stack:
+            judges = None
+            if self._pool is not None:
+                pool = await stack.enter_async_context(self._pool())
+                if self._judges is None or self._judges.pool is not pool:
+                    self._judges = JudgeCallers(
+                        pool, self._budget, own=self._own, cache=self._cache
+                    )
+                judges = self._judges
+            context = SignalContext(
+                step=0,
+                items={},
+                weights=self._weights,
+                asking=None if judges is None else judges.caller_of,
+                writing=self._writing,
+                temperature=self._temperature,
+                wants_reference=self._wants_reference,
+            )
+            yield SignalRunner(self._signals, self._hybrid, context, self._teachers, judges)
+
+
+class SignalRunner:
+    """Reads groups and holds the scores, step after step. A group may be read in one step and used
+    in a later one."""
+
+    def __init__(
+        self,
+        signals: Mapping[str, Signal],
+        hybrid: Hybrid,
+        context: SignalContext,
+        teachers: RunTeachers | None,
+        judges: JudgeCallers | None,
+    ) -> None:
+        self.context = context
+        self._scores: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
+        """Scores by name of the signal and id of the trajectory, for all groups that are not
+        forgotten yet."""
+        self._signals = signals
+        self._hybrid = hybrid
+        self._teachers = teachers
+        self._judges = judges
+        self._active: dict[str, Signal] = {}
+        """Signals to read in this step: those with non-zero weight, and those without a term."""
+        self._running: dict[str, tuple[int, float]] = {}
+        """For each signal that is reading: how many groups, and since when."""
+        self._seconds = dict.fromkeys(signals, 0.0)
+        self._before: dict[str, float] = {}
+        self._reported: set[str] = set()
+        self._complete_at = self._read_at = time.perf_counter()
+        """When the latest group was complete, and when the latest reading ended."""
+
+    async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
+        """Prepare for step ``step``. ``items`` holds the items of all groups that may be read, by
+        id."""
+        scorers = await self._teachers.at(step) if self._teachers is not None else {}
+        self.context = msgspec.structs.replace(
+            self.context, step=step, items=items, scorers=scorers
+        )
+        self._active = {
+            name: signal for name, signal in self._signals.items() if self._hybrid.wants(name, step)
+        }
+        self._reported = set()
+        self._before = self._totals()
+        self._seconds = dict.fromkeys(self._signals, 0.0)
+        self._complete_at = self._read_at = time.perf_counter()
+
+    async def group(self, group: Group) -> None:
+        """Have every active signal read ``group``, unless it has already done so."""
+        unread = {
+            name: signal
+            for name, signal in self._active.items()
+            if any(trajectory.id not in self._scores[name] for trajectory in group.trajectories)
+        }
+        if not unread:
+            return
+        self._complete_at = time.perf_counter()
+        await asyncio.gather(*(self._read(name, signal, group) for name, signal in unread.items()))
+        self._read_at = time.perf_counter()
+
+    @property
+    def readings(self) -> dict[str, dict[str, SignalScore]]:
+        """The scores that each active signal gave, by name of the signal and id of the
+        trajectory."""
+        return {name: self._scores[name] for name in self._active}
+
+    def forget(self, groups: Sequence[Group]) -> None:
+        """Drop the scores of these groups."""
+        for scores in self._scores.values():
+            for group in groups:
+                for trajectory in group.trajectories:
+                    scores.pop(trajectory.id, None)
+
+    def composed(self, algorithm: Algorithm) -> Algorithm:
+        """Return the recipe's hybrid algorithm for this step, together with the scores."""
+        assert isinstance(algorithm, Hybrid)
+        return algorithm.with_readings(self.readings, self.context.step)
+
+    def put_on_trees(self, groups: Sequence[Group]) -> None:
+        """Add the judges' calls and each signal's numbers to the trees. Call it once the streams
+        are made."""
+        for group in groups:
+            for trajectory in group.trajectories:
+                put_on_tree(
+                    trajectory,
+                    {
+                        name: scores[trajectory.id]
+                        for name, scores in self.readings.items()
+                        if trajectory.id in scores
+                    },
+                )
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the metrics of the step that learns from ``groups``: what the signals found, and
+        how long reading took."""
+        ids = {trajectory.id for group in groups for trajectory in group.trajectories}
+        wait_s = max(0.0, self._read_at - self._complete_at)
+        metrics: dict[str, float] = {"signals_wait_s": wait_s}
+        for name, all_readings in self.readings.items():
+            readings = {id: reading for id, reading in all_readings.items() if id in ids}
+            metrics |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
+            self._report_without_judge(name, list(readings.values()))
+            metrics[f"{name}/s"] = self._seconds[name]
+            metrics[f"{name}/read"] = float(
+                sum(not reading.abstained for reading in readings.values())
+            )
+        return metrics | {
+            name: value - self._before.get(name, 0.0) for name, value in self._totals().items()
+        }
+
+    def _report_without_judge(self, name: str, scores: Sequence[SignalScore]) -> None:
+        """Warn if a judge gave no usable verdict on any rollout of the step."""
+        reasons = {score.abstained for score in scores}
+        if not scores or not reasons <= {"unanswered", "outside the format"}:
+            return
+        calls = [call for score in scores for call in score.calls]
+        failed = next((call.error for call in calls if call.error), None)
+        what = f"the first request failed with: {failed}" if failed else f"replies: {min(reasons)}"
+        self._report(f"signal '{name}' has no verdict for any of {len(scores)} rollouts; {what}")
+
+    def _totals(self) -> dict[str, float]:
+        """Return the teachers' and judges' counters since the run began."""
+        totals = dict(self._teachers.measured()) if self._teachers is not None else {}
+        if self._judges is not None:
+            totals["judge_calls"] = float(self._judges.ledger.spent.calls)
+            if self._judges.ledger.cost is not None:
+                totals["judge_cost"] = self._judges.ledger.cost
+        return totals
+
+    async def _read(self, name: str, signal: Signal, group: Group) -> None:
+        num, since = self._running.get(name, (0, time.perf_counter()))
+        self._running[name] = (num + 1, since if num else time.perf_counter())
+        try:
+            scores = await signal.read(group, self.context)
+        except ConfigError:
+            raise
+        except RamifyError as error:
+            self._report(f"signal '{name}' gives no number for {group.task}: {error}")
+            scores = [SignalScore(abstained=type(error).__name__) for _ in group.trajectories]
+        finally:
+            num, since = self._running[name]
+            if num == 1:
+                self._seconds[name] += time.perf_counter() - since
+            self._running[name] = (num - 1, since)
+        if len(scores) != len(group.trajectories):
+            raise ConfigError(
+                f"signal '{name}' returned {len(scores)} scores for {len(group.trajectories)} "
+                f"trajectories of {group.task}: it must return one for each, in order"
+            )
+        self._scores[name] |= {
+            trajectory.id: reading
+            for trajectory, reading in zip(group.trajectories, scores, strict=True)
+        }
+
+    def _report(self, text: str) -> None:
+        """Log each kind of failure once per step."""
+        kind = text.partition(" for ")[0]
+        if kind not in self._reported:
+            self._reported.add(kind)
+            _log.warning("signal", text, shown=True)
+
+
+SIGNALS = Registry(
+    "signal",
+    "ramify.signals",
+    {
+        "format": "ramify.train.signals.outcome:FormatSignal",
+        "outcome": "ramify.train.signals.outcome:OutcomeSignal",
+        "process": "ramify.train.signals.judge:ProcessRewardSignal",
+        "teacher": "ramify.train.signals.teacher:TeacherSignal",
+        "tools": "ramify.train.signals.outcome:ToolUseSignal",
+    },
+)
+"""Name -> the class that implements ``base.Signal``. A user's struct can be restored from a
+checkpoint if its tag is its name, or the place by which it was chosen (``my_judges:Strict``)."""
+
+
+def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
+    """Build the signals of a recipe. Raises ConfigError, with the nearest name, for an unknown
+    one."""
+    signals: dict[str, Signal] = {}
+    for name, spec in specs.items():
+        signal: Signal = SIGNALS.build(spec)
+        if not callable(getattr(signal, "read", None)):
+            raise ConfigError(
+                f"signal '{name}' is {spec!r:.60}, which has no `async read(group, context)`"
+            )
+        signals[name] = signal
+    return signals

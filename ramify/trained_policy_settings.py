@@ -1,0 +1,114 @@
+"""What a policy's folder says about the policy, and the policies that ship with the package.
+
+    ramify/models/NAME/policy.json     NAME is a packaged policy, and a complete model name
+    runs/mine/policy/policy.json       a trained one, as ``local:runs/mine/policy``
+
+    {"scaffold": "bare", "max_turns": 5, "max_depth": 1, "max_reply_tokens": 100}
+
+Training writes the file. A folder without it is a checkpoint from elsewhere, which any scaffold
+and any limits suit, or was trained from scratch before the file existed: its chat template tells.
+
+A file with an unknown field or with a limit that no run accepts is an error, since it would
+otherwise be ignored without notice. Not here: weights and tokenizers (see ``models``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.plugins import explained
+
+FILE = "policy.json"
+_PACKAGED = Path(__file__).parent / "models"
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+_SCRATCH_MARK = "<|u|>"
+"""Opens a question in the conversation format of policies that are trained from scratch."""
+
+
+class TrainedPolicySettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The scaffold and the limits that a policy was trained with."""
+
+    scaffold: str | None = None
+    """Name of the scaffold; None if any will do."""
+    max_turns: AtLeastOne | None = None
+    """Turns of a call; this and the other limits are None if there is none of the policy's own."""
+    max_depth: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Levels of calls below the root."""
+    max_reply_tokens: AtLeastOne | None = None
+    """Tokens of a reply."""
+    is_from_scratch: bool = False
+    """True if training began with random weights and Ramify's own conversation format."""
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Limits that the policy was trained with, by their names in ``engine.limits``."""
+        named = {
+            "max_turns": self.max_turns,
+            "max_depth": self.max_depth,
+            "max_reply_tokens": self.max_reply_tokens,
+        }
+        return {name: limit for name, limit in named.items() if limit is not None}
+
+
+def packaged_policies() -> list[str]:
+    """Names of the policies that ship with the package."""
+    return sorted(path.parent.name for path in _PACKAGED.glob(f"*/{FILE}"))
+
+
+def packaged_policy(name: str) -> Path | None:
+    """Return the folder of a policy that ships with Ramify; None if no policy has this name."""
+    return _PACKAGED / name if name in packaged_policies() else None
+
+
+def folder_of(model: str) -> Path | None:
+    """Return the folder of a model that runs in this process; None for any other model name."""
+    if model.startswith("local:"):
+        return Path(model.removeprefix("local:")).expanduser()
+    return packaged_policy(model)
+
+
+def read_card(folder: Path) -> TrainedPolicySettings:
+    """Read what ``folder`` says about its policy. Raises ConfigError for an invalid file. The
+    folder of a run has another file of this name, and says nothing about a policy."""
+    path = folder / FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TrainedPolicySettings)
+    except (FileNotFoundError, NotADirectoryError):
+        return TrainedPolicySettings(
+            is_from_scratch=_has_own_format(folder / "chat_template.jinja")
+        )
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if policy_folder(folder) is not None:
+            return TrainedPolicySettings()
+        raise ConfigError(
+            f"{path}: {explained(error, TrainedPolicySettings)}: correct it, or remove the file "
+            "to use any scaffold"
+        ) from None
+
+
+def policy_folder(run: Path) -> Path | None:
+    """The folder of the policy that a training run stored, given the run's folder; None for any
+    other folder."""
+    folder = run / "policy"
+    is_run = (folder / "config.json").is_file() and not (run / "config.json").is_file()
+    return folder if is_run else None
+
+
+def write_card(folder: Path, card: TrainedPolicySettings) -> None:
+    """Write ``card`` into ``folder``, or no file if it says nothing."""
+    if card == TrainedPolicySettings():
+        (folder / FILE).unlink(missing_ok=True)
+        return
+    (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(card)) + b"\n")
+
+
+def _has_own_format(template: Path) -> bool:
+    return template.is_file() and _SCRATCH_MARK.encode() in template.read_bytes()

@@ -1,0 +1,109 @@
+"""A root call that was forked: its segments between the forks, and the lines through them. A line
+is one way from the question to an end.
+
+    call 0     t0 t1 t2 ┬ t3 t4        a fork after turn 2: calls 0:1 and 0:2 continue there
+    call 0:1            ├ t0
+    call 0:2            └ t0 t1
+
+    segments   0 [0, 3)  ->  0 [3, 5),  0:1 [0, 1),  0:2 [0, 2)
+    lines      ending in 0 (5 turns), 0:1 (4 turns), 0:2 (5 turns): each as if it were the only one
+
+The share of a segment is divided equally among the continuations at its end, so the shares of all
+lines add up to 1. Not here: where a run forks (``BranchSearch``), and what is learnt from its lines
+(see ``train/advantages/fork_estimators.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from ramify.types.trajectory import Call, Parent, Trajectory
+
+
+class ForkSegment(NamedTuple):
+    """Turns of the root, or of a continuation of it, up to the next fork or the end."""
+
+    call: Call
+    start: int
+    """Index of its first turn in ``call.turns``."""
+    stop: int
+    """Index after its last turn."""
+    continuations: tuple[ForkSegment, ...] = ()
+    """Segments after the fork at its end. The one that continues the same call is first. Empty at
+    the end of a line."""
+
+    def ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
+        """Yield the last call and the share of each path that passes through this segment. The
+        shares add up to ``share``, which is the share of the segment."""
+        if not self.continuations:
+            yield self.call, share
+        for each in self.continuations:
+            yield from each.ends(share / len(self.continuations))
+
+
+def root_segments(trajectory: Trajectory) -> ForkSegment:
+    """Return the first segment of ``trajectory``, which leads to all others."""
+    forks: dict[str, dict[int, list[Call]]] = {}
+    for call in trajectory.calls:
+        if call.parent is None and call.fork is not None:
+            after = forks.setdefault(call.fork.call, {})
+            after.setdefault(call.fork.turn + 1, []).append(call)
+
+    def from_turn(call: Call, start: int, cuts: list[int]) -> ForkSegment:
+        if not cuts:
+            return ForkSegment(call, start, len(call.turns))
+        cut, *later = cuts
+        others = forks[call.id][cut]
+        continuations = (from_turn(call, cut, later), *(whole(other) for other in others))
+        return ForkSegment(call, start, cut, continuations)
+
+    def whole(call: Call) -> ForkSegment:
+        return from_turn(call, 0, sorted(forks.get(call.id, ())))
+
+    return whole(trajectory.root)
+
+
+def line_of(trajectory: Trajectory, end: Call) -> Trajectory:
+    """Return one path through a forked rollout as a trajectory without forks. The path leads from
+    the question to the end of the call ``end``. Its root call has all turns on the path, and it has
+    only the calls that these turns made. It has no rewards yet."""
+    lineage = [(end, len(end.turns))]
+    while (fork := lineage[-1][0].fork) is not None:
+        lineage.append((trajectory.call(fork.call), fork.turn + 1))
+    places = [(call.id, index) for call, num in reversed(lineage) for index in range(num)]
+    number = {place: index for index, place in enumerate(places)}
+    root = msgspec.structs.replace(
+        end,
+        id=trajectory.root.id,
+        fork=None,
+        turns=[turn for call, num in reversed(lineage) for turn in call.turns[:num]],
+    )
+    calls, kept = [root], set[str]()
+    for call in trajectory.calls:
+        if call.parent is None:
+            continue
+        place = (call.parent.call, call.parent.turn)
+        if place in number:
+            parent = Parent(root.id, number[place], call.parent.cell)
+            calls.append(msgspec.structs.replace(call, parent=parent))
+        elif call.parent.call in kept:
+            calls.append(call)
+        else:
+            continue
+        kept.add(call.id)
+    return msgspec.structs.replace(
+        trajectory,
+        calls=calls,
+        answer=end.answer,
+        answered_by="",
+        stop=end.stop,
+        reason=end.reason,
+        rewards={},
+        call_rewards={},
+        metrics={},
+        marks=[],
+        errors=[],
+    )

@@ -1,0 +1,43 @@
+"""Short forms of structs: the same data with fewer fields, for readers that need only those.
+
+    @short_form_of(ReplyReceived)
+    class ReplyOutline(Event, frozen=True, tag="Replied"):
+        call: str
+        turn: int
+
+The decoder skips fields that a type does not name, so a short form is decoded several times faster.
+A field that the whole struct does not have would then always have its default, without an error:
+renaming a field would show as a zero on a page. So the decorator compares both when the short form
+is defined.
+
+Not here: the short forms themselves (see ``store/short_events.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+Short = TypeVar("Short", bound=type[msgspec.Struct])
+
+
+def short_form_of(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
+    """Class decorator for a short form of ``whole``. Raises TypeError if it has a field or a tag
+    that ``whole`` does not have."""
+
+    def check(short: Short) -> Short:
+        strange = [name for name in short.__struct_fields__ if name not in whole.__struct_fields__]
+        if strange:
+            raise TypeError(
+                f"{short.__name__} has the field '{strange[0]}', which {whole.__name__} lacks"
+            )
+        tag, expected = short.__struct_config__.tag, whole.__struct_config__.tag
+        if tag != expected:
+            raise TypeError(
+                f"{short.__name__} has the tag {tag!r}, and {whole.__name__} has {expected!r}"
+            )
+        return short
+
+    return check

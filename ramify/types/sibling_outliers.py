@@ -1,0 +1,182 @@
+"""Which of the calls of one cell differ from their siblings, and how.
+
+    0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "sheet 8 returned 1,414; its siblings
+                                                      about 29,877"
+
+Siblings are the calls of the same kind that one cell made. They are compared once their cell has
+run. A sibling differs by an error, by the type of its answer, by a number or a length more than
+three median deviations from the median (scaled so that a normal distribution has one standard
+deviation), or by its answer if others were asked the same question about the same context. Not
+here: drawing (see viewer/static) and the tree (see call_tree.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ramify.types.call_node import CallNode, number_in
+from ramify.types.sibling_question_diff import SiblingQuestions
+
+MIN_SIBLINGS = 4
+"""Fewer siblings are compared only if they were asked the same question."""
+_MAX_SHOWN = 40
+_DEVIATIONS = 3.0
+_SCALE = 1.4826
+"""Standard deviation of a normal distribution, in median deviations."""
+_NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dict"}
+
+
+class SiblingOutlierFinder:
+    """The calls of each cell, which are compared once the cell has run."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
+        self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
+
+    def add(self, node: CallNode, question: str) -> list[CallNode]:
+        """Add a call to its siblings. ``question`` is the whole question of the call. Returns the
+        earlier siblings whose question must now be shown differently (``CallNode.telling``)."""
+        if (parent := node.parent) is None:
+            return []
+        place = (parent.call, parent.turn, parent.cell)
+        group = self._groups.get(place)
+        if group is None:
+            group = self._groups[place] = []
+        asked = self._questions.get((*place, node.kind))
+        if asked is None:
+            asked = self._questions[*place, node.kind] = SiblingQuestions()
+        node.siblings, node.nth = asked, len(asked)
+        changed = [each for each in group if each.kind == node.kind] if asked.add(question) else []
+        group.append(node)
+        return changed
+
+    def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
+        """Mark the outliers among the calls of a cell, and return them."""
+        group = self._groups.get((call, turn, cell), ())
+        kinds = {node.kind for node in group}
+        marked = []
+        for kind in kinds:
+            siblings = [node for node in group if node.kind == kind and node.stop is not None]
+            for node, how in outliers(siblings).items():
+                siblings[node].outlier = f"{siblings[node].name} {how}"
+                marked.append(siblings[node])
+        return marked
+
+    def compare_all(self) -> None:
+        for place in self._groups:
+            self.compare(*place)
+
+
+def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
+    """Find the siblings that differ from the others. Returns by the index of each how it differs: a
+    sentence without its subject."""
+    found = _by_question(siblings)
+    if len(siblings) < MIN_SIBLINGS:
+        return found
+    failed = [index for index, node in enumerate(siblings) if node.has_failed]
+    if 0 < len(failed) <= len(siblings) // 3:
+        found |= {index: _failure(siblings[index], len(siblings)) for index in failed}
+    good = [index for index in range(len(siblings)) if not siblings[index].has_failed]
+    if len(good) >= MIN_SIBLINGS:
+        found |= {**_by_value(siblings, good), **found}
+    return found
+
+
+def _failure(node: CallNode, count: int) -> str:
+    return f"failed, unlike most of its {count - 1:,} siblings: {node.error or node.stop}"
+
+
+def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
+    """Find the calls that disagree with the majority of the siblings that were asked the same
+    question about the same context. Returns a sentence about each, by its index in ``siblings``."""
+    groups: dict[int, list[int]] = {}
+    for index, node in enumerate(siblings):
+        groups.setdefault(node.subject, []).append(index)
+    found = {}
+    for group in groups.values() if len(groups) < len(siblings) else ():
+        answers = Counter(siblings[index].answer for index in group)
+        most, votes = answers.most_common(1)[0]
+        if len(group) < 3 or 2 * votes <= len(group):
+            continue
+        for index in group:
+            if siblings[index].answer != most:
+                found[index] = (
+                    f"returned {shown(siblings[index])}; {votes} of {len(group)} with the same "
+                    f"question returned {_short(most)}"
+                )
+    return found
+
+
+def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, str]:
+    kinds = Counter(siblings[index].answer_kind for index in good)
+    usual, votes = kinds.most_common(1)[0]
+    if votes < 0.75 * len(good):
+        return {}
+    found = {
+        index: f"returned {_kind_and_value(siblings[index])}; {votes:,} siblings returned "
+        f"{_NAMES.get(usual, 'nothing')}"
+        for index in good
+        if siblings[index].answer_kind != usual
+    }
+    alike = [index for index in good if siblings[index].answer_kind == usual]
+    if usual == "number":
+        numbers = [number_in(siblings[index].answer) or 0.0 for index in alike]
+        for at, middle in _far(numbers):
+            index = alike[at]
+            found[index] = f"returned {shown(siblings[index])}; its siblings about {_about(middle)}"
+    else:
+        lengths = [float(siblings[index].answer_chars) for index in alike]
+        for at, middle in _far(lengths):
+            long, short = max(lengths[at], middle), min(lengths[at], middle)
+            if long > 3 * short + 20:
+                index = alike[at]
+                found[index] = (
+                    f"returned {lengths[at]:,.0f} characters; its siblings about {_about(middle)}: "
+                    f"{shown(siblings[index])}"
+                )
+    return found
+
+
+def _about(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
+
+
+def _kind_and_value(node: CallNode) -> str:
+    """Return the type of a call's answer and its beginning, such as ``text: “none found”``, or
+    ``nothing`` for a call without an answer."""
+    kind = _NAMES.get(node.answer_kind)
+    return f"{kind}: {shown(node)}" if kind else "nothing"
+
+
+def _far(values: Sequence[float]) -> list[tuple[int, float]]:
+    """Return the index of each value that is more than three median deviations from the median,
+    with that median.
+
+    If more than half of the values are the same, only a single different one is far.
+    """
+    from statistics import median
+
+    middle = median(values)
+    spread = _SCALE * median(abs(value - middle) for value in values)
+    if spread == 0:
+        differing = [index for index, value in enumerate(values) if value != middle]
+        return [(differing[0], middle)] if len(differing) == 1 and len(values) > 4 else []
+    return [
+        (index, middle)
+        for index, value in enumerate(values)
+        if abs(value - middle) > _DEVIATIONS * spread
+    ]
+
+
+def shown(node: CallNode) -> str:
+    return _short(node.answer)
+
+
+def _short(text: str) -> str:
+    number = number_in(text)
+    if number is not None:
+        return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else text.strip()
+    line = " ".join(text.split())
+    line = line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"
+    return f"“{line}”" if line else "an empty answer"

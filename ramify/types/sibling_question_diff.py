@@ -1,0 +1,144 @@
+"""What tells the questions of siblings apart: their common beginning and end are left out.
+
+    "Sum the revenue column of sheet 7 of the workbook"  ──>  sheet 7
+    "Sum the revenue column of sheet 8 of the workbook"  ──>  sheet 8
+
+Questions arrive one after the other, and there may be thousands of long ones. So the first is kept,
+and of each other only the part that the siblings do not share. Not here: which calls are siblings
+(see sibling_outliers.py).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+
+from ramify.lazy_pattern import lazy_pattern
+
+_MAX_CHARS = 2_000
+"""Characters of a question that are compared."""
+_MAX_PART = 120
+"""Characters of a question's own part that are kept."""
+_MIN_ELIDED = 12
+"""Fewer common characters are not left out."""
+_MAX_NAME = 40
+_MAX_BARE_WORDS = 4
+"""A longer name is put in quotes."""
+_START_OF_WORD = lazy_pattern(r"\S*$")
+_REST_OF_WORD = lazy_pattern(r"\S*")
+_LAST_WORD = lazy_pattern(r"[^\W\d_]+[ \t]+$")
+_CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
+
+
+class SiblingQuestions:
+    """The questions of the calls of one kind that one cell made, in order."""
+
+    def __init__(self) -> None:
+        self._first = ""
+        self._prefix = ""
+        """The beginning that all questions share."""
+        self._suffix = ""
+        """The end that all questions share, without ``_prefix``."""
+        self._parts: list[str] = []
+        """The rest of each question."""
+        self._sorted: list[str] | None = None
+        """``_parts`` in order, once a name was asked for: a cell may have thousands of outliers."""
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, question: str) -> bool:
+        """Add a question. Returns whether the earlier questions now share less, so that the part
+        that is specific to each has grown."""
+        text, prefix, suffix = question[:_MAX_CHARS], self._prefix, self._suffix
+        self._sorted = None
+        if not self._parts:
+            self._first = self._prefix = text
+            self._suffix = text if len(question) == len(text) else ""
+            self._parts.append("")
+            return False
+        if not text.startswith(prefix):
+            prefix = prefix[: _num_shared(prefix, text)]
+        if len(question) > len(text):
+            suffix = ""
+        elif not text.endswith(suffix):
+            suffix = suffix[len(suffix) - _num_shared(suffix[::-1], text[::-1]) :]
+        if (room := min(len(text), len(self._first)) - len(prefix)) < len(suffix):
+            suffix = suffix[len(suffix) - room :]
+        has_grown = (prefix, suffix) != (self._prefix, self._suffix)
+        if has_grown:
+            self._grow(prefix, suffix)
+        self._parts.append(text[len(prefix) : len(text) - len(suffix)][:_MAX_PART])
+        return has_grown
+
+    def _grow(self, prefix: str, suffix: str) -> None:
+        """Shorten the beginning and the end that all questions share to ``prefix`` and ``suffix``.
+        What is cut off is added to the part that is specific to each earlier question."""
+        if len(self._parts) == 1:
+            end = len(self._first) - len(suffix)
+            self._parts = [self._first[len(prefix) : end][:_MAX_PART]]
+        else:
+            before = self._prefix[len(prefix) :]
+            after = self._suffix[: len(self._suffix) - len(suffix)]
+            self._parts = [(before + part + after)[:_MAX_PART] for part in self._parts]
+        self._prefix, self._suffix = prefix, suffix
+
+    def telling(self, index: int) -> str:
+        """Return the part of a question that tells it apart from the others. Empty if the beginning
+        of the question does, or if all are the same."""
+        start, text = self._own(index)
+        return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
+
+    def name(self, index: int) -> str:
+        """Return a short name for the call with this question, such as ``sheet 7``. It is ``number
+        7 of 12`` if the words of the question do not tell it apart."""
+        start, text = self._own(index)
+        is_sentence = " " not in self._prefix  # they share no words at the beginning
+        if is_sentence and text:
+            text = self._prefix + self._parts[index] + self._suffix
+        elif end := _CLAUSE_END.search(text):
+            text = text[: end.start()]
+        is_cut = len(text) > _MAX_NAME
+        shown = text[: _MAX_NAME - 1] if is_cut else text
+        if not shown.strip() or self._is_shared(index, len(shown) - (len(self._prefix) - start)):
+            return f"number {index + 1:,} of {len(self):,}"
+        words = " ".join(shown.split()) + ("…" if is_cut else "")
+        is_quoted = is_sentence or is_cut or len(words.split()) > _MAX_BARE_WORDS
+        return f"“{words}”" if is_quoted else words
+
+    def _is_shared(self, index: int, chars: int) -> bool:
+        """Return True if the part that is specific to this question begins with the same ``chars``
+        characters as that of another question."""
+        part = self._parts[index]
+        piece = part[: max(chars, 0) + 1]
+        if self._sorted is None:
+            self._sorted = sorted(self._parts)
+        first = bisect_left(self._sorted, piece)
+        found = self._sorted[first : first + 2]
+        if len(piece) == len(part):
+            return found == [part, part]
+        return len(found) == 2 and all(each.startswith(piece) for each in found)
+
+    def _own(self, index: int) -> tuple[int, str]:
+        """Return the part of a question that the others do not share, extended to whole words: its
+        start in the question, and its text. If it begins with a number, the word before the number
+        is included."""
+        prefix, part = self._prefix, self._parts[index]
+        if len(self._parts) == 1 or not part.strip():
+            return 0, ""
+        start = len(prefix) - len(_matched(_START_OF_WORD, prefix))
+        if (prefix[start:] + part)[:1].isdigit():
+            start -= len(_matched(_LAST_WORD, prefix[:start]))
+        rest = _matched(_REST_OF_WORD, self._suffix) if len(part) < _MAX_PART else ""
+        return start, prefix[start:] + part + rest
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Number of characters at the beginning that both have."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _matched(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found[0] if found else ""

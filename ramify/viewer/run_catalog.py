@@ -1,0 +1,507 @@
+"""Lists the runs, training folders and evaluations in the given places.
+
+A place is a store (a folder with ``runs/``, or another ``RunStore``), a journal, a file of
+trajectories, the record of an evaluation, a folder of ``ramify train``, or a folder that contains
+any of these. Every request reads the places again, because files grow; the rows of unchanged files
+are cached. An unreadable file has a row with the reason. Not here: addresses (see run_lookup.py)
+and the pages (see watched_run.py and training.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.evaluate.matrix import read_matrix
+from ramify.evaluate.run import read_evaluation
+from ramify.store.base import RunStore
+from ramify.store.durable_files import EVALUATIONS as EVALUATIONS
+from ramify.store.durable_files import MATRIX
+from ramify.store.journal import FileStoredRun, writer
+from ramify.store.reviews import HumanRunReview, Verdict, listed_reviews, review_file
+from ramify.store.short_events import TrajectoryOutline
+from ramify.store.store import SETTLED_NS
+from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
+from ramify.train.metrics import FILE as METRICS
+from ramify.types.call_tree import ending
+from ramify.types.trajectory import SCHEMA_VERSION, as_text, cut
+from ramify.viewer.run_lookup import LocatedRun, RunLocation, RunLocations, kind_of, newer, walk
+
+
+class RunListRow(msgspec.Struct, omit_defaults=True):
+    """Row of the list of runs."""
+
+    key: str
+    """Address of its page."""
+    id: str
+    question: str = ""
+    model: str = ""
+    started_at: float = 0.0
+    """Unix time."""
+    seconds: float = 0.0
+    depth: int = 0
+    num_calls: int = 0
+    """Number of calls in the tree."""
+    requests: int = 0
+    """Number of model requests."""
+    tokens: int = 0
+    """Input plus output tokens."""
+    cost: float | None = None
+    """Dollars; None if no model had a known price."""
+    stop: str = ""
+    """Stop reason; empty while the run is in progress, and if it was interrupted."""
+    reward: float | None = None
+    """Its first reward, if it has any."""
+    rewards: dict[str, float] = {}
+    alive: bool = False
+    source: str = ""
+    """Path of its file; empty for a run of a store."""
+    task: str = ""
+    problem: str | None = None
+    answer: str | None = None
+    """Beginning of the answer; None if there is none."""
+    ending: str = ""
+    """One sentence on why it ended."""
+    labels: tuple[str, ...] = ()
+    """Labels of its review, and the verdict of the people who labelled it."""
+    verdicts: dict[str, Verdict] = {}
+    note: str = ""
+    corrected: dict[str, float] = {}
+    """Corrected scores by name; ``reward`` is the corrected one."""
+
+    def take_review(self, review: HumanRunReview) -> None:
+        """Take over the labels, note and corrected scores of a person's review."""
+        self.labels = review.listed_labels
+        self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
+        self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
+
+
+class TrainingListRow(msgspec.Struct, omit_defaults=True):
+    """Row of the list of training runs, for one folder of ``ramify train``."""
+
+    key: str
+    name: str
+    folder: str
+
+
+class EvaluationListRow(msgspec.Struct, omit_defaults=True):
+    """Row of the list of evaluations, for one evaluation record."""
+
+    key: str
+    name: str
+    """Name of the file, which begins with the date."""
+    model: str = ""
+    task: str = ""
+    split: str = ""
+    items: int = 0
+    attempts: int = 0
+    """Planned attempts per item."""
+    num_made: int = 0
+    """Number of attempts made so far."""
+    score: float | None = None
+    """Mean reward of the attempts that have one."""
+    cost: float | None = None
+    problem: str | None = None
+
+
+class MatrixListRow(msgspec.Struct, omit_defaults=True):
+    """Row of the list of matrices, for one matrix of evaluations."""
+
+    key: str
+    name: str
+    """Its id, which begins with the date, and with which the names of its cells' records begin."""
+    suites: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    cells: int = 0
+    planned: int = 0
+    """Planned attempts."""
+    problem: str | None = None
+
+
+class UnreadableFileRow(msgspec.Struct):
+    """A file or folder that cannot be shown, with the reason."""
+
+    path: str
+    text: str
+
+
+_trajectories = msgspec.json.Decoder(TrajectoryOutline)
+
+
+def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
+    return RunListRow(
+        key,
+        summary.id,
+        summary.question,
+        summary.model,
+        summary.started_at,
+        summary.seconds,
+        summary.depth,
+        summary.num_calls,
+        summary.usage.calls,
+        summary.usage.total_tokens,
+        summary.cost,
+        summary.stop or "",
+        next(iter(summary.rewards.values()), None),
+        summary.rewards,
+        alive=summary.alive,
+        task=summary.task,
+        problem=summary.problem,
+        answer=summary.answer,
+        ending=ending(
+            summary.stop,
+            summary.reason,
+            summary.root_turns,
+            summary.alive,
+            num_below=max(0, summary.num_calls - 1),
+        ),
+    )
+
+
+def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
+    try:
+        short = _trajectories.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return RunListRow(
+            key,
+            f"{path.name}:{number}",
+            source=str(path),
+            problem=f"{path}, line {number} is damaged: {error}",
+        )
+    if short.schema_version > SCHEMA_VERSION:
+        return RunListRow(
+            key, short.id, source=str(path), problem=newer(path, number, short.schema_version)
+        )
+    return RunListRow(
+        key,
+        short.id,
+        short.question,
+        short.calls[0].model if short.calls else "",
+        short.started_at,
+        short.seconds,
+        max((call.depth for call in short.calls), default=0),
+        len(short.calls),
+        short.usage.calls,
+        short.usage.total_tokens,
+        short.cost,
+        short.stop or "",
+        next(iter(short.rewards.values()), None),
+        short.rewards,
+        source=str(path),
+        task=short.task,
+        answer=None if short.answer is None else cut(as_text(short.answer), MAX_ANSWER),
+        ending=ending(
+            short.stop,
+            short.reason,
+            len(short.calls[0].turns) if short.calls else 0,
+            num_below=max(0, len(short.calls) - 1),
+        ),
+    )
+
+
+def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
+    problems: list[str] = []
+    try:
+        record = read_evaluation(path, problems)
+    except StoreError as error:
+        return EvaluationListRow(key, path.stem, problem=str(error))
+    rewards = [each.reward for each in record.outcomes if each.reward is not None]
+    costs = [each.cost for each in record.outcomes if each.cost is not None]
+    plan = record.plan
+    return EvaluationListRow(
+        key,
+        path.stem,
+        plan.model,
+        plan.task,
+        plan.split,
+        plan.items,
+        plan.attempts,
+        len(record.outcomes),
+        sum(rewards) / len(rewards) if rewards else None,
+        sum(costs) if costs else None,
+        problem=problems[0] if problems else None,
+    )
+
+
+@functools.lru_cache(1000)
+def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
+    """Return the list row of a matrix file, with its axes and planned attempts. It is cached,
+    because a matrix file never changes."""
+    name = path.name.removesuffix(MATRIX)
+    try:
+        plan = read_matrix(path)
+    except StoreError as error:
+        return MatrixListRow(key, name, problem=str(error))
+    places = [cell.place for cell in plan.cells]
+    suites, models, modes = (
+        tuple(dict.fromkeys(place[axis] for place in places)) for axis in ("suite", "model", "mode")
+    )
+    planned = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
+    return MatrixListRow(key, name, suites, models, modes, len(places), planned)
+
+
+MAX_MAP_ROWS = 100_000
+"""Maximum number of questions of a map in its table."""
+MAX_FILES = 20_000
+"""Maximum number of files listed from one place; the list says if there are more."""
+_Stamp = tuple[int, int]
+_Rows = list[RunListRow | EvaluationListRow]
+
+
+class RunCatalog:
+    """Runs, training folders and evaluations in the given places, or in the default store.
+
+    Only one thread at a time may call ``look``.
+    """
+
+    def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
+        """Raises ConfigError for a path that does not exist."""
+        self._places = RunLocations(places)
+        self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
+        self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
+        """Number of a place -> state of its store, and the rows of its runs in that state."""
+        self._trainings: dict[int, tuple[dict[Path, int], list[Path]]] = {}
+        """Number of a place -> times of change of the folders in it, and its training folders."""
+        self._problems: list[UnreadableFileRow] = []
+        self._reading_maps = threading.Lock()
+
+    @property
+    def places(self) -> list[str]:
+        """The paths or names of the given places, for the head of the page."""
+        return [str(place) for place in self._places]
+
+    # --- lists
+
+    def look(self) -> tuple[list[RunListRow], list[EvaluationListRow], list[UnreadableFileRow]]:
+        """Return all runs and all evaluations, newest first, and the unreadable files.
+
+        A run or evaluation with a problem has a normal row that names the problem. Rows are not
+        changed afterwards; a row that is the same object as before is unchanged.
+        """
+        self._problems = []
+        rows = [row for place in self._places for row in self._rows_in(place)]
+        runs = [row for row in rows if isinstance(row, RunListRow)]
+        evaluations = [row for row in rows if isinstance(row, EvaluationListRow)]
+        runs.sort(key=lambda row: row.started_at, reverse=True)
+        evaluations.sort(key=lambda row: row.name, reverse=True)
+        return runs, evaluations, self._problems
+
+    def runs(self) -> list[RunListRow]:
+        return self.look()[0]
+
+    def trainings(self) -> list[TrainingListRow]:
+        """Return all training folders (those with metrics), in the order of the places."""
+        return [
+            TrainingListRow(place.key(folder), folder.name, str(folder))
+            for place in self._places
+            for folder in self._trainings_in(place)
+        ]
+
+    def _trainings_in(self, place: RunLocation) -> list[Path]:
+        """Return the training folders below a place. The result is cached until one of its folders
+        changes."""
+        if place.path is None or place.path.is_file():
+            return []
+        times, found = self._trainings.get(place.number, ({}, []))
+        if not times or any(_changed_at(folder) != time for folder, time in times.items()):
+            folders: list[Path] = []
+            begun = time.time_ns()
+            paths = walk(place.path, lambda name: name == METRICS, folders=folders)
+            found = [path.parent for path in paths]
+            times = {folder: _changed_at(folder) for folder in folders}
+            if all(begun - at > SETTLED_NS for at in times.values()):
+                self._trainings[place.number] = times, found
+        return found
+
+    def matrices(self) -> list[MatrixListRow]:
+        """Return the rows of all matrices, newest first."""
+        rows = []
+        for place in self._places:
+            if place.path is None:
+                continue
+            found = (
+                (place.path / EVALUATIONS).glob(f"*{MATRIX}")
+                if place.store is not None
+                else walk(place.path, lambda name: name.endswith(MATRIX), self._failed)
+            )
+            rows += [_row_of_matrix(path, place.key(path)) for path in found]
+        return sorted(rows, key=lambda row: row.name, reverse=True)
+
+    def _rows_in(self, place: RunLocation) -> Iterator[RunListRow | EvaluationListRow]:
+        files: list[Path] = []
+        if place.store is not None:
+            yield from self._stored_rows(place, place.store)
+            if place.path is not None:
+                files = sorted((place.path / EVALUATIONS).glob("*.jsonl"))
+        elif place.path is not None:
+            files = list(self._files(place, place.path))
+            if not files and not self._trainings_in(place):
+                self._problems.append(
+                    UnreadableFileRow(
+                        str(place),
+                        "contains no runs: give a store, a journal, a file of trajectories, an "
+                        "evaluation's record or a folder of ramify train",
+                    )
+                )
+        for path in files:
+            try:
+                yield from self._remembered(place, path)
+            except OSError as error:
+                self._failed(path, error)
+
+    def _stored_rows(self, place: RunLocation, store: RunStore) -> list[RunListRow]:
+        state = store.listing_state()  # before the runs: a change in between is seen next time
+        known, rows = self._stored.get(place.number, (None, []))
+        if state is None or state != known:
+            rows = []
+            for summary in store.runs():
+                row = row_of_summary(summary, place.key_of_run(summary.id))
+                if summary.review is not None:
+                    row.take_review(summary.review)
+                rows.append(row)
+            self._stored[place.number] = state, rows
+        return rows
+
+    def _files(self, place: RunLocation, folder: Path) -> Iterator[Path]:
+        if folder.is_file():
+            yield folder
+            return
+        paths = walk(folder, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed)
+        own: dict[Path, bool] = {}  # folder -> whether its files are those of a training run
+        for number, path in enumerate(paths):
+            if own.setdefault(path.parent, (path.parent / METRICS).is_file()):
+                continue
+            if number == MAX_FILES:
+                text = f"has more than {MAX_FILES:,} files: give a folder below it"
+                self._problems.append(UnreadableFileRow(str(place), text))
+                return
+            yield path
+
+    def _failed(self, path: Path, error: OSError) -> None:
+        self._problems.append(
+            UnreadableFileRow(str(path), f"cannot be read: {error.strerror or error}")
+        )
+
+    def _remembered(self, place: RunLocation, path: Path) -> _Rows:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        stamp = (status.st_size, status.st_mtime_ns)
+        cached_stamp, rows = self._rows.get(path, (None, []))
+        if cached_stamp != stamp:
+            rows = list(_rows_of(place.key(path), path))
+            self._rows[path] = (stamp, rows)
+        reviews = listed_reviews(path) if review_file(path).exists() else None
+        is_written = any(_may_be_alive(row) for row in rows) and writer(path) is not None
+        for index, row in enumerate(rows):
+            if isinstance(row, RunListRow):
+                now = copy.copy(row)
+                if reviews is not None or row.labels or row.note or row.corrected:
+                    now.take_review(reviews[row.id] if reviews is not None else HumanRunReview())
+                now.alive = is_written and _may_be_alive(row)
+                if now != row:
+                    rows[index] = now
+        return rows
+
+    def maps(self) -> list[dict[str, Any]]:
+        """Return the figures of all maps, newest first, each with the address of its page."""
+        with self._reading_maps:
+            rows = [
+                {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
+                for place, table in self._places.maps()
+            ]
+        return sorted(rows, key=lambda row: -row["started_at"])
+
+    def map(self, key: str) -> dict[str, Any]:
+        """Return the figures and rows of the map with address ``key``. Each row has the address of
+        its run, or an empty text. Raises StoreError if the map does not exist."""
+        with self._reading_maps:
+            place, table = self._places.map_of(key)
+            rows = [
+                {
+                    **msgspec.structs.asdict(row),
+                    "state": row.state,
+                    "key": (
+                        place.key_of_run(row.run or f"{table.id}:{row.number}")
+                        if table.has_runs
+                        else ""
+                    ),
+                }
+                for row in table.rows[:MAX_MAP_ROWS]
+            ]
+            figures = msgspec.structs.asdict(table.figures())
+        return {"key": key, **figures, "shown": rows}
+
+    # --- single entries
+
+    def find(self, key: str) -> LocatedRun:
+        """Return the run with address ``key``. Raises StoreError if it does not exist."""
+        return self._places.run(key)
+
+    def training(self, key: str) -> Path:
+        """Return the training folder with address ``key``. Raises StoreError if unknown."""
+        path = self._places.path(key)
+        if path is None or not (path / METRICS).is_file():
+            raise StoreError(f"unknown training {key!r}: choose one from the list")
+        return path
+
+    def evaluation(self, key: str) -> Path:
+        """Return the evaluation record with address ``key``. Raises StoreError if unknown."""
+        path = self._places.path(key)
+        if path is None or not path.is_file():
+            raise StoreError(f"unknown evaluation {key!r}: choose one from the list")
+        return path
+
+    def key_of(self, path: Path) -> str | None:
+        """Return the address of ``path``, or None if it is outside of all places."""
+        return self._places.key(path)
+
+    def key_in(self, store: RunStore, id: str) -> str | None:
+        """Return the address of run ``id`` in ``store``, or None if the store was not given to this
+        library."""
+        return self._places.key_of_run(store, id)
+
+    def key_of_run(self, record: Path, id: str) -> str | None:
+        """Return the address of a run of an evaluation. ``record`` is the evaluation's file, whose
+        store has the run. Returns None if the run is missing."""
+        path = record.parent.parent / "runs" / f"{id}.jsonl"
+        return self.key_of(path) if id and path.is_file() else None
+
+
+def _rows_of(key: str, path: Path) -> Iterator[RunListRow | EvaluationListRow]:
+    match kind_of(path):
+        case "journal":
+            row = row_of_summary(summarise(FileStoredRun(path)), key)
+            row.source = str(path)
+            yield row
+        case "trajectory":
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    yield row_of_line(line, f"{key}:{number}", path, number)
+        case "evaluation":
+            yield row_of_evaluation(path, key)
+        case problem:
+            yield RunListRow(key, path.name, source=str(path), problem=problem)
+
+
+def _may_be_alive(row: RunListRow | EvaluationListRow) -> bool:
+    return isinstance(row, RunListRow) and row.stop == "" and not row.problem
+
+
+def _changed_at(folder: Path) -> int:
+    """Return the time (nanoseconds) at which an entry of a folder was last added or removed; 0 if
+    the folder cannot be read."""
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,254 @@
+"""Places that the viewer was given, and the addresses of the runs and files in them.
+
+    20260301-142501-5gk0x7m-which-host      a run of the first place, a store of any kind
+    p2:20260301-…                           a run of place 2, a store
+    p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories in place 3
+    20261126-211500-map-1a2b3c4d5e:7        question 7 of a map of the first place
+
+A store without files, such as a ``MemoryStore``, is a place, too. No address can reach a file
+outside of the places. The first line of a file decides its kind: a
+journal (one run, an event per line), a file of trajectories (one run per line, as training saves
+rollouts), or the record of an evaluation (a plan, then one outcome per line).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError, StoreError
+from ramify.maps.map_journal import MapStore
+from ramify.maps.map_table import MapRowRun, MapTable
+from ramify.maps.open_map_table import MapTableCache
+from ramify.store.base import RunStore
+from ramify.store.journal import FileStoredRun
+from ramify.store.store import Store
+from ramify.store.stored_run import StoredRun
+from ramify.store.stores import open_store
+from ramify.types.trajectory import SCHEMA_VERSION
+
+Kind = Literal["journal", "trajectory", "evaluation"]
+_MAX_FIRST_LINE = 1 << 26
+"""Maximum length of the first line in bytes; a trajectory with token ids may be long."""
+
+
+class LocatedRun(NamedTuple):
+    """A run and its location: its address, its journal or file, and its line in the file."""
+
+    key: str
+    run: StoredRun
+    line: int | None = None
+    """Line number in a file of trajectories, from 1; None for a journal."""
+    store: RunStore | None = None
+    """Its store, if it was found through one."""
+
+
+def kind_of(path: Path) -> Kind | str:
+    """Return the kind of a file, recognised by its first line. If it has none, return a sentence
+    that says why."""
+    with path.open("rb") as file:
+        line = file.readline(_MAX_FIRST_LINE).strip()
+    if line.startswith(b'{"type":"RunStarted"'):
+        return "journal"
+    if not line:
+        return f"{path} is empty: not a run (yet)"
+    if len(line) == _MAX_FIRST_LINE:
+        return f"{path} is not a run: its first line is longer than {_MAX_FIRST_LINE >> 20} MiB"
+    try:
+        first: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return f"{path} is not a run: its first line is not JSON"
+    if isinstance(first, dict):
+        if first.get("type") == "RunStarted":
+            return "journal"
+        if "calls" in first and "question" in first:
+            return "trajectory"
+        if first.get("type") == "plan":
+            return "evaluation"
+    return (
+        f"{path} is not a run: its first line is neither a RunStarted event, nor a trajectory, nor "
+        "the plan of an evaluation"
+    )
+
+
+def newer(path: Path, number: int, version: int) -> str:
+    """Return the error message for a line with a newer schema version."""
+    return (
+        f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
+        f"to {SCHEMA_VERSION}): pip install -U ramify"
+    )
+
+
+MAX_DEPTH = 4
+"""Maximum depth of the search below a place."""
+_NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
+
+
+class RunLocation(NamedTuple):
+    """One place: a store, a file or a folder."""
+
+    number: int
+    path: Path | None
+    """None for a store without files."""
+    store: RunStore | None
+
+    def __str__(self) -> str:
+        return str(self.path or self.store)
+
+    def key_of_run(self, id: str) -> str:
+        """Return the address of run ``id`` in the store of this place."""
+        return id if self.number == 0 else f"p{self.number}:{id}"
+
+    def key(self, path: Path) -> str:
+        """Return the address of a file or folder below this place. A journal in a store has the
+        address of its run."""
+        assert self.path is not None  # the caller found the file there
+        relative = path.relative_to(self.path)
+        if self.store is not None and relative.parent == Path("runs"):
+            return self.key_of_run(path.stem)
+        return f"p{self.number}/{'' if relative == Path() else relative.as_posix()}"
+
+
+class RunLocations:
+    """All places that the viewer was given, in order, or the default store if there are none."""
+
+    def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
+        """Raises ConfigError for a path that does not exist."""
+        places = places or [open_store()]
+        self._all = [_place(number, place) for number, place in enumerate(places)]
+        self._maps = MapTableCache()
+
+    def __iter__(self) -> Iterator[RunLocation]:
+        return iter(self._all)
+
+    def run(self, key: str) -> LocatedRun:
+        """Return the run with address ``key``. Raises StoreError if it does not exist."""
+        place, name, is_file = self._split(key)
+        if place is None:
+            raise StoreError(f"unknown run {key!r}: choose one from the list")
+        if not is_file:
+            if place.store is None:
+                raise StoreError(f"{place} has no run {key!r}")
+            map_id, colon, number = name.rpartition(":")
+            if colon and number.isdecimal():
+                return LocatedRun(key, MapRowRun(self.map(place, map_id), int(number)))
+            return LocatedRun(key, place.store.stored(name), store=place.store)
+        file_name, colon, number = name.rpartition(":")
+        is_line = bool(colon) and number.isdigit()
+        path = _below(place, file_name if is_line else name)
+        return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
+
+    def maps(self) -> Iterator[tuple[RunLocation, MapTable]]:
+        """Yield the maps of all stores, each up to date. Maps that cannot be read are left out."""
+        for place in self._all:
+            if isinstance(place.store, Store):
+                for path in MapStore(place.store.root).paths():
+                    with contextlib.suppress(StoreError, OSError):
+                        yield place, self._maps.of(path)
+
+    def map_of(self, key: str) -> tuple[RunLocation, MapTable]:
+        """Return the map with address ``key``. Raises StoreError if it does not exist."""
+        place, name, is_file = self._split(key)
+        if place is None or is_file:
+            raise StoreError(f"unknown map {key!r}: choose one from the list")
+        return place, self.map(place, name)
+
+    def map(self, place: RunLocation, id: str) -> MapTable:
+        """Return map ``id`` in the store of ``place``. Raises StoreError if it does not exist."""
+        store = place.store
+        path = MapStore(store.root).path(id) if isinstance(store, Store) else None
+        if path is None:
+            raise StoreError(f"{place} has no map {id!r}")
+        return self._maps.of(path)
+
+    def path(self, key: str) -> Path | None:
+        """Return the path of the file or folder with address ``key``; None if ``key`` addresses
+        something else.
+
+        Raises StoreError if the file or folder no longer exists.
+        """
+        place, name, is_file = self._split(key)
+        return _below(place, name) if place is not None and is_file else None
+
+    def key(self, path: Path) -> str | None:
+        """Return the address of ``path``, or None if it is outside of all places."""
+        for place in self._all:
+            if place.path is not None and path.is_relative_to(place.path):
+                return place.key(path)
+        return None
+
+    def key_of_run(self, store: RunStore, id: str) -> str | None:
+        """Return the address of run ``id`` in ``store``, or None if the store is not among the
+        given places."""
+        path = store.stored(id).path
+        if path is not None:
+            return self.key(path)
+        return next((place.key_of_run(id) for place in self._all if place.store is store), None)
+
+    def _split(self, key: str) -> tuple[RunLocation | None, str, bool]:
+        """Split an address: ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``, True).
+
+        The last value says whether the second is a path.
+        """
+        for mark in (":", "/"):
+            head, separator, tail = key.partition(mark)
+            if separator and head[:1] == "p" and head[1:].isdecimal() and "/" not in head:
+                number = int(head[1:])
+                return self._all[number] if number < len(self._all) else None, tail, mark == "/"
+        return self._all[0], key, False
+
+
+def walk(
+    folder: Path,
+    matches: Callable[[str], bool],
+    failed: Callable[[Path, OSError], None] | None = None,
+    depth: int = 0,
+    folders: list[Path] | None = None,
+) -> Iterator[Path]:
+    """Yield the files below ``folder`` whose name ``matches``, in order of name.
+
+    Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read. Every
+    folder that is searched is added to ``folders``.
+    """
+    if folders is not None:
+        folders.append(folder)
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        if failed is not None:
+            failed(folder, error)
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            if depth < MAX_DEPTH and entry.name not in _NOT_SEARCHED:
+                yield from walk(Path(entry.path), matches, failed, depth + 1, folders)
+        elif matches(entry.name) and not (entry.is_symlink() and Path(entry.path).is_dir()):
+            yield Path(entry.path)
+
+
+def _place(number: int, name: str | Path | RunStore) -> RunLocation:
+    if isinstance(name, RunStore):
+        return RunLocation(number, name.root if isinstance(name, Store) else None, name)
+    path = Path(name).expanduser().resolve()
+    if not path.exists():
+        raise ConfigError(f"{name} is neither a file nor a folder, nor the name of a run")
+    return RunLocation(number, path, Store(path) if (path / "runs").is_dir() else None)
+
+
+def _below(place: RunLocation, name: str) -> Path:
+    """Return the path of a file or folder in a place. Raises StoreError if the name leads out of
+    the place."""
+    if "\0" in name or place.path is None:
+        raise StoreError(f"{place} has no {name!r}")
+    path = (place.path / name).resolve() if name else place.path
+    if not path.is_relative_to(place.path) or not path.exists():
+        raise StoreError(f"{place} has no {name!r}")
+    if not path.is_file() and not path.is_dir():
+        raise StoreError(f"{path} is not a regular file")  # opening a pipe would block
+    return path

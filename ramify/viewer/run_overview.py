@@ -1,0 +1,277 @@
+"""Overview of a run for its page: a head, and the calls as the columns of a table.
+
+Ten thousand calls must reach the page within a fraction of a second. So each column is one list, or
+one value if all are the same; texts are shortened; and the texts of most calls are sent only when
+the page has been drawn.
+
+    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …},
+     "head": {…}, "texts": 3}
+
+Not here: the content of a call (see transcript.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.store.reviews import HumanRunReview
+from ramify.types.call_node import CallNode
+from ramify.types.call_tree import ending
+from ramify.types.event import mode_of
+from ramify.types.trajectory import ContextRef, cut
+from ramify.viewer.shown_sources import answer_and_citations
+from ramify.viewer.watched_run import WatchedRun
+
+COLUMNS: dict[str, Callable[[CallNode], Any]] = {
+    "id": attrgetter("id"),
+    "kind": attrgetter("kind"),
+    "turn": lambda node: -1 if node.parent is None else node.parent.turn,
+    "cell": lambda node: -1 if node.parent is None else node.parent.cell,
+    "depth": attrgetter("depth"),
+    "model": attrgetter("model"),
+    "started_s": lambda node: round(node.started_s, 4),
+    "ended_s": lambda node: None if node.ended_s is None else round(node.ended_s, 4),
+    "state": lambda node: "done" if node.stop is not None else state(node),
+    "stop": attrgetter("stop"),
+    "turns": lambda node: node.num_turns + (node.asking >= 0),
+    "tokens_in": attrgetter("input_tokens"),
+    "tokens_out": attrgetter("output_tokens"),
+    "cost": attrgetter("cost"),
+    "question": attrgetter("question"),
+    "answer": attrgetter("answer"),
+    "error": attrgetter("error"),
+    "reason": attrgetter("reason"),
+    "failed": attrgetter("has_failed"),
+    "outlier": attrgetter("outlier"),
+    "telling": attrgetter("telling"),
+    "spans": lambda node: [round(at_s, 4) for at_s in node.spans] if node.spans else None,
+    "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
+    "tools": lambda node: node.tools or None,
+    "scores": lambda node: (_scores(node) or None) if node.marks else None,
+}
+"""Column -> its value for a call; ``parent``, ``reward``, ``advantage`` and ``gap`` are separate.
+
+``turn`` and ``cell`` are the place in the parent that made the call. ``state`` is ``asking``,
+``running``, ``open`` or ``done``. ``outlier`` says how a call differs from its siblings, and
+``telling`` is the part of its question that tells it apart from theirs. ``spans`` exists only for
+calls with a session. ``tools`` has [time, whether it failed] for each tool answer. ``scores`` has
+[turn, name, value] for each score other than a reward."""
+TEXTS = ("question", "answer", "telling")
+"""Columns that make up most of a picture's bytes but are visible only in a few rows."""
+_MAX_ERRORS = 200
+MAX_CITATIONS = 100
+"""Citations that the head of a run's page shows."""
+
+
+def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
+    """Return the overview of a run: its head, and its calls as columns. Only the first
+    ``num_texts`` calls have their question and answer; None means all."""
+    nodes = run.tree.order
+    num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
+    columns = _columns(run, nodes, num_texts)
+    return {
+        "num": len(nodes),
+        "columns": {name: _same(column) for name, column in columns.items()},
+        "head": head(run),
+        "texts": num_texts,
+    }
+
+
+def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
+    """Return the columns ``TEXTS`` of all calls from index ``first``, which the overview was sent
+    without."""
+    return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
+
+
+def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
+    """Return an update for a page that has an overview: the columns of the changed calls, and the
+    head."""
+    order = sorted(changed)
+    return {
+        "indices": order,
+        "columns": _columns(run, [run.tree.order[index] for index in order]),
+        "head": head(run),
+    }
+
+
+def _columns(
+    run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
+) -> dict[str, list[Any]]:
+    """Return all columns of ``nodes``. Only the first ``num_texts`` have their question and answer.
+    ``parent`` is the index of an earlier call, or -1."""
+    told = nodes[:num_texts]
+    untold = [""] * (len(nodes) - len(told))
+    known, scored = run.tree.nodes, run.tree.run.call_rewards
+    recorded = run.tree.run.metadata
+    advantages = means_by_call(recorded.get("advantages"))
+    gaps = means_by_call(recorded.get("logprob_gaps"), abs)
+    parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
+    return {
+        **{
+            name: [*map(of, told), *untold] if name in TEXTS else list(map(of, nodes))
+            for name, of in COLUMNS.items()
+        },
+        "parent": [
+            -1 if parent is None or parent.index >= node.index else parent.index
+            for parent, node in zip(parents, nodes, strict=True)
+        ],
+        "reward": [
+            next(iter(rewards_of(run, node).values()), None)
+            if node.id in scored or not node.index
+            else None
+            for node in nodes
+        ],
+        "advantage": [advantages.get(node.id) for node in nodes],
+        "gap": [gaps.get(node.id) for node in nodes],
+    }
+
+
+def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
+    """Average a value that a training run recorded for the turns of a run, and return the mean for
+    each call by its id. ``recorded`` maps a turn to a number, or to a list with one number per
+    token: ``{"0.1/2": 0.25}`` is turn 2 of call 0.1. Each turn has the same weight. ``size``
+    converts each number first; it can be ``abs``."""
+    by_call: dict[str, list[float]] = {}
+    for place, values in recorded.items() if isinstance(recorded, dict) else ():
+        numbers = [
+            size(value)
+            for value in (values if isinstance(values, list) else [values])
+            if isinstance(value, int | float)
+        ]
+        if numbers:
+            by_call.setdefault(place.rpartition("/")[0], []).append(fmean(numbers))
+    return {call: fmean(means) for call, means in by_call.items()}
+
+
+def _same(column: list[Any]) -> Any:
+    """Reduce a column to one value if all its values are the same."""
+    first = column[0] if column else None
+    is_plain = not isinstance(first, list | tuple)
+    return first if is_plain and column.count(first) == len(column) else column
+
+
+def _scores(node: CallNode) -> list[tuple[Any, ...]]:
+    return [(mark.turn, *score) for mark in node.marks or () for score in mark.values.items()]
+
+
+def head(run: WatchedRun) -> dict[str, Any]:
+    """Return the head of the page: facts about the run as a whole."""
+    trajectory, at_s = run.tree.run, run.tree.calls.at_s
+    problems = [text for text in (run.problem, run.damage, run.torn) if text]
+    config, review = trajectory.metadata, _review(run, problems)
+    mode, mode_reason = mode_of(config)
+    answer, citations = answer_and_citations(trajectory)
+    return {
+        "key": run.key,
+        "id": trajectory.id,
+        "question": trajectory.question,
+        "task": trajectory.task,
+        "path": str(run.source),
+        "is_journal": run.line is None,
+        "started_at": trajectory.started_at,
+        "at_s": at_s,
+        "alive": run.is_alive,
+        "stop": trajectory.stop,
+        "answer": cut(answer, 4_000),
+        "citations": citations[:MAX_CITATIONS],
+        "has_answer": trajectory.answer is not None,
+        "ending": _ending(run),
+        "mode": mode,
+        "mode_reason": cut(mode_reason, 1_000),
+        "gold": str(config.get("gold") or ""),
+        "answered_by": trajectory.answered_by,
+        "usage": fields(trajectory.usage),
+        "cost": trajectory.cost,
+        "seconds": trajectory.seconds or at_s,
+        "context": context_fields(trajectory.context),
+        "limits": config.get("limits") or {},
+        "sandbox": (config.get("sandbox") or {}).get("provider", ""),
+        "scaffold": (config.get("scaffold") or {}).get("name", ""),
+        "sources": (config.get("sources") or {}).get("paths", []),
+        "num_sources": (config.get("read") or {}).get("num_items", 0),
+        "num_unread": (config.get("read") or {}).get("num_problems", 0),
+        "rewards": trajectory.rewards,
+        "metrics": trajectory.metrics,
+        "forked": _forked(run),
+        "marks": [fields(mark) for mark in trajectory.marks if not mark.call],
+        "errors": trajectory.errors[:_MAX_ERRORS],
+        "num_errors": len(trajectory.errors),
+        "problems": problems,
+        "version": run.version,
+        "generation": run.generation,
+        "raw_code": bool((config.get("scaffold") or {}).get("raw_code")),
+        "num_calls": len(run.tree.order),
+        "review": fields(review),
+    }
+
+
+def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
+    try:
+        return run.review
+    except StoreError as error:
+        problems.append(str(error))
+        return HumanRunReview()
+
+
+def _forked(run: WatchedRun) -> dict[str, Any] | None:
+    """Return which turn of which other run this run continues, and the address of that run if it is
+    in the same store. None if this run continues no other."""
+    forked = run.tree.run.metadata.get("forked")
+    if not isinstance(forked, dict):
+        return None
+    origin, call, turn = (str(forked.get("run")), forked.get("call", "0"), forked.get("turn", 0))
+    is_here = run.source.has_neighbor(origin)
+    prefix = run.key[: len(run.key) - len(run.tree.run.id)]
+    return {
+        "run": origin,
+        "key": f"{prefix}{origin}" if is_here else "",
+        "call": call,
+        "turn": turn,
+        "edited": forked.get("edited", ""),
+    }
+
+
+def _ending(run: WatchedRun) -> str:
+    """Return why the run ended, in one sentence."""
+    trajectory, order = run.tree.run, run.tree.order
+    root = next((node for node in reversed(order) if node.parent is None), None)
+    reason = trajectory.reason or (root.reason or root.error if root else "")
+    if trajectory.stop is None and not order and run.problem:
+        return ""
+    num_turns = root.num_turns if root else 0
+    return ending(
+        trajectory.stop, reason, num_turns, run.is_alive, num_below=max(0, len(order) - 1)
+    )
+
+
+def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
+    """Return the rewards of a call. For the first call without rewards, return those of the run."""
+    call_rewards = run.tree.run.call_rewards.get(node.id)
+    return call_rewards or ({} if node.index else run.tree.run.rewards)
+
+
+def state(node: CallNode) -> str:
+    """Return the state of a call: ``asking``, ``running``, ``open`` or ``done``."""
+    if node.stop is not None:
+        return "done"
+    return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
+
+
+def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
+    """Return the fields of a context without the list of its files, of which there may be
+    thousands."""
+    if context is None:
+        return None
+    short = {name: value for name, value in fields(context).items() if name != "files"}
+    return {**short, "by_reference": context.by_reference}
+
+
+def fields(struct: msgspec.Struct) -> dict[str, Any]:
+    """Return all fields of a struct, including those that have their default value."""
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
