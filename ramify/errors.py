@@ -4,11 +4,11 @@
     ├── ConfigError         invalid option, model name, key, schema or limit: fix the call
     ├── SourceError         an input cannot be read
     ├── ModelError          a language model gave no usable reply
-    │   ├── RateLimited         429, or 503 with a time to wait         (retried)
-    │   ├── Unreachable         never sent: refused, no route, DNS      (retried)
-    │   ├── ReplyLost           sent, but the reply did not arrive      (retried; may be billed)
-    │   ├── ServerFailed        a 5xx                                   (retried)
-    │   ├── MalformedResponse            not the API: HTML, no choices  (retried; may be billed)
+    │   ├── RateLimited         429, or 503 with a time to wait      (retried)
+    │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
+    │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
+    │   ├── ServerFailed        a 5xx                                (retried)
+    │   ├── MalformedResponse   not the API: HTML, no choices        (retried; may be billed)
     │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
     │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
     │   └── Refused             4xx: key, quota, unknown model, prompt too long

@@ -1,12 +1,12 @@
 """The ``ramify`` logger tree: one logger per room; records have an event, fields and a run's id.
 
-    log = ComponentLogger("clients")                             the logger ``ramify.clients``
+    log = ComponentLogger("clients")                        the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
     with in_run("20261122-091500-1f2e"): …                  records inside carry this id
     with attached(FileLogHandler(path)): …                  also write all of them to a file
 
     record ── LogRedactionFilter ──┬─▶ attached handlers: OUT/run.log, stderr of the command
-                             └─▶ Python's ``logging``, as the application configures it
+                                   └─▶ Python's ``logging``, as the application configures it
 
 A record has ``event`` (its name), ``run`` (the innermost run's id), ``outer_runs`` (ids of the runs
 around it, such as the training run of a rollout), ``fields`` (a dict) and ``shown`` (True if a

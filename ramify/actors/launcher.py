@@ -13,7 +13,7 @@ which of them leads; neither depends on the launcher.
 A slot is the share of a machine that a process takes, or several that are colocated:
 
     NodeResourceSlot("gpus", node=0, needs=SlotResources(gpus=1, cpus=8),
-                  members=(RoleInstance("trainer", 0), RoleInstance("inference", 0)))
+                     members=(RoleInstance("trainer", 0), RoleInstance("inference", 0)))
 """
 
 from __future__ import annotations

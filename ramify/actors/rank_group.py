@@ -1,8 +1,8 @@
 """A group of ranks that work together, and how it handles a rank that fails.
 
     rank 0, the run's own process                     rank 1, 2, …
-    call(verb) ── RankMethodCall ─────────────────────────> follow: run it, all at the same time
-               <─ RankMethodResult ────────────────────────
+    call(verb) ── RankMethodCall ───────────────────> follow: run it, all at the same time
+               <─ RankMethodResult ──────────────────
 
 The training loop runs only in rank 0 and does not use ranks itself: otherwise it would have to run
 everywhere, with the same rollouts, clock and decisions. The other ranks run verbs, and hold no

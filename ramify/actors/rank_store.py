@@ -2,7 +2,7 @@
 interface and uses authenticated channels.
 
     rank 0           HashStore <── KeyValueStoreServer, one thread per channel <──┐
-    rank 1, 2, …     ChannelStore ── SetKeyRequest, WaitForKeysRequest, … ──────────────┘
+    rank 1, 2, …     ChannelStore ── SetKeyRequest, WaitForKeysRequest, … ────────┘
 
 torch's own stores accept every process that connects (``TCPStore``), or need a shared folder
 (``FileStore``). A process that writes to a group's store decides to which addresses its ranks

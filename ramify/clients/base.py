@@ -4,11 +4,11 @@ A client translates a request and sends it once. Retries, rate limiting and budg
 ``RateLimitedClientPool`` (see ``rate_limited_client_pool.py``), so they are written once for every
 provider:
 
-    engine ── RateLimitedClientPool.ask(client, request, account) ──┐
-                 account.reserve()                       │  may wait; raises LimitReached
-                 limiter slot                            │  held only while a request is in flight
-                 client.complete(request)                │  one attempt: a Reply or a ModelError
-                 account.settle / forfeit / release ─────┘
+    engine ── RateLimitedClientPool.ask(client, request, account)
+                 ├─ account.reserve()                       may wait; raises LimitReached
+                 ├─ limiter slot                            held only while a request is in flight
+                 ├─ client.complete(request)                one attempt: a Reply or a ModelError
+                 └─ account.settle / forfeit / release
 
 The tokens and dollars that a server reports are validated here, so that a budget can rely on them.
 A report that is missing, impossible or inconsistent counts as unknown, and the pool then books the

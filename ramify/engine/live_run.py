@@ -1,8 +1,7 @@
 """What all calls of a run share while it is in progress: budget, models, tools, contexts, prompts.
 
-    RLM.start ──> RunHandle ──> RlmCall (root)
-        ──> ModelRequests.ask ──> recorded? ──> RateLimitedClientPool
-                                    │                    ^
+    RLM.start ──> RunHandle ──> RlmCall (root) ──> ModelRequests.ask ──> recorded?
+                                    │                    ^               └──> RateLimitedClientPool
                                     └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmCall
 
 Not here: how the run begins and what its result is (see ``run_handle.py``), which call answers it

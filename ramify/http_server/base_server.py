@@ -1,7 +1,7 @@
 """The HTTP server under every front end: ``serve``, ``view``, ``serve-policy`` and ``mcp``.
 
     connection ──▶ head ──▶ Host, Origin ──▶ key or token ──▶ route ──▶ body ──▶ response
-    (connections.py)        (access.py)                              (request_body_limiter.py)
+    (connections.py)        (access.py)                       (request_body_limiter.py)
 
 Every front end shares this server, so all have the same protection: limits on connections, heads
 and bodies, checks of the host name and the key, and one error format. Rejected requests are not

@@ -1,9 +1,9 @@
 """Interface between the APIs of one model and the model that answers: what a request asks for, what
 answers it, and how the replies are written.
 
-    body ── completions.read ────┐                              ┌─ body
+    body ── completions.read ────┐                                 ┌─ body
             responses_api.read ──┼─> ModelApiExchange ─ request ─> ServedModel ─ replies ─> exchange
-            messages_api.read ───┘                              └─ events of a stream
+            messages_api.read ───┘                                 └─ events of a stream
 
 Three APIs are written behind ``ModelApiExchange``, and two models answer behind ``ServedModel``: a
 served policy (serve/policy.py) and an agent's seat in a run (evaluate/agent_model_endpoint.py).

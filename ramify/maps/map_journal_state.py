@@ -1,8 +1,8 @@
 """What the journal of a map says: which questions are answered, where, and what was spent.
 
     MapJournalState(path)   answered: digest ──> offset of the reply      a million rows: 200 MB
-                        open:     questions with a request or run that has no end
-                        usage, cost: with the upper bound of each request that was in flight
+                            open:     questions with a request or run that has no end
+                            usage, cost: with the upper bound of each request that was in flight
 
 Not here: writing (``map_journal.py``), and what is done with it (``map_run.py``).
 """

@@ -1,8 +1,8 @@
 """A map on a Ray cluster: one pipeline of Ray Data, from files of rows to a folder of parts.
 
     RowPartitionDatasource ──> PartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
-    files          an engine each              │
-                        └── SharedBudget ──────┘         an actor on this node
+    files                      an engine each              │
+                                    └── SharedBudget ──────┘              an actor on this node
     this process: starts it, asks it for its state, and passes Ctrl-C on
 
 Ray Data moves the blocks, holds reading back if the workers are slower, and repeats what a lost

@@ -1,7 +1,7 @@
 """Plans in a session: the host's side of the module ``ramify_plans``.
 
     session: classify(…) ──> SessionPlans.strategy ──> PlanFunctionCall(calls) ──> labels
-                                                                     └ leaves: calls 0.3.0, 0.3.1, …
+                                                       └ leaves: calls 0.3.0, 0.3.1, …
 
 A function of the module becomes a plan of one or several steps, which runs over the value that the
 session gave by the same code as a plan of the user. So it cuts, asks and counts in the same way,

@@ -1,7 +1,7 @@
 """Client functions that an answer may call: ``tools`` in a request, ``tool_calls`` in its answer.
 
     tools ──> AnswerOrToolCallType ──> answer ─┬─ a text, or a value of the response format
-                                    └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
+                                               └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
 
 This file decides how the functions are described to the model, in words that any model can follow,
 and checks the arguments against their schemas before the client sees them. The functions run at the

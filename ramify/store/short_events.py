@@ -1,7 +1,7 @@
 """Journals and trajectories read without their texts, for listings and for the page of a run.
 
     journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (store.py)
-                                      └─> RunTree: the page of a run         (viewer/run_tree.py)
+                                        └─> RunTree: the page of a run       (viewer/run_tree.py)
     trajectory lines ──> TrajectoryOutline ──> one row of a listing          (viewer/run_catalog.py)
 
 Most of a journal is prompts, replies, token ids and outputs, which neither of them shows. The

@@ -1,7 +1,7 @@
 """The interface for reading one run, in whichever store it is.
 
-    StoredRun ─┬─ FileStoredRun   the file of a run            (journal.py)
-               └─ FilelessStoredRun   through a store's lines  (base.py)
+    StoredRun ─┬─ FileStoredRun       the file of a run         (journal.py)
+               └─ FilelessStoredRun   through a store's lines   (base.py)
 
 The viewer, listings, searches and replays read runs through it. If the store of a live run has no
 files, the viewer shows a reply only once it is complete. Not here: writing (see base.py).

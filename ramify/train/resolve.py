@@ -1,10 +1,10 @@
 """Resolving a run: from what a recipe says to what will be done, without a tensor library.
 
-    recipe.py     a file, a preset, an objective, overrides      ──> Run
-    resolve       types ─ trackers ─ names and files ─ task      mistakes are found, cheapest first
-                  ─ defaults of the policy ─ checkpoint          ──> ResolvedTrainingRun
-    load_run_parts.py   device ─ placement ─ precision ─ policy  ──> RunParts
-    build.py      machines ─ engines ─ stages                    ──> Trainer
+    recipe.py          a file, a preset, an objective, overrides  ──> Run
+    resolve            types ─ trackers ─ names and files ─ task  mistakes are found, cheapest first
+                       ─ defaults of the policy ─ checkpoint      ──> ResolvedTrainingRun
+    load_run_parts.py  device ─ placement ─ precision ─ policy    ──> RunParts
+    build.py           machines ─ engines ─ stages                ──> Trainer
 
 Decides the order of the checks. Not here: what each of them checks (``preflight.py``), and which
 fields may differ from those of a checkpoint (``lineage.py``).

@@ -2,7 +2,7 @@
 
     timings.note(sequences=12, read=0, cpu_s=0.0061)
     timings.taken()  ──▶  [EngineStepTiming(sequences=16, reads=False, steps=311, tokens=3702,
-                                      read=0, cpu_s=1.42), …]
+                                            read=0, cpu_s=1.42), …]
 
 CPU time is the same whether or not other processes use the machine; wall-clock time is not. Readers
 of stored metrics import this file, so it needs neither numpy nor torch. Not here: what a step

@@ -4,9 +4,9 @@ number, and give each token a weight.
     RlStage.learned_from                                     (../stages.py)
     └── assign_advantages         the steps below, in this order
         ├── StepAdvantageBuilder  group, task weights ── length ──> a tree of rewards per rollout
-        ├── credit           which calls are compared, as per_role         (credit.py)
-        │   └── compare      returns ──> advantages         (group_estimators.py)
-        └── assigned         number per call ── normalise, weight ──> streams per token
+        ├── credit                which calls are compared, as per_role         (credit.py)
+        │   └── compare           returns ──> advantages         (group_estimators.py)
+        └── assigned              number per call ── normalise, weight ──> streams per token
 
 Most estimators differ only in ``compare``, so all options for credit, length and weight work with
 each of them. Others have their own ``assign_advantages`` with their formula between the same two

@@ -3,7 +3,7 @@
     TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
       .with_adapters(names)       the same, for linear modules that peft has wrapped
     RankMesh.split(model, plan)   on the meta device: parameters become this rank's parts, modules
-                                 exchange what they need in their forward and backward passes
+                                  exchange what they need in their forward and backward passes
 
 The styles and what they exchange are transformers' own (``transformers.distributed``). Not here:
 which sizes fit (``mesh.py``), and how the parts are stored (``sharding.py``).

@@ -1,9 +1,9 @@
 r"""Judges that are models: their prompts, how strictly their replies are parsed, and the process
 reward, for which one judges each turn.
 
-    StepJudge   one turn and its observation   ── m votes ──         \boxed{1} or \boxed{-1}
+    StepJudge          one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
     HintWritingJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
-                                                              or \boxed{-1}
+                                                                     or \boxed{-1}
 
 The last box decides and must hold exactly one of the signs. Anything else is an invalid vote: it is
 counted and never interpreted. No judge sees the right answer. A model wrote the text to be judged,
