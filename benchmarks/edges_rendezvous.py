@@ -250,7 +250,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     def receive() -> None:
         receiver = GlooSync.receiver(info)
         sent.wait(60)
-        total.extend(float(piece.tensor.sum()) for piece in receiver.take(chunks[0]))
+        total.extend(float(piece.tensor.sum()) for piece in receiver.unpack_chunk(chunks[0]))
         receiver.close()
 
     thread = threading.Thread(target=receive)

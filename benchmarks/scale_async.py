@@ -36,7 +36,7 @@ from ramify.models.load import Policy
 from ramify.tasks.base import Item, SimpleTask
 from ramify.testing.scripted import NUM_IDS, ScriptedByteTokenizer
 from ramify.train import run_record
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run, Schedule
 from ramify.train.execute import train
@@ -153,7 +153,7 @@ async def trained(sample: RolloutBatchSpec, seed: int, out: Path) -> list[StepMe
     model = DenseModel(SHAPE)
     model.load_state_dict(AutoModelForCausalLM.from_config(SHAPE).state_dict())
     policy = Policy(model.eval(), None, None, SHAPE, 0, "dense")  # type: ignore[arg-type]
-    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), TrainingBackendSpec(precision="fp32"))
+    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), ComputeSpec(precision="fp32"))
     async with RLM(
         client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
     ) as rlm:

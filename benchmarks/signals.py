@@ -29,7 +29,7 @@ from figures import Figure, show
 
 from ramify.models.load import from_config
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.scorer import PolicyScorer
@@ -96,7 +96,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
         "qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **shape}
     )
     policy = from_config(config, tokenizer, 0)
-    backend = SingleBackend(policy, None, TrainingBackendSpec(precision="fp32"))
+    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
 
     async def here(function: Callable[[], Any]) -> Any:
         return function()

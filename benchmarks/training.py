@@ -48,7 +48,7 @@ from ramify.models.forest_attention import ForestAttention
 from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.models.trunk import DenseTrunk
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import PpoClip
@@ -56,7 +56,7 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch, Segment, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
-FP32 = TrainingBackendSpec(precision="fp32")
+FP32 = ComputeSpec(precision="fp32")
 """Dtype in which both the forest and the rows compute, so that they differ only by rounding."""
 GROUP = 8
 

@@ -48,6 +48,10 @@ def lazy_namespace(
 
     def get(name: str) -> Any:
         home = homes.get(name)
+        if home is None and name[:1] != "_":
+            new = _module("ramify.old_names").new_name(package, name)
+            if new is not None:
+                return get(new)
         if home is None:
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=_module(package)

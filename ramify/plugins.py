@@ -121,6 +121,48 @@ MOVED_MODULES = {
     ),
     "ramify.train.signals.hindsight": "ramify.extras.studies.hindsight",
     "ramify.train.signals.programs": "ramify.extras.studies.programs.judges",
+    "ramify.actors.ray_nodes": "ramify.actors.wait_for_ray_nodes",
+    "ramify.cli.init_command": "ramify.cli.init_task_command",
+    "ramify.clients.pool": "ramify.clients.rate_limited_client_pool",
+    "ramify.evaluate.model_endpoint": "ramify.evaluate.agent_model_endpoint",
+    "ramify.extras.cluster.plan_commands": "ramify.extras.cluster.plan_and_simulate_commands",
+    "ramify.extras.studies.evidence": "ramify.extras.studies.paper_evidence_task",
+    "ramify.extras.studies.programs.demos": "ramify.extras.studies.programs.scripted_demonstrator",
+    "ramify.extras.studies.programs.evaluator": (
+        "ramify.extras.studies.programs.program_interpreter"
+    ),
+    "ramify.extras.studies.programs.program_library": (
+        "ramify.extras.studies.programs.toy_program_language"
+    ),
+    "ramify.extras.studies.toolmath.demos": "ramify.extras.studies.toolmath.retool_sft_conversion",
+    "ramify.extras.studies.trainer_presets": "ramify.extras.studies.other_trainer_presets",
+    "ramify.extras.suites.offline_code_qa": "ramify.extras.suites.code_qa_offline_model",
+    "ramify.extras.suites.offline_mrcr": "ramify.extras.suites.mrcr_offline_model",
+    "ramify.extras.suites.offline_multihop": "ramify.extras.suites.multihop_offline_model",
+    "ramify.extras.suites.offline_niah": "ramify.extras.suites.niah_offline_model",
+    "ramify.extras.suites.offline_oolong": "ramify.extras.suites.oolong_offline_model",
+    "ramify.extras.suites.offline_oolong_pairs": "ramify.extras.suites.oolong_pairs_offline_model",
+    "ramify.extras.suites.offline_planted": "ramify.extras.suites.planted_offline_model",
+    "ramify.extras.suites.wording": "ramify.extras.suites.filler_text",
+    "ramify.http_server.completions": "ramify.http_server.chat_completions_api",
+    "ramify.http_server.model_routes": "ramify.http_server.model_api_routes",
+    "ramify.http_server.shell": "ramify.http_server.base_server",
+    "ramify.maps.ray_asker": "ramify.maps.ray_data_stage",
+    "ramify.sources.library_values": "ramify.sources.convert_to_context",
+    "ramify.tasks.ledger.demos": "ramify.tasks.ledger.scripted_demonstrator",
+    "ramify.tasks.messages": "ramify.tasks.dataset_messages",
+    "ramify.tasks.run_score": "ramify.tasks.score_with_timeout",
+    "ramify.tasks.step_scoring": "ramify.tasks.batch_scoring",
+    "ramify.train.advantages.group": "ramify.train.advantages.advantage_pipeline",
+    "ramify.train.advantages.weight": "ramify.train.advantages.token_loss_weights",
+    "ramify.train.assemble": "ramify.train.load_run_parts",
+    "ramify.train.backends.shards": "ramify.train.backends.sharded_checkpoint",
+    "ramify.train.losses.loss": "ramify.train.losses.total_loss",
+    "ramify.train.placement.services": "ramify.train.placement.reward_services",
+    "ramify.train.presets": "ramify.train.other_trainer_presets",
+    "ramify.train.signals.signal_reader": "ramify.train.signals.signal_runner",
+    "ramify.viewer.picture": "ramify.viewer.run_overview",
+    "ramify.viewer.run_library": "ramify.viewer.run_catalog",
 }
 """Maps the beginning of a dotted path that an earlier version stored to the current one."""
 _OTHERS = "module:name or file.py:name"
@@ -474,11 +516,11 @@ def _line_in(place: str, error: BaseException) -> str:
 
 def _moved(location: str) -> str:
     """Return the current location of an object, given the location that an earlier version of
-    Ramify stored."""
+    Ramify stored. A module may have moved several times."""
     for old, new in MOVED_MODULES.items():
         rest = location.removeprefix(old)
         if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):
-            return new + rest
+            return _moved(new + rest)
     return location
 
 

@@ -33,7 +33,7 @@ def run() -> train.Run:
             rollout=train.RolloutOptions(group=8, concurrency=512),
             optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
         ),
-        compute=train.TrainingBackendSpec(
+        compute=train.ComputeSpec(
             backend="fsdp", shard=train.ShardSpec(ranks=4), max_tokens=16_384, recompute=True
         ),
         inference=inference.InferenceSpec(

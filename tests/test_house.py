@@ -26,8 +26,17 @@ assert SPEC.loader is not None
 check_house = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check_house)
 FLOORS = [
-    {"types", "errors", "plugins", "policy_card", "progress", "secrets", "logging", "log_outputs"}
-    | {"printable", "quantities", "lazy_pattern", "install_command", "time_account"},
+    {
+        "types",
+        "errors",
+        "plugins",
+        "trained_policy_settings",
+        "progress",
+        "secrets",
+        "logging",
+        "log_outputs",
+    }
+    | {"printable", "quantities", "lazy_pattern", "install_command", "time_account", "old_names"},
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
@@ -45,8 +54,9 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALSO = {
     ("inference", "models"),
     ("plugins", "errors"),
-    ("policy_card", "errors"),
-    ("policy_card", "plugins"),
+    ("old_names", "errors"),
+    ("trained_policy_settings", "errors"),
+    ("trained_policy_settings", "plugins"),
     ("logging", "secrets"),
     ("logging", "log_outputs"),
     ("errors", "printable"),

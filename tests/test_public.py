@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import ramify
+from ramify.errors import OldNameWarning
 from ramify.install_command import install_command
+from ramify.old_names import PUBLIC_NAMES
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("check_public", ROOT / "scripts/check_public.py")
@@ -25,70 +27,76 @@ SPEC.loader.exec_module(CHECK)
 PUBLIC = {
     "ramify": """
         AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
-        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools MemoryStore Message ModeChosen Model ModelError NoteAdded OpenPage
-        Picture PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError ReplayDiverged ReplyReceived
-        RequestStarted Result RunEnded RunOptions RunStarted RunStore Sampling Sandbox SandboxCapabilities
-        SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient Session SourceError Stop
-        Store StoreError Suspended ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning
-        amap by_score evaluate inference load map open_sandbox plans ray subscribe tasks testing train view vote
+        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools
+        MemoryStore Message ModeChosen Model ModelError NoteAdded OpenPage Picture
+        PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError
+        ReplayDiverged ReplyReceived RequestStarted Result RunEnded RunOptions RunStarted
+        RunStore Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec Scaffold
+        ScoreAdded ScriptedClient Session SourceError Stop Store StoreError Suspended
+        ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning amap by_score
+        evaluate inference load map open_sandbox plans ray subscribe tasks testing train
+        view vote
     """,
     "ramify.tasks": """
-        BatchedReward Call Cell DatasetColumns GeneratedSplit IntervalF1Scorer Item MathScorer NumericScorer
-        PROGRAM_HINT PROGRAM_WORDS Rubric RubricScorer SCORERS Score SimpleTask BatchScoredTask Stop Task
-        TaskStart Trajectory Turn UnitTestScorer TrajectoryRewardFunction boxed_math choice
-        dataset env_task exact f1 from_verifiers generated interval_f1 items_of last_number
-        line_f1 math_answer normalised numeric task_of unit_tests validate verifiers_v1
+        BatchScoredTask BatchedReward Call Cell DatasetColumns GeneratedSplit
+        IntervalF1Scorer Item MathScorer NumericScorer PROGRAM_HINT PROGRAM_WORDS Rubric
+        RubricScorer SCORERS Score SimpleTask Stop Task TaskStart Trajectory
+        TrajectoryRewardFunction Turn UnitTestScorer boxed_math choice dataset env_task
+        exact f1 from_verifiers generated interval_f1 items_of last_number line_f1
+        math_answer normalised numeric task_of unit_tests validate verifiers_v1
     """,
     "ramify.evaluate": """
-        AgentJob AgentOutcome AgentRun AgentTask
-        AttemptOutcome AttemptTotals Evaluation EvaluationPlan EvaluationReport McpTask MeanEstimate
-        ItemKindStatistics RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
+        AgentJob AgentOutcome AgentRun AgentTask AttemptOutcome AttemptTotals EvaluationPlan
+        EvaluationReport EvaluationResult ItemKindStatistics McpTask MeanEstimate
+        RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
         paired_difference pass_at_k report table taskset text_env verifiers_task
     """,
     "ramify.inference": """
-        MalformedResponse CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix
-        LocalClient Message ModelError Policy Price RateLimited Refused Reply ReplyCut
-        ReplyFiltered ReplyLost Request Sampling SamplingDefaults ServerFailed Tool ToolCall
-        Unreachable Usage VersionSpan WeightChunk WeightPiece WeightReceiver LazyWeight
-        WeightSync connect from_config load_policy save_policy
+        CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix LazyWeight
+        LocalClient MalformedResponse Message ModelError Policy Price RateLimited Refused
+        Reply ReplyCut ReplyFiltered ReplyLost Request Sampling SamplingDefaults
+        ServerFailed Tool ToolCall Unreachable Usage VersionSpan WeightChunk WeightPiece
+        WeightReceiver WeightSync connect from_config load_policy save_policy
     """,
     "ramify.plans": """
-        Calibration CalibrationPoint CallBound Comparison Leaf Part Pattern Plan PlanCost
-        PlanStrategy Relevance SplitText aggregate ask best both calibration_of classify combine
-        concat count cross distinct field filter join map multi_hop pairwise peek periods plan_for
-        ready_plan reduce search split spread strategy_for summarise top total
+        CalibrationPoint CallBound Comparison Leaf PartSizeCalibration Pattern Plan PlanCost
+        PlanStrategy Relevance SplitText TextPart aggregate ask best both calibration_of
+        classify combine concat count cross distinct field filter join map multi_hop
+        pairwise peek periods plan_for ready_plan reduce search split spread strategy_for
+        summarise top total
     """,
     "ramify.ray": "Asker",
     "ramify.testing": """
-        AccuracyCurve BatchServer ScriptedByteTokenizer CHECKS ConformanceCheck ConformanceError
-        ConformanceResult ForgetfulDisk HubServer ModelLatency OfflineModel OfflineModelSuiteStrategy
-        ReceivedRequest SandboxUnderTest Script ScriptRule ScriptedClient
-        ScriptedFailure
-        ScriptedServer check_one check_sandbox cut dropped html malformed no_choices
-        no_usage rate_limited refused server_error stalled unreachable
+        AccuracyCurve BatchServer CHECKS ConformanceCheck ConformanceError ConformanceResult
+        ForgetfulDisk HubServer ModelLatency OfflineModel OfflineModelSuiteStrategy
+        ReceivedRequest SandboxUnderTest Script ScriptRule ScriptedByteTokenizer
+        ScriptedClient ScriptedFailure ScriptedServer check_one check_sandbox cut dropped
+        html malformed no_choices no_usage rate_limited refused server_error stalled
+        unreachable
     """,
     "ramify.train": """
-        ALGORITHMS AgentJob AgentOutcome AgentRun AgentTask
-        Algorithm AlgorithmNeeds AnnealSchedule RolloutAdvantages StepAdvantages
-        Backend Batch BranchEstimator BranchOptions PerTaskAlgorithm CORRECTIONS CREDITS Cispo ClipCov
-        CollapseAlarms TrainingBackendSpec CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled
-        DecoupledGspo DemonstrationHints DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip
-        EntropyBranchEstimator EvaluateSpec FeedbackHints FormatSignal FrozenModelBudget FsdpRanks GDPO
-        GRPO GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
-        HintFilter HintWritingJudge Hybrid HybridTerm IcePop ImportanceSampling Judge JudgeVerdict
-        JudgeView JudgeTurnView KlCov LoraSpec BaseLossFormula LossSpec PolicyLossInputs MaxRL
-        ModelCaller NextMessageHints NodePool OPO OffPolicyCorrection Opsm OptimizerSpec OracleJudge
-        OutcomeSignal POLICY_LOSSES PPO PassAtK PlacementSpec PolicyLoss PolicySpec PpoClip
-        ProcessRewardSignal ProxApprox PublicationResult RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
-        RlSpec RoleSpec RolloutIs RolloutOptions Rollouter RuleJudge Run TrackerRunInfo SFT Sapo
-        Schedule TokenScoringRequest SequenceClip SequenceMask SequenceSums SequenceTis RewardServiceSpec
-        SftSpec ShardSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
-        StateGroupEstimator StepJudge StepMetrics StepRules RolloutBatchSpec TaskSpec TeacherSignal
-        TokenCredit TokenScorer TokenScores TokenSequence TokenTis ToolUseSignal
-        TopKCandidates Tracker TrainedModel CoTrainedPolicySpec TrainingGuard HintsForTrajectory
-        VineEstimator InductionWarmUpSpec WorstTokenMask demonstrate kl_estimate load_recipe pack
-        publish ratio
-        read_group_records read_metrics token_sequences train with_objective with_preset
+        ALGORITHMS AgentJob AgentOutcome AgentRun AgentTask Algorithm AlgorithmNeeds
+        AnnealSchedule Backend BaseLossFormula Batch BranchEstimator BranchOptions
+        CORRECTIONS CREDITS Cispo ClipCov CoTrainedPolicySpec CollapseAlarms ComputeSpec
+        CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled DecoupledGspo DemonstrationHints
+        DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip EntropyBranchEstimator
+        EvaluateSpec FeedbackHints FormatSignal FrozenModelBudget FsdpRanks GDPO GRPO
+        GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
+        HintFilter HintWritingJudge HintsForTrajectory Hybrid HybridTerm IcePop
+        ImportanceSampling InductionWarmUpSpec Judge JudgeTurnView JudgeVerdict JudgeView
+        KlCov LoraSpec LossSpec MaxRL ModelCaller NextMessageHints NodePool OPO
+        OffPolicyCorrection Opsm OptimizerSpec OracleJudge OutcomeSignal POLICY_LOSSES PPO
+        PassAtK PerTaskAlgorithm PlacementSpec PolicyLoss PolicyLossInputs PolicySpec
+        PpoClip ProcessRewardSignal ProxApprox PublicationResult RAE RLOO ReMax ReinforcePP
+        ReinforcePPBaseline RewardServiceSpec RlSpec RoleSpec RolloutAdvantages
+        RolloutBatchSpec RolloutIs RolloutOptions Rollouter RuleJudge Run SFT Sapo Schedule
+        SequenceClip SequenceMask SequenceSums SequenceTis SftSpec ShardSpec ShuffledHints
+        Signal SignalContext SignalScore SingleBackend StateGroupEstimator StepAdvantages
+        StepJudge StepMetrics StepRules TaskSpec TeacherSignal TokenCredit TokenScorer
+        TokenScores TokenScoringRequest TokenSequence TokenTis ToolUseSignal TopKCandidates
+        Tracker TrackerRunInfo TrainedModel TrainingGuard VineEstimator WorstTokenMask
+        demonstrate importance_ratio kl_estimate load_recipe pack publish read_group_records
+        read_metrics token_sequences train with_objective with_preset
     """,
 }
 """Namespace -> its public names."""
@@ -224,3 +232,12 @@ def test_docstring_examples_of_public_names_pass(
     for test in finder.find(value, name, module=False, globs=globs):
         runner.run(test, out=said.append)
     assert said == []
+
+
+@pytest.mark.parametrize("package", PUBLIC_NAMES)
+def test_old_public_names_still_work_with_a_warning(package: str) -> None:
+    namespace = importlib.import_module(package)
+    for old, new in PUBLIC_NAMES[package].items():
+        with pytest.warns(OldNameWarning, match=f"{package}.{old} is called {package}.{new} here"):
+            assert getattr(namespace, old) is getattr(namespace, new)
+        assert old not in dir(namespace)

@@ -172,12 +172,16 @@ async def _sleep(kit: Kit, policy: Policy) -> None:
     client = LocalClient(policy, slots=8)
     before = fingerprint(policy.model)
     await client.sample([5, 6, 7], Sampling(4, 0.0), "")
-    held = sum(client.held().values())
+    held = sum(client.device_memory_usage().values())
     client.pause()
     started = time.perf_counter()
     await client.sleep(TAGS)
     slept_s = time.perf_counter() - started
-    left = torch.cuda.memory_allocated(kit.device) if kit.is_cuda else sum(client.held().values())
+    left = (
+        torch.cuda.memory_allocated(kit.device)
+        if kit.is_cuda
+        else sum(client.device_memory_usage().values())
+    )
     started = time.perf_counter()
     await client.wake(TAGS)
     kit.sync()

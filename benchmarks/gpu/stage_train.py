@@ -12,7 +12,7 @@ from stage_parity import LOSS
 
 from ramify.extras.cluster import memory
 from ramify.extras.cluster.model_and_device_specs import ModelShape, shape_of
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import pack
@@ -35,7 +35,7 @@ def measure(kit: Kit) -> None:
 def _step(kit: Kit, name: str, shape: ModelShape, recompute: bool, label: str) -> None:
     rows = trees.group(4, 4 if kit.quick else 16, 64 if kit.quick else 1024)
     precision = "bf16" if kit.is_cuda else "fp32"
-    compute = TrainingBackendSpec(
+    compute = ComputeSpec(
         precision=precision,  # type: ignore[arg-type]
         recompute=recompute,
         max_tokens=4096 if kit.quick else 16_384,
@@ -69,7 +69,7 @@ def _step(kit: Kit, name: str, shape: ModelShape, recompute: bool, label: str) -
 
 
 def _memory(
-    kit: Kit, name: str, shape: ModelShape, compute: TrainingBackendSpec, step: object, label: str
+    kit: Kit, name: str, shape: ModelShape, compute: ComputeSpec, step: object, label: str
 ) -> None:
     if kit.sheet is None:
         raise Skipped("the plan needs the device's data sheet")

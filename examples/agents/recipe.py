@@ -57,6 +57,6 @@ def run(name: str = "") -> train.Run:
         ),
         limits=Limits(max_reply_tokens=24, max_seconds=600),
         evaluate=train.EvaluateSpec(num=1, final=()),
-        compute=train.TrainingBackendSpec(precision="fp32"),
+        compute=train.ComputeSpec(precision="fp32"),
         threads=1,
     )

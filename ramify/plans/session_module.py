@@ -57,13 +57,15 @@ class SessionTextPart(str):
 
 class _Options:
     """Base of the options that code in a session passes to plan functions. They are sent to the
-    host, which knows the kind of options by the name ``_by``."""
+    host, which knows the kind of options by the name ``_by``. ``_name`` is the name in the
+    session."""
 
     _by = ""
+    _name = ""
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__.removeprefix('Session')}({given})"
+        return f"{self._name}({given})"
 
 
 class SessionLeafQuestion(_Options):
@@ -73,6 +75,7 @@ class SessionLeafQuestion(_Options):
     record of a part."""
 
     _by = "leaf"
+    _name = "Leaf"
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class SessionRegexFilter(_Options):
     """Keeps what a regular expression matches (without look-around and back-references)."""
 
     _by = "regex"
+    _name = "Pattern"
 
     def __init__(self, regex: str, ignore_case: bool = True, field: str = "") -> None:
         self.regex = regex
@@ -106,6 +110,7 @@ class SessionBm25Filter(_Options):
     """Keeps the ``top`` parts that fit some words best (BM25); by default the question's."""
 
     _by = "bm25"
+    _name = "Relevance"
 
     def __init__(self, top: int, query: str = "") -> None:
         self.top = top
@@ -117,6 +122,7 @@ class SessionFieldFilter(_Options):
     >, >=, in or contains."""
 
     _by = "field"
+    _name = "Comparison"
 
     def __init__(self, field: str = "", op: str = "", value: Any = None) -> None:
         self.field = field

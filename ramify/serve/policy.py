@@ -154,7 +154,9 @@ class PolicyServer:
     async def _health(self, _: web.Request) -> web.Response:
         asleep = self._weights.sleep.asleep if self._weights is not None else []
         state = {"status": "ok", "version": self._client.version, "in_flight": self._in_flight}
-        return web.json_response({**state, "asleep": asleep, "held_bytes": self._client.held()})
+        return web.json_response(
+            {**state, "asleep": asleep, "held_bytes": self._client.device_memory_usage()}
+        )
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = format_kv_cache_pressure(await self._client.pressure())

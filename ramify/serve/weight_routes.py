@@ -340,7 +340,8 @@ class WeightRoutes:
             raise RuntimeError("start_weight_update must come before update_weights")
         ends = "weight_version" in body
         await self._take(
-            lambda: receiver.take(info), self._number(body["weight_version"]) if ends else None
+            lambda: receiver.unpack_chunk(info),
+            self._number(body["weight_version"]) if ends else None,
         )
         if ends:
             self._finished(receiver, body["weight_version"])

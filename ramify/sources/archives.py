@@ -59,7 +59,7 @@ def read_member(name: str, data: bytes, loading: SourceLoader, depth: int = 0) -
     except OversizedSource:
         raise  # the whole archive is
     except UnreadableSource as error:
-        loading.problem(name, str(error))
+        loading.report_problem(name, str(error))
 
 
 def check_ratio(num_bytes: int, packed_bytes: int) -> None:
@@ -126,7 +126,7 @@ def read_zip(file: SourceFile, loading: SourceLoader) -> None:
                 OSError,
             ) as error:
                 encrypted = info.flag_bits & 0x1
-                loading.problem(
+                loading.report_problem(
                     name, "is encrypted" if encrypted else f"cannot be unpacked: {error}"
                 )
                 continue
@@ -226,7 +226,7 @@ def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoade
                 member = archive.extractfile(info)
                 read_member(name, member.read() if member else b"", loading)
             else:
-                loading.problem(name, "is a link or a device, not a file")
+                loading.report_problem(name, "is a link or a device, not a file")
 
 
 def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:

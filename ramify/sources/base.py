@@ -398,7 +398,7 @@ class SourceLoader:
             unique, number = f"{name} ({number})", number + 1
         return unique
 
-    def problem(self, name: str, reason: str) -> None:
+    def report_problem(self, name: str, reason: str) -> None:
         """Report a file that cannot be read, and continue with the other files. Raises SourceError
         if the load is strict."""
         if self.strict:

@@ -67,7 +67,9 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceL
         name = member_name(file.name, member)
         loading.spend(len(data), name)
         if file.depth >= MAX_DEPTH:
-            loading.problem(name, f"is attached below {MAX_DEPTH} messages: save it and name it")
+            loading.report_problem(
+                name, f"is attached below {MAX_DEPTH} messages: save it and name it"
+            )
         else:
             read_member(name, data, loading, file.depth + 1)
 

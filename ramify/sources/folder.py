@@ -71,7 +71,9 @@ class _Walk:
         try:
             entries = sorted(os.scandir(self._root / below), key=lambda entry: entry.name)
         except OSError as error:
-            self._loading.problem(self._prefix + below, f"cannot be listed: {error.strerror}")
+            self._loading.report_problem(
+                self._prefix + below, f"cannot be listed: {error.strerror}"
+            )
             return []
         if any(entry.name == ".gitignore" for entry in entries):
             layers = extend(
@@ -108,11 +110,11 @@ class _Walk:
     def _link(self, entry: os.DirEntry[str], name: str) -> None:
         target = os.path.realpath(entry.path)
         if not os.path.exists(target):
-            self._loading.problem(self._prefix + name, "is a broken link")
+            self._loading.report_problem(self._prefix + name, "is a broken link")
         elif os.path.commonpath([target, self._root]) == str(self._root):
             self._loading.leave_out(self._prefix + name, "a link to a file in the same folder")
         else:
-            self._loading.problem(
+            self._loading.report_problem(
                 self._prefix + name, "is a link out of the folder: name its target to read it"
             )
 
@@ -134,9 +136,9 @@ class _Walk:
             with self._loading.one_file():
                 self._read_file(path, name, is_picture)
         except UnreadableSource as error:
-            self._loading.problem(self._prefix + name, str(error))
+            self._loading.report_problem(self._prefix + name, str(error))
         except OSError as error:
-            self._loading.problem(self._prefix + name, f"cannot be read: {error.strerror}")
+            self._loading.report_problem(self._prefix + name, f"cannot be read: {error.strerror}")
 
     def _read_file(self, path: str, name: str, is_picture: bool) -> None:
         if read_mapped(path, self._prefix + name, self._loading):
@@ -187,7 +189,7 @@ def extend(layers: Layers, path: Path, base: str, loading: SourceLoader) -> Laye
     try:
         return (*layers, IgnoreFile(GitIgnoreSpec.from_lines(lines), base))
     except ValueError as error:
-        loading.problem(
+        loading.report_problem(
             f"{base}{path.name}", f"has an invalid pattern, so none of its patterns apply: {error}"
         )
         return layers

@@ -101,7 +101,7 @@ def load(
             except UnreadableSource as error:
                 if is_alone:
                     raise SourceError(f"{without_password(url)} {error}") from None
-                loading.problem(without_password(url), str(error))
+                loading.report_problem(without_password(url), str(error))
     if not (expanded or remote):
         single = len(servers) == 1
     names = list(map(recorded_name, names))
@@ -249,17 +249,17 @@ def _read_path(
             raise SourceError(
                 f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}"
             ) from None
-        loading.problem(label or shown, str(error))
+        loading.report_problem(label or shown, str(error))
     except FileNotFoundError:
         if is_alone:
             raise SourceError(f"{shown} disappeared before it was read: ask again") from None
-        loading.problem(label or shown, "disappeared before it was read")
+        loading.report_problem(label or shown, "disappeared before it was read")
     except OSError as error:
         if is_alone:
             raise SourceError(
                 f"{shown} cannot be read: {error.strerror}; check its permissions"
             ) from None
-        loading.problem(label or shown, f"cannot be read: {error.strerror}")
+        loading.report_problem(label or shown, f"cannot be read: {error.strerror}")
 
 
 def _read_one(path: str, label: str, loading: SourceLoader) -> None:

@@ -125,7 +125,7 @@ class _Fetching:
             if not is_named and is_hidden(file.name):
                 self._loading.leave_out(label, "hidden")
             elif not is_named and Path(file.name).suffix.lower() in BINARY_SUFFIXES:
-                self._loading.problem(label, "is binary")
+                self._loading.report_problem(label, "is binary")
             else:
                 try:
                     self._check_size(file.num_bytes)
@@ -212,7 +212,7 @@ class _Fetching:
         if self._is_single and is_named:
             remedy = error.remedy or "check the URL"
             raise SourceError(f"{shown} {error.reason}: {remedy}") from None
-        self._loading.problem(shown, str(error))
+        self._loading.report_problem(shown, str(error))
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:

@@ -209,7 +209,7 @@ class TextSearchTool:
             # If the index's process has ended, it is built again.
             built = self._built
             if built is None or (built.done() and _has_ended(built)):
-                built = self._built = _in_thread(_UsedSearch(self).index)
+                built = self._built = _in_thread(_UsedSearch(self).get_or_build_index)
             return built
 
     def places(self) -> list[tuple[int, int]]:
@@ -249,7 +249,7 @@ class _UsedSearch:
         self._places = search.places()
         self._num_chars = search.num_chars
 
-    def index(self) -> SearchIndexProcess:
+    def get_or_build_index(self) -> SearchIndexProcess:
         """Return the index of the context, and build it if it does not exist. Raises ValueError if
         it cannot be built or the context is no longer used."""
         self._is_asked.wait(DELAY_S)

@@ -19,7 +19,7 @@
     tree credit     CREDITS CreditNode
     signals         Hybrid HybridTerm TeacherSignal ProcessRewardSignal OutcomeSignal …
     your own        Signal SignalContext SignalScore Judge JudgeView JudgeVerdict Tracker …
-    processes       TrainingBackendSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
+    processes       ComputeSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
     a loop          Rollouter token_sequences pack SingleBackend FsdpRanks TokenSequence Batch Group
     afterwards      read_metrics StepMetrics read_group_records GroupRecords
 

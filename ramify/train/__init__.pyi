@@ -41,10 +41,10 @@ from ramify.train.advantages.reinforce_pp import ReinforcePP as ReinforcePP
 from ramify.train.advantages.remax import ReMax as ReMax
 from ramify.train.advantages.sft import SFT as SFT
 from ramify.train.backends.base import Backend as Backend
+from ramify.train.backends.base import ComputeSpec as ComputeSpec
 from ramify.train.backends.base import OptimizerSpec as OptimizerSpec
 from ramify.train.backends.base import ShardSpec as ShardSpec
 from ramify.train.backends.base import TrainedModel as TrainedModel
-from ramify.train.backends.base import TrainingBackendSpec as TrainingBackendSpec
 from ramify.train.backends.fsdp import FsdpRanks as FsdpRanks
 from ramify.train.backends.single import SingleBackend as SingleBackend
 from ramify.train.branch_sampler import BranchOptions as BranchOptions

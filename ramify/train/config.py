@@ -39,7 +39,7 @@ from ramify.tasks.base import DATA_SUFFIXES
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config_redaction import check_optional, redacted
 from ramify.train.depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.losses import POLICY_LOSSES
@@ -417,7 +417,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     evaluate: EvaluateSpec = EvaluateSpec()
     schedule: Schedule = Schedule()
     guard: TrainingGuard = TrainingGuard()
-    compute: TrainingBackendSpec = TrainingBackendSpec()
+    compute: ComputeSpec = ComputeSpec()
     """How the trainer computes."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that receive the metrics in addition to ``metrics.jsonl``: names in

@@ -22,7 +22,7 @@ from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
-from ramify.train.backends.base import BACKENDS, OptimizerSpec, TrainingBackendSpec, has_bf16
+from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import Run, plain
 from ramify.train.data.stored_rows import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.demonstrations import (
@@ -72,7 +72,7 @@ class RunParts:
     """Engines outside this process; None: the engine is in this process."""
     kind: Any
     """Class of the trained model, which implements ``TrainedModel``."""
-    compute: TrainingBackendSpec
+    compute: ComputeSpec
     """How the backend computes, with the precision decided."""
     precision: RunPrecision
     task: Task

@@ -109,7 +109,9 @@ class CellValueTracer:
         self._cell = CellValueOrigins()
         self._sites: dict[ast.AST, list[str]] = {}
 
-    def run(self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]) -> CellValueOrigins:
+    def trace_cell(
+        self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]
+    ) -> CellValueOrigins:
         """Follow the values through one cell. ``made`` are the sub-calls that its code made."""
         self._cell = CellValueOrigins(prints=[], uses=[], prompts={})
         self._place = (turn, cell)

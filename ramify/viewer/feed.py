@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from ramify.store.live_text import LiveReplyFileReader
 from ramify.viewer.run_lookup import LocatedRun
-from ramify.viewer.run_overview import changes
+from ramify.viewer.run_overview import overview_update
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.watched_run import WatchedRun
 
@@ -96,7 +96,7 @@ class FileFeed(Generic[T]):
             if isinstance(run, TrainingCurves):
                 return run.changes(version) if run.version != version else None
             missed = [node.index for node in run.tree.order if node.version > version]
-            return changes(run, missed) if missed or run.version != version else None
+            return overview_update(run, missed) if missed or run.version != version else None
 
     async def _poll(self) -> None:
         """Poll the file while any page follows it.
@@ -152,7 +152,7 @@ class FileFeed(Generic[T]):
         else:
             head = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
             message = (
-                changes(run, changed if isinstance(changed, set) else ())
+                overview_update(run, changed if isinstance(changed, set) else ())
                 if head != self._sent_head
                 else None
             )

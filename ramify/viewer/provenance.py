@@ -65,7 +65,11 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
     """Return the links of call ``id``. Raises StoreError if there is no such call."""
     call, node = run.whole(id).call, run.tree.nodes[id]
     returned = ReturnedValues()
-    links = _CallLinks(call, run, returned).links() if call.kind == "rlm" else _plain_links(call)
+    links = (
+        _CallLinks(call, run, returned).collect_links()
+        if call.kind == "rlm"
+        else _plain_links(call)
+    )
     links += _question_links(run, node, call)
     return {"links": links[:MAX_LINKS], "more": max(0, len(links) - MAX_LINKS)}
 
@@ -89,7 +93,7 @@ class _CallLinks:
         self._asked: list[str] = []
         """Questions of the sub-calls so far."""
 
-    def links(self) -> list[TextProvenanceLink]:
+    def collect_links(self) -> list[TextProvenanceLink]:
         for index, turn in enumerate(self._call.turns):
             for number, cell in enumerate(turn.cells):
                 self._cell(index, number, cell.code, cell.stdout, cell.value or "")
@@ -100,7 +104,7 @@ class _CallLinks:
     def _cell(self, turn: int, cell: int, code: str, stdout: str, value: str) -> None:
         made = self._by_place.get((turn, cell), [])
         before = dict(self._flow.env)
-        flow = self._flow.run(
+        flow = self._flow.trace_cell(
             turn,
             cell,
             code,
@@ -390,7 +394,7 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextPro
             if (index, number) > place:
                 break
             made = by_place.get((index, number), [])
-            ran = flow.run(
+            ran = flow.trace_cell(
                 index,
                 number,
                 cell.code,

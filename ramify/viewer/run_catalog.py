@@ -276,7 +276,7 @@ class RunCatalog:
         self._reading_maps = threading.Lock()
 
     @property
-    def places(self) -> list[str]:
+    def location_names(self) -> list[str]:
         """The paths or names of the given places, for the head of the page."""
         return [str(place) for place in self._places]
 
@@ -446,7 +446,7 @@ class RunCatalog:
 
     def find(self, key: str) -> LocatedRun:
         """Return the run with address ``key``. Raises StoreError if it does not exist."""
-        return self._places.run(key)
+        return self._places.find_run(key)
 
     def training(self, key: str) -> Path:
         """Return the training folder with address ``key``. Raises StoreError if unknown."""

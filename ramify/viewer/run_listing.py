@@ -81,7 +81,7 @@ class VersionedRunList:
             "matrices": self._library.matrices(),
             "problems": problems,
             "trainings": self._library.trainings(),
-            "places": self._library.places,
+            "places": self._library.location_names,
         }
 
     def _refresh(self) -> None:

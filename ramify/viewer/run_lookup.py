@@ -126,7 +126,7 @@ class RunLocations:
     def __iter__(self) -> Iterator[RunLocation]:
         return iter(self._all)
 
-    def run(self, key: str) -> LocatedRun:
+    def find_run(self, key: str) -> LocatedRun:
         """Return the run with address ``key``. Raises StoreError if it does not exist."""
         place, name, is_file = self._split(key)
         if place is None:

@@ -89,7 +89,7 @@ def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
-def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
+def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
     """Return an update for a page that has an overview: the columns of the changed calls, and the
     head."""
     order = sorted(changed)

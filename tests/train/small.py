@@ -11,7 +11,7 @@ from typing import Any
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import (
     EvaluateSpec,
     InductionWarmUpSpec,
@@ -72,7 +72,7 @@ def small(**changes: Any) -> Run:
         "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
         "evaluate": EvaluateSpec(num=2, final=("test",)),
         "schedule": Schedule(evaluate_every=2),
-        "compute": TrainingBackendSpec(precision="fp32"),
+        "compute": ComputeSpec(precision="fp32"),
         "guard": TrainingGuard(alarms=UNTRAINED),
         "threads": 1,
     }

@@ -22,7 +22,7 @@ from ramify.testing.script import server_error
 from ramify.testing.scripted import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import (
     CoTrainedPolicySpec,
     EvaluateSpec,
@@ -215,7 +215,7 @@ def two_policies(
             "the scaffold 'retool' of depth 1 has the protocol retool, and the run's has notebook",
         ),
         (
-            lambda: assemble(two_policies(compute=TrainingBackendSpec(backend="fsdp"))),
+            lambda: assemble(two_policies(compute=ComputeSpec(backend="fsdp"))),
             r"policies cannot be combined with compute\.backend=fsdp",
         ),
         (

@@ -21,7 +21,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load_policy
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
@@ -442,12 +442,12 @@ def test_step_metrics_average_over_minibatches_that_report_them(
         row.ce, row.kd = row.rl / 2, row.rl.copy()
         row.streams["teacher_logprobs"] = row.sampler_logprobs + 0.1 * row.mask
     parts = [(plain, distilled)[index] for index in order]
-    backend, apart = SingleBackend(policy(), compute=TrainingBackendSpec(precision="fp32")), []
+    backend, apart = SingleBackend(policy(), compute=ComputeSpec(precision="fp32")), []
     for rows in parts:
         apart.append(
             backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step()
         )
-    trained = SingleBackend(policy(), compute=TrainingBackendSpec(precision="fp32"))
+    trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
     loop = trainer_over(
         tmp_path, [StageInParts(parts)], lambda _: trained, Unpublished(), not_evaluated
     )

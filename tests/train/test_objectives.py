@@ -165,7 +165,7 @@ def test_group_of_one_is_refused_with_objectives_that_need_none() -> None:
 def test_backend_without_a_critic_is_refused() -> None:
     run = override(BASE, ["rl.objective=ppo"], CHOICES)
     backend = f"{__name__}:NoCritic"
-    compute = train.TrainingBackendSpec(backend=backend)
+    compute = train.ComputeSpec(backend=backend)
     with pytest.raises(ConfigError, match=r"objective=ppo needs a critic, .*as reinforce_pp"):
         check_objective(msgspec.structs.replace(run, compute=compute))
 

@@ -27,7 +27,7 @@ from ramify.train.metrics import (
 from ramify.types.message import Message
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_lookup import LocatedRun
-from ramify.viewer.run_overview import changes, run_overview
+from ramify.viewer.run_overview import overview_update, run_overview
 from ramify.viewer.training import TrainingCurves
 from ramify.viewer.view_server import ViewServer
 from ramify.viewer.watched_run import WatchedRun
@@ -137,7 +137,7 @@ def test_damaged_line_of_live_run_is_skipped_and_reported(live: Journal) -> None
     assert run.size_changed()
     changed = run.refresh()
     assert not run.size_changed()
-    assert changes(run, changed)["head"]["problems"] == [run.damage]
+    assert overview_update(run, changed)["head"]["problems"] == [run.damage]
     assert (run.problem, len(run.tree.order), run.tree.run.stop) == ("", 5, "final")
     live.close()
     run.refresh()

@@ -123,7 +123,7 @@ class LocalEngine:
         self._make_room()
         self._admit()
         for change in self._slots.compact():
-            self.runner.change(change)
+            self.runner.move_slot(change)
         step = self._planned()
         if not step.slots and not step.spans:
             return []
@@ -218,7 +218,7 @@ class LocalEngine:
                 passed.append(generation)
                 continue
             for change in admitted[1]:
-                self.runner.change(change)
+                self.runner.move_slot(change)
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:

@@ -82,7 +82,7 @@ class KeyValueCache:
         for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
             rows.index_copy_(0, write_at, new.reshape(-1, self.size))
 
-    def change(self, change: SlotMove) -> None:
+    def move_slot(self, change: SlotMove) -> None:
         """Copy or swap the first positions of two slots."""
         source, target = (
             self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target)

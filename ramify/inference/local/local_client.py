@@ -206,7 +206,7 @@ class LocalClient:
         """Weights that were dropped and have not been sent since."""
         return self._sleeping_weights.missing
 
-    def held(self) -> dict[str, int]:
+    def device_memory_usage(self) -> dict[str, int]:
         """Bytes of ``weights`` and ``kv_cache`` in use on the compute device."""
         return {
             "weights": self._sleeping_weights.num_bytes,

@@ -84,8 +84,8 @@ class FixedShapeRunner:
             rows += [len(tokens) - 1] if is_wanted else []
         return self._logits(self._cache, tokens, rows)
 
-    def change(self, change: SlotMove) -> None:
-        self._cache.change(change)
+    def move_slot(self, change: SlotMove) -> None:
+        self._cache.move_slot(change)
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._cache = self._cache.resized(stay, num_slots, padded(capacity))
@@ -185,7 +185,7 @@ class ModuleRunner:
         chosen = list(itertools.compress(logits, is_wanted))
         return torch.stack(chosen) if chosen else torch.empty(0)
 
-    def change(self, change: SlotMove) -> None:
+    def move_slot(self, change: SlotMove) -> None:
         memories = self._memories
         if change.kind == "swap":
             memories[change.source], memories[change.target] = (
@@ -307,7 +307,7 @@ class ModelRunner(Protocol):
         after each span that is ``wanted``, in order."""
         ...
 
-    def change(self, change: SlotMove) -> None:
+    def move_slot(self, change: SlotMove) -> None:
         """Copy or swap slots."""
         ...
 
@@ -382,8 +382,8 @@ class FlatRunner:
             self.routes = self.routers.recorded(rows_N)
         return self._decoder.logits(h_ND)
 
-    def change(self, change: SlotMove) -> None:
-        self._cache.change(change)
+    def move_slot(self, change: SlotMove) -> None:
+        self._cache.move_slot(change)
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._set_cache(self._cache.resized(stay, num_slots, capacity))

@@ -4,7 +4,7 @@ engine half, in one small file.
     trainer   sources ── WeightSync.chunks ──▶ WeightChunk.info ── HTTP ──▶ engine
                              │ bytes                                          │
                              └── memory, a file, a broadcast, a GPU handle ───┴─▶
-                                 WeightReceiver.take ──▶ WeightPiece, WeightPiece, …
+                                 WeightReceiver.unpack_chunk ──▶ WeightPiece, WeightPiece, …
 
 HTTP carries names, shapes and the location of the bytes, in the form of vLLM's weight transfer
 (``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a weight sync holds at most two
@@ -180,11 +180,11 @@ class WeightReceiver(Protocol):
     information.
 
     Example:
-        for piece in receiver.take(chunk.info):
+        for piece in receiver.unpack_chunk(chunk.info):
             parameters[piece.name].copy_(piece.tensor)
     """
 
-    def take(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         """The pieces of one chunk; a tensor is valid until the next one is requested. Raises
         ValueError for an incomplete chunk, and FullWeightsRequiredError if it builds on weights
         that this engine does not have."""

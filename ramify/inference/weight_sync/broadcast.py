@@ -177,7 +177,7 @@ class BroadcastReceiver:
             ) from None
         self._backend, self._buffer = backend, _Buffer(backend)
 
-    def take(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         buffer = self._buffer.of(int(info["length"]))
         try:
             _broadcast(self._group, buffer)

@@ -70,7 +70,7 @@ class CudaIpcSync:
 class CudaIpcReceiver:
     """Receiver of ``CudaIpcSync``. Implements ``WeightReceiver``."""
 
-    def take(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         arguments = [
             base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
             for part in info["handle"]

@@ -387,7 +387,7 @@ class DeltaReceiver:
         """Base matrices of adapters, on the CPU."""
         self._a: dict[str, Tensor] = {}
 
-    def take(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         base, now = str(info["base"]), str(info["now"])
         if self._taking != now and base and base != self._has:
             raise FullWeightsRequiredError(
@@ -395,7 +395,7 @@ class DeltaReceiver:
                 f"'{self._has or 'none of them'}'"
             )
         self._has, self._taking = "", now
-        for piece in self._by.take(info) if info["names"] else ():
+        for piece in self._by.unpack_chunk(info) if info["names"] else ():
             if piece.name.endswith(_PLACES):
                 self._places[piece.name.removesuffix(_PLACES)] = piece.tensor.long()
             elif piece.name.endswith(_VALUES):

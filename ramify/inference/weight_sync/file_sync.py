@@ -331,7 +331,7 @@ class FileReceiver:
     def __init__(self, info: Info) -> None:
         self._folder = Path(str(info["folder"]))
 
-    def take(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         folder, pointer = read_pointer(self._folder)
         if pointer.version != info["version"]:
             raise ValueError(

@@ -158,7 +158,7 @@ class SharedMemoryReceiver:
         self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
         self._buffers: list[_MappedFile | None] = [None, None]
 
-    def take(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         which, length = int(info["buffer"]), int(info["length"])
         mapped = self._buffers[which]
         if mapped is None or len(mapped.bytes) != length:

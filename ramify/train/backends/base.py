@@ -170,7 +170,7 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
 
 
-class TrainingBackendSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the trainer computes. Options change speed and memory, and the loss only by rounding."""
 
     backend: str = "single"
@@ -343,7 +343,7 @@ class Backend(Protocol):
         ...
 
 
-def decided(compute: TrainingBackendSpec, dtype: torch.dtype, device: str) -> TrainingBackendSpec:
+def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
     """Replace ``precision="auto"`` by a definite precision. It is bf16 if the policy was loaded in
     a 16-bit ``dtype`` and the device supports bf16, and otherwise fp32."""
     if compute.precision != "auto":

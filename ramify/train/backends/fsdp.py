@@ -26,7 +26,7 @@ from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import launch
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import Backend, OptimizerSpec, TrainingBackendSpec, decided
+from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.fsdp_model import (
     FsdpBackend,
     FsdpModel,
@@ -45,7 +45,7 @@ class FsdpRanks:
 
     def __init__(
         self,
-        compute: TrainingBackendSpec,
+        compute: ComputeSpec,
         device: str = "cpu",
         *,
         dumps: Path | None = None,
@@ -76,7 +76,7 @@ class FsdpRanks:
         config: Any,
         source: Source,
         lora: AdapterSpec | None = None,
-        compute: TrainingBackendSpec | None = None,
+        compute: ComputeSpec | None = None,
         *,
         critic: bool = False,
         holds_base: bool = False,
@@ -107,7 +107,7 @@ class FsdpTrainedModel:
     def __init__(
         self,
         policy: Policy,
-        compute: TrainingBackendSpec,
+        compute: ComputeSpec,
         dumps: Path,
         *,
         lora: AdapterSpec | None = None,
@@ -133,7 +133,7 @@ class FsdpTrainedModel:
         self._backend: FsdpBackend | None = None
 
     @staticmethod
-    def check(compute: TrainingBackendSpec, device: str, *, elsewhere: bool = False) -> None:
+    def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
         """Raise ConfigError if the ranks cannot be started. ``elsewhere``: not all ranks are on
         this machine."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
@@ -141,7 +141,7 @@ class FsdpTrainedModel:
     @staticmethod
     def check_model(
         config: Any,
-        compute: TrainingBackendSpec,
+        compute: ComputeSpec,
         device: str,
         lora: AdapterSpec | None,
         optims: Many[OptimizerSpec],

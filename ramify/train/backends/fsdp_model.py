@@ -32,7 +32,7 @@ from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import adapters, launch, sharded_checkpoint
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.mesh import MeshSizes
 from ramify.train.backends.meta_model import on_meta
 from ramify.train.backends.rank import ModelConfigText, RankModelSpec, dealt, idle, is_of_critic
@@ -233,7 +233,7 @@ class FsdpModelSpec(NamedTuple):
     config: Any
     source: Source
     lora: AdapterSpec | None
-    compute: TrainingBackendSpec
+    compute: ComputeSpec
     critic: bool
     holds_base: bool
 

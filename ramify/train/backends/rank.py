@@ -35,7 +35,7 @@ from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import adapters, sharded_checkpoint
 from ramify.train.backends.activation_memory import most_tokens
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.meta_model import on_meta
 from ramify.train.backends.sharding import FsdpWeightSharding
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
@@ -81,7 +81,7 @@ class RankModelSpec(NamedTuple):
     """Description of a model to create."""
 
     config: ModelConfigText
-    compute: TrainingBackendSpec
+    compute: ComputeSpec
     folder: str
     """Folder from which each rank reads its shard; empty: rank 0 sends the weights with ``put``."""
     lora: AdapterSpec | None
@@ -238,7 +238,7 @@ class RankModels:
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
-        plain = TrainingBackendSpec(
+        plain = ComputeSpec(
             max_tokens=compute.max_tokens
             or most_tokens(made.policy.config, self.device, compute.recompute, compute.precision),
             precision="fp32",

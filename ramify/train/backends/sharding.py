@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ramify.train.backends.activation_memory import layers_of
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.optimizers import Muon, orthogonal, squares
 from ramify.train.backends.single import VALUE_HEAD
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
@@ -91,7 +91,7 @@ class FsdpWeightSharding:
         mesh: RankMesh,
         plan: TensorParallelPlan,
         device: torch.device,
-        compute: TrainingBackendSpec,
+        compute: ComputeSpec,
         tick: Callable[[], None],
     ) -> None:
         """``model`` is on the meta device; afterwards its values are undefined, until ``put`` or
@@ -212,7 +212,7 @@ class FsdpWeightSharding:
         found = torch.zeros_like(parameter) if found is None else found
         return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
 
-    def _precision(self, compute: TrainingBackendSpec) -> MixedPrecisionPolicy:
+    def _precision(self, compute: ComputeSpec) -> MixedPrecisionPolicy:
         if compute.precision != "bf16":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(

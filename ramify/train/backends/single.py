@@ -46,7 +46,7 @@ from ramify.train.backends.activation_memory import (
     most_tokens,
     recompute_layers,
 )
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec, decided
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.optimizers import (
     CombinedOptimizer,
     SingleProcessWeightSharding,
@@ -73,7 +73,7 @@ class SingleBackend:
         self,
         policy: Policy,
         optim: OptimizerSpec | None = None,
-        compute: TrainingBackendSpec | None = None,
+        compute: ComputeSpec | None = None,
         *,
         dumps: Path | None = None,
         critic: bool = False,
@@ -88,7 +88,7 @@ class SingleBackend:
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessWeightSharding(policy.device)
         self._device = self._spread.device
-        self.compute = decided(compute or TrainingBackendSpec(), policy.dtype, self._device.type)
+        self.compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
         """Precision, sharing and other settings, with the choices of this device."""
         self._dumps = dumps or Path()
         self.model: nn.Module = policy.model.float()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy, load_policy
-from ramify.train.backends.base import Backend, OptimizerSpec, TrainingBackendSpec, decided
+from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
 from ramify.train.backends.lora import has_adapters, merged, unmerged, without
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.torchrun_rendezvous import RankInfo
@@ -34,7 +34,7 @@ class LocalTrainedModel:
 
     is_here = True
 
-    def __init__(self, policy: Policy, compute: TrainingBackendSpec, dumps: Path) -> None:
+    def __init__(self, policy: Policy, compute: ComputeSpec, dumps: Path) -> None:
         self._policy = policy
         self._dumps = dumps
         # Decided once: the first backend converts the policy's weights to fp32.
@@ -42,7 +42,7 @@ class LocalTrainedModel:
         self._backend: SingleBackend | None = None
 
     @staticmethod
-    def check(compute: TrainingBackendSpec, device: str) -> None:
+    def check(compute: ComputeSpec, device: str) -> None:
         """Raise ConfigError if several ranks were configured or started: all except one would wait
         forever."""
         started = RankInfo.of_environment()

@@ -29,7 +29,7 @@ from ramify.extras.cluster.model_and_device_specs import device_of
 from ramify.extras.cluster.plan import plan
 from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, job_of
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
@@ -37,7 +37,7 @@ from tests.extras.cluster.test_memory import half
 
 ROOT = Path(__file__).parents[3]
 GPUS, CPUS = NodePool(nodes=2, gpus=4, cpus=32), NodePool(cpus=64, memory_gb=99.5)
-RANKS = TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=8), max_tokens=8192)
+RANKS = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=8), max_tokens=8192)
 SECRET = "sk-a-key-that-must-not-be-written"
 RECIPE = """
 from tests.extras.cluster.test_launch import placed

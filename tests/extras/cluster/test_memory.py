@@ -13,7 +13,7 @@ from ramify.extras.cluster import memory
 from ramify.extras.cluster.model_and_device_specs import ModelShape, config_of, device_of, shape_of
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.generation_request import Generation
-from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
 from ramify.train.data.pack import pack
@@ -47,7 +47,7 @@ def half(**changes: Any) -> Run:
 
 def stepped(optim: OptimizerSpec) -> SingleBackend:
     """Return a backend after one step, so that its optimizer has allocated its state."""
-    single = SingleBackend(policy(), optim, TrainingBackendSpec(precision="fp32"))
+    single = SingleBackend(policy(), optim, ComputeSpec(precision="fp32"))
     rows = tree()
     single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), LossSpec())
     single.optim_step()
@@ -103,9 +103,7 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     the last norm                                                                    896
                                                                              494,032,768
     """
-    run = half(
-        compute=TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384)
-    )
+    run = half(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384))
     shape = shape_of(config_of(run))
     assert shape == ModelShape(
         parameters=494_032_768, inside=24 * 14_909_440, products=24 * 14_909_440 + 136_134_656,

@@ -27,7 +27,7 @@ from ramify.extras.cluster.plan import ClusterPlanOptions, lines, plan
 from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import Run, plain
 from ramify.train.metrics import MetricsFile
@@ -57,7 +57,7 @@ SLOW = DeviceHardwareSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
 
 def placed(**changes: Any) -> Run:
     fields: dict[str, Any] = {
-        "compute": TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
         "inference": InferenceSpec(num=2),
         "placement": COLOCATED,
     }
@@ -96,14 +96,14 @@ def test_plan_shows_placement_and_memory_of_each_role() -> None:
     weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
     assert weak.parts[-1].limits["all together, each at its limit"] == 128 * (2 << 30)
     assert found.too_large == []
-    large = TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=16_384)
+    large = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=16_384)
     small_ones = plan(placed(compute=large), ClusterPlanOptions(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
 
 
 def test_number_of_nodes_can_be_given_for_the_only_pool() -> None:
     four = placed(
-        compute=TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
+        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
         inference=InferenceSpec(num=4),
     )
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_step_time_matches_hand_calculation() -> None:
     assert step_time_estimate.seconds(
         apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     ).step == pytest.approx(18.4)
-    again = msgspec.structs.replace(run, compute=TrainingBackendSpec(recompute=True))
+    again = msgspec.structs.replace(run, compute=ComputeSpec(recompute=True))
     assert step_time_estimate.seconds(
         again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares
     ).learning == pytest.approx(24.0)
@@ -209,7 +209,7 @@ def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
         pools={"main": NodePool(nodes=125, gpus=8, cpus=96)}, trainer=RoleSpec(gpus=1)
     )
     run = placed(
-        compute=TrainingBackendSpec(backend="fsdp", precision="bf16", shard=ShardSpec(ranks=1000)),
+        compute=ComputeSpec(backend="fsdp", precision="bf16", shard=ShardSpec(ranks=1000)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         placement=large,
     )
@@ -240,9 +240,7 @@ def test_moe_mesh_traffic_matches_hand_calculation() -> None:
     )  # fmt: skip
     shape = shape_of(config)
     assert (shape.experts, shape.experts_per_token) == (2 * 4 * 3 * 16 * 32, 2)
-    run = placed(
-        compute=TrainingBackendSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2))
-    )
+    run = placed(compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2)))
     tokens = StepTokens(400, 600, 10, "given")
     found = {
         (each.fields["replicas"], each.fields["tensor"], each.fields["experts"]): each

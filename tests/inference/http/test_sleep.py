@@ -166,12 +166,12 @@ def test_update_wakes_weights_first_and_kv_cache_last(
             local = made.locals[0]
             await made.train(1)
             expected = await made.engines.complete(request(3, 8))
-            awake = local.held()
+            awake = local.device_memory_usage()
             made.seen.clear()
             assert await made.engines.sleep()
             assert await made.engines.sleep()  # a sleeping engine is left alone
             assert made.seen == asleep
-            held = local.held()
+            held = local.device_memory_usage()
             assert held["weights"] == (0 if level == 2 else awake["weights"])
             assert held["kv_cache"] < awake["kv_cache"] / 4
             status, content = await fetch_json(f"{made.url}/health")
@@ -181,7 +181,7 @@ def test_update_wakes_weights_first_and_kv_cache_last(
             await made.engines.update(made.sources(), 2)
             assert made.seen == [weights, *UPDATE[engine], cache, *AFTER[engine]]
             assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
-            assert local.held() == awake
+            assert local.device_memory_usage() == awake
             reply = await made.engines.complete(request(3, 8))
             assert (reply.token_ids, reply.versions) == (
                 expected.token_ids,
@@ -301,7 +301,7 @@ def test_external_engine_is_left_awake_and_woken_if_found_asleep() -> None:
             )
             await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
             assert (
-                made.locals[0].held()["kv_cache"] < 1 << 20
+                made.locals[0].device_memory_usage()["kv_cache"] < 1 << 20
             )  # a client that only samples wakes no engine
             await asks.close()
             made.engines = HttpEngines(made.trained, spec, name="next")
@@ -444,9 +444,9 @@ def test_sleep_returns_memory_to_the_operating_system() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     async def test() -> None:
-        before, awake = local.held()["weights"], resident()
+        before, awake = local.device_memory_usage()["weights"], resident()
         await local.sleep(("kv_cache", "weights"), keep=False)
-        assert (before > num_bytes, local.held()["weights"]) == (True, 0)
+        assert (before > num_bytes, local.device_memory_usage()["weights"]) == (True, 0)
         assert awake - resident() > num_bytes * 0.5  # other work of this process changes it, too
         await local.close()
 

@@ -60,7 +60,7 @@ def test_torn_file_is_refused_and_named(tear: object, says: str, tmp_path: Path)
     path = tmp_path / "v000001/model-00001.safetensors"
     path.write_bytes(tear(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(ValueError, match=says):
-        list(receiver.take(info))
+        list(receiver.unpack_chunk(info))
 
 
 def test_tensors_of_odd_lengths_round_trip(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_tensors_of_odd_lengths_round_trip(tmp_path: Path) -> None:
     info = weight_sync.open(1)[0]
     (chunk,) = weight_sync.chunks(given, 1, whole=False)
     for found in (
-        {piece.name: piece.tensor for piece in weight_sync.receiver(info).take(chunk.info)},
+        {piece.name: piece.tensor for piece in weight_sync.receiver(info).unpack_chunk(chunk.info)},
         load_file(tmp_path / "v000001/model-00001.safetensors"),
     ):
         assert found.keys() == odd.keys()
@@ -103,7 +103,9 @@ def test_version_in_memory_is_overwritten_unless_it_is_open() -> None:
             list(weight_sync.chunks(sources(weights.items(), torch.float32), version, whole=False))
             read = {
                 piece.name: piece.tensor
-                for piece in weight_sync.receiver({"folder": below}).take({"version": version})
+                for piece in weight_sync.receiver({"folder": below}).unpack_chunk(
+                    {"version": version}
+                )
             }
             assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
             return folder / f"v{version:06d}"
@@ -139,24 +141,24 @@ def test_kill_while_writing_leaves_the_previous_version(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         list(weight_sync.chunks([each[0], each[1]._replace(full=killed)], 2, whole=False))
-    assert [piece.name for piece in receiver.take(info)] == ["a", "b"]
+    assert [piece.name for piece in receiver.unpack_chunk(info)] == ["a", "b"]
 
 
 def test_wrong_pointer_is_refused(tmp_path: Path) -> None:
     receiver, info = written(tmp_path)
     with pytest.raises(ValueError, match="points to version 1, but version 2 was requested"):
-        list(receiver.take({**info, "version": 2}))
+        list(receiver.unpack_chunk({**info, "version": 2}))
     pointer = tmp_path / "current.json"
     whole = pointer.read_text()
     pointer.write_text(whole.replace("v000001", "../v000001"))
     with pytest.raises(ValueError, match="points outside its folder"):
-        list(receiver.take(info))
+        list(receiver.unpack_chunk(info))
     pointer.write_text(whole[:20])
     with pytest.raises(ValueError, match="is not a pointer to weights"):
-        list(receiver.take(info))
+        list(receiver.unpack_chunk(info))
     pointer.unlink()
     with pytest.raises(ValueError, match="the engine needs to see the trainer's folder"):
-        list(receiver.take(info))
+        list(receiver.unpack_chunk(info))
 
 
 def test_unwritable_folder_is_refused(tmp_path: Path) -> None:

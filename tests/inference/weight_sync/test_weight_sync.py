@@ -90,7 +90,7 @@ def sync(
     num = 0
 
     def take(receiver: WeightReceiver, into: Weights, info: Any) -> None:
-        for piece in receiver.take(info):
+        for piece in receiver.unpack_chunk(info):
             if piece.places is None:
                 into[piece.name] = piece.tensor.clone()
             else:
@@ -142,7 +142,9 @@ def test_weights_are_sent_in_the_engines_precision() -> None:
     with opened_sync("shared") as (weight_sync, receivers):
         have: Weights = {}
         for chunk in weight_sync.chunks(sources(weights().items(), torch.bfloat16), 1, whole=False):
-            have |= {piece.name: piece.tensor.clone() for piece in receivers[0].take(chunk.info)}
+            have |= {
+                piece.name: piece.tensor.clone() for piece in receivers[0].unpack_chunk(chunk.info)
+            }
         assert {tensor.dtype for tensor in have.values()} == {torch.bfloat16}
         assert torch.equal(have["long"], weights()["long"].to(torch.bfloat16))
 
@@ -204,7 +206,7 @@ def test_small_tensors_of_a_delta_are_bundled() -> None:
             with pytest.raises(
                 ValueError, match="the table of a tensor bundle does not describe it"
             ):
-                list(receivers[0].take({**chunk.info, "together": {"::together-0": wrong}}))
+                list(receivers[0].unpack_chunk({**chunk.info, "together": {"::together-0": wrong}}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -228,7 +230,9 @@ def test_only_the_adapter_of_an_adapted_matrix_is_sent(by: str, dtype: torch.dty
         both = [source("held", held, dtype), source("w", base, dtype, given)]
 
         def take(info: dict[str, Any]) -> None:
-            found.update({piece.name: piece.tensor.clone() for piece in receiver.take(info)})
+            found.update(
+                {piece.name: piece.tensor.clone() for piece in receiver.unpack_chunk(info)}
+            )
 
         for chunk in weight_sync.chunks(both, version, whole=False):
             taking = threading.Thread(
@@ -326,7 +330,7 @@ def test_aborted_sync_is_not_used_as_base() -> None:
         for tensor in trained.values():
             tensor += 1
         broken = weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False)
-        list(receivers[0].take(next(broken).info))
+        list(receivers[0].unpack_chunk(next(broken).info))
         del broken
         sync(weight_sync, receivers, trained, have, 3)
         assert same(trained, have[0])
@@ -367,13 +371,13 @@ def test_receiver_reports_unreachable_or_inconsistent_chunks() -> None:
             )
         with pytest.raises(ValueError, match=r"bytes, but \d+ arrived"):
             list(
-                receivers[0].take(
+                receivers[0].unpack_chunk(
                     {**chunk.info, "shapes": [[1 << 20] for _ in chunk.info["shapes"]]}
                 )
             )
         with pytest.raises(ValueError, match="do not describe tensors"):
             list(
-                receivers[0].take(
+                receivers[0].unpack_chunk(
                     {**chunk.info, "dtype_names": ["int99" for _ in chunk.info["shapes"]]}
                 )
             )

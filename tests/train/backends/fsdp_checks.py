@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.single import SingleBackend
@@ -18,15 +18,15 @@ from tests.train.backends.small import CONFIG, policy
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
 
 
-FP32 = TrainingBackendSpec(precision="fp32")
+FP32 = ComputeSpec(precision="fp32")
 
 
-def shard(**fields: Any) -> TrainingBackendSpec:
+def shard(**fields: Any) -> ComputeSpec:
     own = {name: fields.pop(name) for name in ("recompute",) if name in fields}
-    return TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, **fields), **own)
+    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **fields), **own)
 
 
-def spread(ranks: FsdpRanks, compute: TrainingBackendSpec | None = None) -> FsdpModel:
+def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
     return ranks.spread(CONFIG, policy().model.state_dict(), compute=compute)
 
 

@@ -24,7 +24,7 @@ from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.load import Policy
 from ramify.models.routing import MixtureRouters
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import ImportanceSampling
@@ -49,7 +49,7 @@ FAMILIES = [
 ]
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 LOSS = LossSpec(entropy=0.01)
-EXACT = TrainingBackendSpec(precision="fp32")
+EXACT = ComputeSpec(precision="fp32")
 
 
 def separate() -> list[TokenSequence]:
@@ -60,9 +60,7 @@ def separate() -> list[TokenSequence]:
 
 def learn(config: Any, batches: list[Batch], **compute: Any) -> tuple[dict[str, float], Any]:
     """Return (metrics, gradient by parameter name)."""
-    backend = SingleBackend(
-        policy(config), compute=TrainingBackendSpec(precision="fp32", **compute)
-    )
+    backend = SingleBackend(policy(config), compute=ComputeSpec(precision="fp32", **compute))
     measured = backend.forward_backward(batches, LOSS)
     return measured, {name: each.grad for name, each in backend.model.named_parameters()}
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged
@@ -54,7 +54,7 @@ GPT2 = GPT2Config(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
     found = FsdpRanks(
-        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
         dumps=tmp_path_factory.mktemp("dumps"),
     )
     yield found
@@ -172,7 +172,7 @@ def test_bf16_loss_is_close_to_fp32(ranks: FsdpRanks):
     batches = pack(tree(), PackingSpec(max_tokens=60))
     wanted = SingleBackend(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
     for reduce in ("fp32", "bf16"):
-        compute = TrainingBackendSpec(precision="bf16", shard=ShardSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
+        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
         fsdp = spread(ranks, compute).backend()
         assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(wanted, rel=0.02)
         assert fsdp.optim_step()["grad_norm"] > 0
@@ -191,7 +191,7 @@ def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
     batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
     single = SingleBackend(policy(), optim, FP32, critic=True)
     for gather in ("layer", "step"):
-        compute = TrainingBackendSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
+        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
         fsdp = ranks.spread(
             CONFIG, policy().model.state_dict(), compute=compute, critic=True
         ).backend(optim, critic=True)
@@ -417,9 +417,7 @@ def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
     with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
         fsdp.logprobs(batches)
     ranks.close()
-    alone = FsdpRanks(
-        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False))
-    )
+    alone = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False)))
     try:
         resumed = alone.spread(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
         resumed.load(tmp_path)
@@ -444,7 +442,7 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 @pytest.mark.slow
 def test_stalled_rank_is_named_with_its_stack(tmp_path: Path):
     ranks = FsdpRanks(
-        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)),
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)),
         dumps=tmp_path,
     )
     try:
@@ -468,17 +466,17 @@ def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: py
     ):
         ShardSpec(ranks=6, replicas=4)
     with pytest.raises(ConfigError, match=r"1 ranks do not fit a mesh of 2 replicas"):
-        FsdpRanks(TrainingBackendSpec(shard=ShardSpec(replicas=2)))
+        FsdpRanks(ComputeSpec(shard=ShardSpec(replicas=2)))
     with pytest.raises(
         ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"
     ):
-        FsdpRanks(TrainingBackendSpec(shard=ShardSpec(offload=True)))
+        FsdpRanks(ComputeSpec(shard=ShardSpec(offload=True)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigError, match=f"port={port} is not available .*another run may use it"
         ):
-            FsdpRanks(TrainingBackendSpec(shard=ShardSpec(ranks=2, port=port)))
+            FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -487,9 +485,9 @@ def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: py
     ):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"compute.shard.ranks=2, but torchrun started 4"):
-        FsdpRanks(TrainingBackendSpec(shard=ShardSpec(ranks=2)))
+        FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2)))
 
 
 def test_fsdp2_is_a_deprecated_alias_of_fsdp():
     with pytest.warns(DeprecationWarning, match="fsdp2 is called fsdp here"):
-        assert TrainingBackendSpec(backend="fsdp2") == TrainingBackendSpec(backend="fsdp")
+        assert ComputeSpec(backend="fsdp2") == ComputeSpec(backend="fsdp")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ramify.errors import ConfigError
-from ramify.train.backends.base import OptimizerSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.lora import attach, merged
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import LocalTrainedModel
@@ -20,7 +20,7 @@ from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.checkpoints import chat_checkpoint
 
-FP32 = TrainingBackendSpec(precision="fp32")
+FP32 = ComputeSpec(precision="fp32")
 
 
 def model() -> nn.Module:

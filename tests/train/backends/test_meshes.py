@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen3M
 from ramify.errors import ConfigError
 from ramify.models.weights import fingerprint_of, read_weights
 from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks, FsdpTrainedModel
 from ramify.train.backends.lora import attach
 from ramify.train.backends.mesh import MeshSizes
@@ -48,15 +48,15 @@ OPTIM = OptimizerSpec(lr=1e-5, max_grad_norm=0.5)
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
     found = FsdpRanks(
-        TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
         dumps=tmp_path_factory.mktemp("dumps"),
     )
     yield found
     found.close()
 
 
-def compute(**shard: Any) -> TrainingBackendSpec:
-    return TrainingBackendSpec(precision="fp32", shard=ShardSpec(ranks=2, **shard))
+def compute(**shard: Any) -> ComputeSpec:
+    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **shard))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_training_steps_match_single_process(
     """Losses, every gradient, gradient norm and clipping, with several batches per step."""
     model = ranks.spread(config, dict(policy(config).model.state_dict()), compute=compute(**shard))
     ours = model.backend(OPTIM)
-    single = SingleBackend(policy(config), OPTIM, TrainingBackendSpec(precision="fp32"))
+    single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
     batches = pack(tree(), PackingSpec(max_tokens=60, share=share))
     for _ in range(2):
         found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
@@ -99,7 +99,7 @@ def test_adapters_are_sharded_like_their_layers(ranks: FsdpRanks):
     ours = model.backend(OPTIM)
     theirs = policy()
     attach(theirs.model, lora.rank, lora.alpha, lora.targets, lora.seed)
-    single = SingleBackend(theirs, OPTIM, TrainingBackendSpec(precision="fp32"))
+    single = SingleBackend(theirs, OPTIM, ComputeSpec(precision="fp32"))
     batches = pack(tree(), PackingSpec(max_tokens=60))
     for _ in range(3):
         found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
@@ -204,7 +204,7 @@ def test_embedded_engine_too_large_for_its_device_is_rejected():
     ids=["heads", "experts", "no experts", "no plan", "a rule that matches nothing"],
 )
 def test_model_that_cannot_be_sharded_is_rejected(config: Any, shard: Any, message: str):
-    spec = TrainingBackendSpec(backend="fsdp", shard=ShardSpec(**shard))
+    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(**shard))
     with pytest.raises(ConfigError) as refused:
         FsdpTrainedModel.check_model(config, spec, "cpu", None, [])
     assert str(refused.value) == message
@@ -212,7 +212,7 @@ def test_model_that_cannot_be_sharded_is_rejected(config: Any, shard: Any, messa
 
 def test_adapter_on_layer_with_unsupported_split_is_rejected():
     plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
-    spec = TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2, tensor_plan=plan))
+    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2, tensor_plan=plan))
     lora = AdapterSpec(rank=2, alpha=4.0)
     with pytest.raises(ConfigError) as refused:
         FsdpTrainedModel.check_model(CONFIG, spec, "cpu", lora, [])
@@ -227,7 +227,7 @@ def test_adapter_on_layer_with_unsupported_split_is_rejected():
 
 
 def test_muon_is_rejected_with_tensor_parallelism():
-    spec = TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2))
+    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2))
     with pytest.raises(ConfigError, match="muon needs the whole columns"):
         FsdpTrainedModel.check_model(CONFIG, spec, "cpu", None, [OptimizerSpec(kind="muon")])
 

@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.train.backends.base import ShardSpec, TrainingBackendSpec, decided
+from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import trained_model
 from ramify.train.config import Run
@@ -52,7 +52,7 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
 def test_auto_precision_follows_the_policy_dtype(
     asked: Any, dtype: torch.dtype, found: str
 ) -> None:
-    assert decided(TrainingBackendSpec(precision=asked), dtype, "cpu").precision == found
+    assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
 
 
 def chosen_precisions(
@@ -139,9 +139,9 @@ for name in dir(torch.cpu):
         setattr(torch.cpu, name, lambda: sys.argv[1] == "yes")
 import json
 from ramify.train.execute import train
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from tests.train.small import small
-run = small(compute=TrainingBackendSpec())
+run = small(compute=ComputeSpec())
 rows = []
 train(run, sys.argv[2], listener=rows.append)
 losses = [row.values[name] for row in rows for name in ("loss", "grad_norm") if name in row.values]
@@ -171,7 +171,7 @@ def test_run_does_not_depend_on_reported_bf16_support(tmp_path: Path) -> None:
 
 
 def run_with_precision(precision: Any, dtype: Any, **compute: Any) -> Run:
-    run = small(compute=TrainingBackendSpec(precision=precision, **compute))
+    run = small(compute=ComputeSpec(precision=precision, **compute))
     return msgspec.structs.replace(run, policy=msgspec.structs.replace(run.policy, dtype=dtype))
 
 
@@ -215,11 +215,10 @@ def test_every_stage_backend_uses_the_chosen_precision(
 
 def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:
     rows = tree()
-    rough = SingleBackend(small_policy(), compute=TrainingBackendSpec(precision="bf16"))
+    rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
     rough.save(tmp_path)
     exact, resumed = (
-        SingleBackend(small_policy(), compute=TrainingBackendSpec(precision="fp32"))
-        for _ in range(2)
+        SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2)
     )
     resumed.load(tmp_path)
     batches = pack(rows, exact.packing)
@@ -257,9 +256,7 @@ def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other
     )
     try:
         asyncio.run(
-            check.engine(
-                SingleBackend(trained, compute=TrainingBackendSpec(precision=precision)), at_once
-            )
+            check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once)
         )
     finally:
         asyncio.run(client.close())

@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.models.weights import read_weights
 from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
-from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.launch import is_restarted
 from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
 from ramify.train.checkpoint import CheckpointStore
@@ -37,18 +37,16 @@ from tests.train.small import small, weights_of
 from tests.train.test_killed_processes import GATE, LINUX
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
-RANKS = TrainingBackendSpec(
-    precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200)
-)
+RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))
 ADAPTED = """
 import os, time
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from tests.train.backends.test_ranks import GATED, adapted
 
 def run():
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
         time.sleep(1)  # the other rank arrives early and finds leftovers of the previous attempt
-    return adapted(compute=TrainingBackendSpec(precision="fp32", backend="fsdp"), task=GATED)
+    return adapted(compute=ComputeSpec(precision="fp32", backend="fsdp"), task=GATED)
 """
 
 
@@ -266,15 +264,15 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
-        (TrainingBackendSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
+        (ComputeSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
         (
-            TrainingBackendSpec(backend="fsdp", shard=ShardSpec(replicas=4)),
+            ComputeSpec(backend="fsdp", shard=ShardSpec(replicas=4)),
             r"1 ranks do not fit a mesh of 4 replicas: 1 = 4 x 0 \+ 1",
         ),
     ],
 )
 def test_invalid_compute_specs_are_rejected_before_the_run_starts(
-    compute: TrainingBackendSpec, message: str, tmp_path: Path
+    compute: ComputeSpec, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(small(compute=compute), tmp_path / "out")

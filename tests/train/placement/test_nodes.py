@@ -24,7 +24,7 @@ import pytest
 from ramify.actors.launcher import RoleInstance
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import (
@@ -61,7 +61,7 @@ def spread_run(address: str = "") -> Run:
         start_s=300,
     )
     return tuned(
-        compute=TrainingBackendSpec(precision="fp32"),
+        compute=ComputeSpec(precision="fp32"),
         inference=InferenceSpec(weight_sync="file"),
         placement=spec,
     )

@@ -18,7 +18,7 @@ import pytest
 
 from ramify.errors import TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics
@@ -131,7 +131,7 @@ def test_run_on_ray_matches_local_run_and_names_killed_rank(tmp_path: Path) -> N
     assert not list(tmp_path.glob(".ray*"))
 
     alone = msgspec.structs.replace(
-        placed(), compute=TrainingBackendSpec(precision="fp32"), inference=None, placement=None
+        placed(), compute=ComputeSpec(precision="fp32"), inference=None, placement=None
     )
     train(alone, tmp_path / "alone")
     check_measured(tmp_path / "ray", tmp_path / "alone", is_whole=False, abs=1e-5)

@@ -12,7 +12,7 @@ from ramify.actors.launcher import NodeResourceSlot, RoleInstance, SlotResources
 from ramify.actors.ray_launcher import bundles, check_bundles
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.override import override
 from ramify.train.placement.placement_slots import placement_slots
@@ -25,11 +25,7 @@ NO = {"trainer": 0, "inference": 0, "rollouts": 0}
 
 
 def placed(placement: PlacementSpec, ranks: int = 0, engines: int = 0, **changes: Any) -> Run:
-    compute = (
-        TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=ranks))
-        if ranks
-        else TrainingBackendSpec()
-    )
+    compute = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=ranks)) if ranks else ComputeSpec()
     inference = InferenceSpec(num=engines) if engines else None
     return small(compute=compute, inference=inference, placement=placement, **changes)
 
@@ -244,7 +240,7 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
         "rollouts": 0,
     }
     unsaid = small(
-        compute=TrainingBackendSpec(backend="fsdp"),
+        compute=ComputeSpec(backend="fsdp"),
         placement=PlacementSpec(
             kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePool(cpus=3)}
         ),
@@ -258,7 +254,7 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
     with pytest.raises(ConfigError, match="but the run starts no engines: set inference"):
         settled(placed(PlacementSpec(inference=RoleSpec(count=1))))
     with pytest.raises(ConfigError, match=r"set compute\.shard\.ranks"):
-        settled(by(small(compute=TrainingBackendSpec(backend="fsdp")), "ray"))
+        settled(by(small(compute=ComputeSpec(backend="fsdp")), "ray"))
 
 
 def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.extras.cluster.plan import lines, plan
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.placement_plan import shared, sleeping
@@ -42,7 +42,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ({"inference": InferenceSpec(gpus=("4",))}, "3,4", ""),
         (
             {
-                "compute": TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
                 "inference": InferenceSpec(gpus=("1",)),
             },
             None,
@@ -50,7 +50,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ),
         (
             {
-                "compute": TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
                 "inference": InferenceSpec(gpus=("2",)),
             },
             None,
@@ -106,7 +106,7 @@ def test_engines_cannot_sleep_while_rollouts_run_ahead() -> None:
 
 def placed(**fields: Any) -> Run:
     return half(
-        compute=TrainingBackendSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
         inference=InferenceSpec(num=2, **fields),
         placement=ray(1, 1, "trainer", "inference"),
     )

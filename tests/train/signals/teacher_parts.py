@@ -14,7 +14,7 @@ from ramify.extras.studies.hindsight import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.tasks.base import Item
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.signals.base import (
     JudgeVerdict,
@@ -70,7 +70,7 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
 
 @asynccontextmanager
 async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
-    backend = SingleBackend(policy, None, TrainingBackendSpec(precision="fp32"))
+    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
     yield PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
 
 
@@ -116,7 +116,7 @@ class RecordingScorer:
     """A scorer that records its requests."""
 
     def __init__(self, policy: Policy) -> None:
-        backend = SingleBackend(policy, None, TrainingBackendSpec(precision="fp32"))
+        backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
         self.inner = PolicyScorer(
             backend, policy.window, policy.config.vocab_size, asyncio.to_thread
         )

@@ -23,7 +23,7 @@ from ramify.models import checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import OptimizerSpec, ShardSpec, TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import teachers_of, trained_model
 from ramify.train.config import Schedule, SftSpec
@@ -302,7 +302,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     )
     run = msgspec.structs.replace(
         run,
-        compute=TrainingBackendSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
+        compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         sft=msgspec.structs.replace(run.sft, num=4),
     )

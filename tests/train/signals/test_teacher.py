@@ -20,7 +20,7 @@ from ramify.extras.studies.hindsight import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.train.backends.base import TrainingBackendSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.lora import merged
 from ramify.train.backends.single import SingleBackend
 from ramify.train.signals.base import (
@@ -356,7 +356,7 @@ def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
 
 def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> RunTeachers:
     def backend_of(each: Policy) -> SingleBackend:
-        return SingleBackend(each, None, TrainingBackendSpec(precision="fp32"))
+        return SingleBackend(each, None, ComputeSpec(precision="fp32"))
 
     sources = dict.fromkeys(names, decay)
     return RunTeachers(

@@ -91,7 +91,7 @@ class RamifyWeightTransferEngine(
 
     def receive_weights(self, update_info: RamifyWeightTransferUpdate) -> None:
         def whole() -> Any:
-            for name, tensor, places, *_ in self._receiver.take(update_info.info):
+            for name, tensor, places, *_ in self._receiver.unpack_chunk(update_info.info):
                 if places is not None:
                     raise ValueError("vLLM takes whole tensors: remove weight_sync_options.places")
                 # A layer is loaded once all of it has arrived. The weight sync may have reused the

@@ -1,0 +1,61 @@
+"""Public names of earlier versions. They still work, with a warning that gives the new name.
+
+``docs/renames.tsv`` has every rename, also of names that are not public.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from ramify.errors import OldNameWarning
+
+PUBLIC_NAMES = {
+    "ramify.evaluate": {"Evaluation": "EvaluationResult", "ReportRow": "ItemKindStatistics"},
+    "ramify.inference": {"BadReply": "MalformedResponse", "WeightSource": "LazyWeight"},
+    "ramify.plans": {"Calibration": "PartSizeCalibration", "Part": "TextPart"},
+    "ramify.tasks": {
+        "IntervalF1Score": "IntervalF1Scorer",
+        "MathScore": "MathScorer",
+        "NumericScore": "NumericScorer",
+        "RubricScore": "RubricScorer",
+        "StepScoredTask": "BatchScoredTask",
+        "UnitTestScore": "UnitTestScorer",
+        "WholeTrajectoryReward": "TrajectoryRewardFunction",
+    },
+    "ramify.testing": {
+        "ByteTokenIds": "ScriptedByteTokenizer",
+        "OfflineSuite": "OfflineModelSuiteStrategy",
+        "SandboxProbe": "SandboxUnderTest",
+    },
+    "ramify.train": {
+        "AssignedRollout": "RolloutAdvantages",
+        "AssignedStep": "StepAdvantages",
+        "ByTask": "PerTaskAlgorithm",
+        "FrozenSpec": "FrozenModelBudget",
+        "HintJudge": "HintWritingJudge",
+        "JudgedTurn": "JudgeTurnView",
+        "LossFormula": "BaseLossFormula",
+        "LossTokens": "PolicyLossInputs",
+        "PublishedPolicy": "PublicationResult",
+        "RunInfo": "TrackerRunInfo",
+        "ScoringRow": "TokenScoringRequest",
+        "ServiceSpec": "RewardServiceSpec",
+        "StepSampleSpec": "RolloutBatchSpec",
+        "TrainedPolicySpec": "CoTrainedPolicySpec",
+        "TrajectoryHints": "HintsForTrajectory",
+        "WarmUpSpec": "InductionWarmUpSpec",
+        "ratio": "importance_ratio",
+    },
+}
+"""Package -> old name -> new name."""
+
+
+def new_name(package: str, name: str) -> str | None:
+    """Return the present name of what ``package`` exported as ``name``, and warn the caller of the
+    package's ``__getattr__``. Returns None if the package never exported the name."""
+    new = PUBLIC_NAMES.get(package, {}).get(name)
+    if new is not None:
+        warnings.warn(
+            f"{package}.{name} is called {package}.{new} here", OldNameWarning, stacklevel=3
+        )
+    return new
