@@ -112,12 +112,14 @@ def run(
     }
     leaf_model = (settings.get("sub_model") or [settings["model"]])[0]
     leaf_model = named_models().get(leaf_model, leaf_model)
+    chosen = _chosen(question, plan, leaf_model, options)
     settings = {**settings, "branches": 1}
     rlm = make_rlm(settings, sandbox_spec({}), open_store(settings))
     loaded = load_sources(paths, notes, settings)
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
-    chosen = _chosen(question, plan, leaf_model, {**options, "is_table": loaded.is_csv})
+    if loaded.is_csv and not _is_file(plan):
+        chosen = PlanStrategy(chosen.plan.with_header(), chosen.reason)
     model = model_of(leaf_model, rlm.limits)
     cost, _ = chosen.plan.measured(loaded.context, question, model)
     is_sent = bool(yes)
@@ -157,9 +159,8 @@ def _answer(
 def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]) -> PlanStrategy:
     """Return the plan that is named, or that the question asks for, and why. ``model`` answers the
     leaves."""
-    if name is not None and (name.endswith(".json") or os.path.sep in name):
-        used = [key for key, value in options.items() if key != "is_table" and value is not None]
-        if used:
+    if name is not None and _is_file(name):
+        if used := [key for key, value in options.items() if value is not None]:
             raise UsageError(f"--{used[0].replace('_', '-')} is for ready plans: edit {name}")
         try:
             return PlanStrategy(
@@ -168,6 +169,11 @@ def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]
         except OSError as error:
             raise ConfigError(f"the plan {name} cannot be read: {error.strerror}") from None
     return strategy_for(question, name=name, model=model, **options)
+
+
+def _is_file(name: str | None) -> bool:
+    """Whether ``--plan`` names a file instead of a ready plan."""
+    return name is not None and (name.endswith(".json") or os.path.sep in name)
 
 
 def _budget(rlm: RLM, model: PlanModel) -> Any:

@@ -18,13 +18,13 @@ import math
 from msgspec.structs import replace
 
 from ramify.clients.base import Sampling
+from ramify.engine.answer_json import jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import context_ref
 from ramify.engine.limits import bound
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import LiveRun
 from ramify.engine.plain_call import LONG_CHARS, asked_for
-from ramify.engine.recorded_values import jsonable
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.types.event import ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply

@@ -50,7 +50,14 @@ def test_in_out_and_underscore_history() -> None:
     ran = run_cells(
         "6 * 7", "_ + 1", "Out[1], _2, __", "In[1]", "5;", "get_ipython().__class__.__name__"
     )
-    assert [cell.value for cell in ran] == ["42", "43", "(42, 43, 42)", "'6 * 7'", None, "'Shell'"]
+    assert [cell.value for cell in ran] == [
+        "42",
+        "43",
+        "(42, 43, 42)",
+        "'6 * 7'",
+        None,
+        "'HeadlessIPythonShell'",
+    ]
 
 
 @needs_ipython
