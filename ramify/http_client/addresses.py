@@ -1,9 +1,9 @@
-"""Addresses of servers: which texts are URLs, and which proxy the environment names for one.
+"""Functions that check URLs of servers, and find the proxy that the environment sets for a URL.
 
     https://host/v1      a URL; HTTPS_PROXY or ALL_PROXY is its proxy, unless NO_PROXY has the host
     http://host:99999    not a URL
 
-Not here: the base URLs of providers (see ``providers.py``).
+The base URLs of providers are in ``providers.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ramify.errors import ConfigError
 
 
 def is_http_url(url: str) -> bool:
-    """Whether ``url`` is an http or https URL with a host and, if it names one, a valid port."""
+    """Return True if ``url`` is an http or https URL with a host and, if it names one, a valid
+    port."""
     try:
         parts = urlsplit(url)
         return bool(
@@ -30,14 +31,16 @@ def is_http_url(url: str) -> bool:
 
 
 def proxy_variable(url: str) -> str:
-    """Return the environment variable that sets the proxy for ``url``, or that could set it."""
+    """Return the name of the environment variable that sets the proxy for ``url``. If none is set,
+    return the name of the one to set."""
     scheme = urlsplit(url).scheme
     names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     return next((name for name in names if os.environ.get(name)), names[1])
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment configures for ``url``, or None. Raises ConfigError."""
+    """Return the proxy that the environment configures for ``url``, or None for a direct
+    connection. Raises ConfigError if the variable's value is not the URL of an HTTP proxy."""
     if sys.platform not in ("darwin", "win32") and not any(
         name.lower().endswith("_proxy") for name in os.environ
     ):

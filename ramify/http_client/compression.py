@@ -1,4 +1,4 @@
-"""Unpacks compressed replies as they arrive, with a limit on the unpacked size.
+"""Decompression of HTTP responses as they arrive, with a limit on the decompressed size.
 
     gzip, deflate   unpacked; damaged data is an error that is retried
     br, zstd, …     an error that is not retried: the next reply would be compressed in the same way
@@ -14,11 +14,12 @@ from ramify.errors import MalformedResponse
 
 
 class HttpBodyDecompressor:
-    """Unpacks one body, piece by piece."""
+    """Decompresses the body of one response, piece by piece. A body that would exceed the size
+    limit is an error."""
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
-        """``encoding`` is the value of Content-Encoding. Raises MalformedResponse if it is not
-        supported."""
+        """Create a decompressor for a body with this Content-Encoding. Raises MalformedResponse if
+        the encoding is not supported."""
         if encoding not in ("gzip", "x-gzip", "deflate"):
             error = MalformedResponse(
                 f"the reply is compressed ({encoding[:40]}), which was not asked for"
@@ -31,7 +32,8 @@ class HttpBodyDecompressor:
         self._zlib = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
 
     def feed(self, data: bytes) -> bytes:
-        """Unpack the next bytes of the body. Raises MalformedResponse."""
+        """Return the decompressed form of the next bytes of the body. Raises MalformedResponse if
+        the bytes are damaged, or if the body exceeds the size limit."""
         try:
             unpacked = self._zlib.decompress(data, self._left + 1)
         except zlib.error as failure:
@@ -42,14 +44,15 @@ class HttpBodyDecompressor:
         return unpacked
 
     def end(self) -> None:
-        """Raise MalformedResponse if the body ended too early."""
+        """Raise MalformedResponse if the compressed body is incomplete. Call this once the response
+        has ended."""
         if not self._zlib.eof:
             raise MalformedResponse(f"the reply is not valid {self._encoding}: it is incomplete")
 
 
 def too_long(max_bytes: int) -> MalformedResponse:
-    """The error for a body of more than ``max_bytes``. It is not transient: another attempt would
-    cost as much and be as long."""
+    """Return the error for a body of more than ``max_bytes`` bytes. The error is not transient:
+    another attempt would cost as much, and its response would be as long."""
     error = MalformedResponse(f"the reply is longer than {max_bytes} bytes; lower max_tokens")
     error.transient = False
     return error

@@ -7,16 +7,17 @@
     send ── idle or new connection ── head and body ── head of the response ── its body ── keep it
                     └─ TCP ── CONNECT, through a proxy ── TLS
 
-Every room that speaks HTTP as a client uses this module: model APIs, engines, and a container
-engine behind a Unix socket, which turns a connection into a plain stream. ``httptools`` checks the
-grammar. This file decides how bodies are delimited, which sizes are bounded, and when a connection
-may be reused: only after a complete response, and only if no unsolicited bytes have arrived on it.
-A request that is cancelled or fails closes its connection, so that a late response can never answer
-another request. Redirects are not followed. A body is unpacked if a gateway compressed it unasked.
-Any other deviation is an error.
+Every part of Ramify that is an HTTP client uses this module: the clients of model APIs, those of
+inference engines, and that of a container engine behind a Unix socket, which turns a connection
+into a plain stream. The ``httptools`` package checks the syntax of responses. This module decides
+how bodies are delimited, which sizes are limited, and when a connection may be reused: only after a
+complete response, and only if no unsolicited bytes have arrived on it. A request that is cancelled
+or fails closes its connection, so that a late response can never answer another request. Redirects
+are not followed. A body is decompressed if a gateway compressed it without being asked. Any other
+deviation is an error.
 
-Not here: certificate authorities (see ``tls.py``), proxies (see ``addresses.py``), what a request
-and a reply contain, time-outs of replies, and retries (see ``clients``).
+Certificate authorities are handled in ``tls.py``, and proxies in ``addresses.py``. What requests
+and replies contain, time-outs of replies, and retries are up to the clients.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ Method = Literal["GET", "POST", "DELETE"]
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """Complete response of a server."""
+    """A complete response of a server: its status, headers and body."""
 
     status: int
     headers: Mapping[str, str]
@@ -75,7 +76,8 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 
 class RequestDestination(msgspec.Struct, frozen=True):
-    """Destination of one client's requests, computed once so that a request needs no lookup."""
+    """Where and how a client sends its requests: URL, method, headers and proxy. It is computed
+    once per client, so that a single request needs no lookup."""
 
     url: str
     method: Method
@@ -99,8 +101,9 @@ def route_to(
     *,
     through_proxy: bool = True,
 ) -> RequestDestination:
-    """Return the route to ``url`` under the current environment. ``through_proxy=False`` ignores
-    the environment's proxies. Raises ConfigError for a header that cannot be sent."""
+    """Return the destination for requests to ``url``, with the proxy that the environment sets.
+    With ``through_proxy=False`` the proxy is ignored. Raises ConfigError for a header that cannot
+    be sent."""
     parts = urlsplit(url)
     host = _ascii_host(parts.hostname or "")
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -124,8 +127,8 @@ def route_to(
 def route_to_socket(
     path: str, target: str, headers: Mapping[str, str], method: Method
 ) -> RequestDestination:
-    """Return the route to ``target`` (path and query, already quoted) of the server behind the Unix
-    socket at ``path``."""
+    """Return the destination for requests to a server behind a Unix socket. ``path`` is the path of
+    the socket, and ``target`` the path and query of the request, already quoted."""
     head = _head(f"{method} {target} HTTP/1.1", {"Host": "localhost", **_HEADERS, **headers})
     return RequestDestination(f"unix:{path}", method, ("unix", path, 0, ""), head)
 
@@ -169,8 +172,8 @@ ends the request. The name is resolved once, so no other address is used."""
 
 
 class HttpConnectionPool:
-    """Keeps connections to any number of servers open for reuse. The pool belongs to the event loop
-    of its first request."""
+    """A pool that keeps connections to any number of servers open, so that later requests can reuse
+    them. The pool belongs to the event loop of its first request."""
 
     def __init__(
         self,
@@ -179,10 +182,10 @@ class HttpConnectionPool:
         max_body_bytes: int = 64 << 20,
         choose_addresses: ChooseAddresses | None = None,
     ) -> None:
-        """``connect_s`` limits the time to connect, including the proxy and TLS. A connection that
-        was idle for ``keepalive_s`` is not reused, because common servers close idle connections
-        after five seconds. ``choose_addresses`` decides which addresses of a server may be
-        connected to; it does not decide about proxies."""
+        """Create an empty pool. ``connect_s`` limits the seconds to connect, including the proxy
+        and TLS. A connection that was idle for ``keepalive_s`` seconds is not reused, because
+        common servers close idle connections after five seconds. ``choose_addresses`` decides which
+        addresses of a server may be connected to; it is not used for requests through a proxy."""
         self._keepalive_s = keepalive_s
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
@@ -199,9 +202,10 @@ class HttpConnectionPool:
         *,
         upgrades: bool = False,
     ) -> HttpExchange:
-        """Return an exchange that sends ``body`` when it is entered. ``where`` names the server in
-        errors. ``max_body_bytes`` lowers the pool's limit for this response. ``upgrades`` allows
-        status 101, after which the caller takes the connection over."""
+        """Return an exchange that sends ``body`` when its ``async with`` block is entered.
+        ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
+        response. ``upgrades`` allows status 101, after which the caller takes the connection
+        over."""
         most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
         return HttpExchange(self, where, route, body, most, upgrades)
 
@@ -213,7 +217,7 @@ class HttpConnectionPool:
             await asyncio.sleep(0)
 
     async def take(self, where: str, route: RequestDestination) -> _Connection:
-        """Return the most recently used idle connection, or a new one."""
+        """Return the most recently used idle connection to a server, or open a new one."""
         idle = self._idle.get(route.origin)
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
         while idle:
@@ -224,7 +228,8 @@ class HttpConnectionPool:
         return await self._connect(where, route)
 
     def put_back(self, route: RequestDestination, connection: _Connection) -> None:
-        """Keep a connection whose response is complete."""
+        """Put a connection back into the pool after its response is complete, for use by another
+        request."""
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault(route.origin, deque()).append(connection)
 
@@ -259,7 +264,8 @@ class HttpConnectionPool:
             raise _unreachable(f"{text} ({reason}){hint}", reason) from error
 
     async def _opened(self, route: RequestDestination) -> _Connection:
-        """Open a connection: TCP, then CONNECT if the route needs it, then TLS."""
+        """Open a connection: first TCP, then a tunnel through the proxy if the destination needs
+        one, then TLS."""
         loop = asyncio.get_running_loop()
         scheme, host, port, proxy = route.origin
         if scheme == "unix":
@@ -313,7 +319,7 @@ class HttpConnectionPool:
             raise
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
-        """Resolve ``host`` once, and return the addresses that may be connected to."""
+        """Resolve a host name once, and return those of its addresses that may be connected to."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         assert self._choose_addresses is not None
@@ -334,7 +340,7 @@ def _reason(error: OSError) -> str:
 
 
 class _ProxyRefused(Exception):
-    """A proxy did not open a connection to the server."""
+    """Raised when a proxy does not open a connection to the server."""
 
     def __init__(self, text: str, *, transient: bool) -> None:
         super().__init__(text)
@@ -343,8 +349,8 @@ class _ProxyRefused(Exception):
 
 class HttpExchange:
     """One request and its response. Entering the ``async with`` block sends the request and waits
-    for the head of the response. Leaving the block closes the connection, unless the response is
-    complete."""
+    for the head of the response. Leaving the block returns the connection to the pool if the
+    response is complete, and closes the connection otherwise."""
 
     status: int
     headers: dict[str, str]
@@ -396,11 +402,11 @@ class HttpExchange:
 
     @property
     def is_complete(self) -> bool:
-        """True once the whole body has arrived."""
+        """True once the whole body of the response has arrived."""
         return self._reader.is_complete
 
     async def read(self) -> HttpResponse:
-        """Return the response with its whole body."""
+        """Wait for the whole body, and return the complete response."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         try:
@@ -416,8 +422,8 @@ class HttpExchange:
         return HttpResponse(self.status, self.headers, body)
 
     async def receive(self) -> bytes:
-        """Return the next part of the body as soon as it arrives, and b"" at the end. The unread
-        part is bounded; the length of the whole body is not."""
+        """Return the next part of the body as soon as it arrives, and b"" at the end. The length of
+        the whole body is not limited, but the server is slowed down while much of it is unread."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         connection.streams()
@@ -438,10 +444,10 @@ class HttpExchange:
             raise self._located(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Take over the connection of a response that has turned it into a plain stream: status
-        101, or a body that ends only with the connection. Returns the connection and the bytes that
-        have already arrived. The caller sets the protocol of the connection and closes it. Raises
-        MalformedResponse for any other response."""
+        """Take over the connection after a response that turns it into a plain stream, which is one
+        with status 101 or with a body that ends only when the connection does. Returns the
+        connection and the bytes that have already arrived. The caller sets the protocol of the
+        connection and closes it. Raises MalformedResponse for any other response."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         if not (reader.is_upgraded or reader.ends_with_connection):
@@ -469,7 +475,7 @@ class HttpExchange:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection that handles one request at a time."""
+    """A connection to a server, which handles one request at a time."""
 
     def __init__(self, all: set[_Connection]) -> None:
         self.idle_since = 0.0
@@ -488,14 +494,14 @@ class _Connection(asyncio.Protocol):
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """The transport, or None once the connection is closed."""
+        """The asyncio transport of the connection, or None once the connection is closed."""
         return self._transport
 
     # --- one request --------------------------------------------------------------------------
 
     async def ask(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
-        """Send a request, and pass its response to ``reader``. If the response arrives before the
-        whole request is sent, the rest is not sent."""
+        """Send a request, and let ``reader`` parse the response as it arrives. If the response
+        arrives before the whole request is sent, the rest is not sent."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unreachable("the server closed the connection before the request was sent")
@@ -516,8 +522,8 @@ class _Connection(asyncio.Protocol):
         self._is_sent = True
 
     async def more(self) -> None:
-        """Wait until more of the response has arrived, or more of the request can be sent. Raises
-        the error that ended the exchange."""
+        """Wait until more of the response has arrived, or until more of the request can be sent.
+        Raises the error with which the exchange failed."""
         self._check()
         if self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = False
@@ -534,8 +540,8 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """Switch to streaming: limit the number of unread bytes, instead of the size of the whole
-        response body."""
+        """Switch to streaming: from now on, the number of unread bytes is limited instead of the
+        size of the whole body."""
         self._is_streamed = True
         if self._reader is not None:
             self._reader.is_streamed = True
@@ -553,7 +559,7 @@ class _Connection(asyncio.Protocol):
         return is_whole and is_open and self._is_sent and self._error is None
 
     def is_quiet(self) -> bool:
-        """True if an idle connection is open and no data has arrived on it."""
+        """True if this idle connection is still open and no data has arrived on it."""
         if self._transport is None or self._transport.is_closing():
             return False
         if self._poll is None:
@@ -562,7 +568,8 @@ class _Connection(asyncio.Protocol):
         return not self._poll.poll(0)
 
     async def tunnel(self, connect: bytes) -> None:
-        """Ask the proxy for a connection to the server. Raises _ProxyRefused."""
+        """Send a CONNECT request to the proxy, so that it opens a connection to the server. Raises
+        _ProxyRefused if the proxy does not do so."""
         reader = ResponseReader(_MOST_HEAD_BYTES)
         try:
             await self.ask(connect, b"", reader)
@@ -580,7 +587,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Hand the transport over to another protocol, and forget it here."""
+        """Forget the transport, because another protocol uses it from now on."""
         self._all.discard(self)
         self._transport = None
 
@@ -635,7 +642,7 @@ class _Connection(asyncio.Protocol):
 
 
 class ResponseReader:
-    """Reads one response from the bytes of a connection."""
+    """A parser of one HTTP response, fed with the bytes that arrive on a connection."""
 
     __slots__ = (
         "_begin",
@@ -697,7 +704,8 @@ class ResponseReader:
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     def take(self, most: int | None = None) -> bytes:
-        """Return the body that has arrived since the last call, or its first ``most`` bytes."""
+        """Return the part of the body that has arrived since the last call, or at most its first
+        ``most`` bytes."""
         if most is None:
             taken, self.unread = bytes(self.unread), bytearray()
         else:
@@ -706,11 +714,13 @@ class ResponseReader:
         return taken
 
     def close(self) -> None:
-        """Drop the parser, which refers to this object."""
+        """Release the parser. It and this object refer to each other, so neither would be freed
+        promptly."""
         self._parser = None
 
     def feed(self, data: bytes) -> None:
-        """Read more bytes. Raises MalformedResponse."""
+        """Parse the next bytes that arrived from the server. Raises MalformedResponse if they are
+        not valid HTTP or exceed a limit."""
         if self.is_complete:
             self.keeps = False  # unsolicited bytes
             return
@@ -729,7 +739,8 @@ class ResponseReader:
             self._take(data)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Read the head. Returns the bytes that follow it."""
+        """Parse the next bytes of the head, up to its end. Returns the bytes that follow the
+        head."""
         while data and not self.status:
             if len(self._begin) < len(_STARTS):
                 self._begin = (self._begin + data)[: len(_STARTS)]
@@ -770,7 +781,7 @@ class ResponseReader:
         self.headers.clear()
 
     def _begin_body(self) -> None:
-        """Determine how the body is delimited."""
+        """Determine from the head how the end of the body is marked."""
         headers = self.headers
         if self.status in (204, 304):
             self.is_complete = True  # such a response has no body, whatever its headers say

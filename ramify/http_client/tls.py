@@ -1,9 +1,11 @@
-"""TLS to model servers: decides which certificate authorities are trusted.
+"""The TLS settings of connections to model servers: which certificate authorities are trusted, and
+what a failed handshake means.
 
-By default these are the system's authorities. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` replace them;
-``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. Every server
-must prove its host name. Reading the certificates takes some hundredths of a second, so it happens
-once per process, and not in the event loop. Not here: connections (see ``http_transport.py``).
+By default the system's certificate authorities are trusted. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``
+replace them; ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them.
+Every server must prove its host name. Reading the certificates takes some hundredths of a second,
+so it happens once per process, and not in the event loop. Connections are opened by
+``http_transport.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ _lock = threading.Lock()
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the TLS context for the current environment. Blocks while it reads files. Raises
-    ConfigError if a variable names a file or folder that cannot be used."""
+    """Return the TLS context that fits the current environment variables. The first call blocks
+    while it reads certificates. Raises ConfigError if a variable names a file or folder that cannot
+    be used."""
     values = tuple(os.environ.get(name) for name in (*_REPLACING, *_ADDING))
     with _lock:
         if values not in _contexts:
@@ -39,7 +42,7 @@ def tls_context() -> ssl.SSLContext:
 
 
 def tls_failure(error: Exception) -> tuple[str, str]:
-    """Return (OpenSSL's reason, advice for the user) for a failed TLS handshake."""
+    """Return why a TLS handshake failed, in OpenSSL's words, and advice for the user."""
     reason = " ".join(str(getattr(error, "verify_message", "") or error).split())[:200]
     if isinstance(error, ssl.SSLCertVerificationError):
         return reason, "name your certificate authority in SSL_CERT_FILE"
@@ -68,8 +71,8 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _check_replacing() -> None:
-    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` cannot be read. OpenSSL ignores
-    the problem silently, and then every connection fails."""
+    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` cannot be used. OpenSSL would
+    ignore the variable silently, and then every connection would fail."""
     file, folders = (os.environ.get(name) for name in _REPLACING)
     if file:
         try:

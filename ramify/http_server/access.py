@@ -1,4 +1,5 @@
-"""Access control of a server: its address, its keys, and the checks of ``Host`` and ``Origin``.
+"""Access control of an HTTP server: its address, its keys, and the checks of the ``Host`` and
+``Origin`` headers.
 
     127.0.0.1:PORT      every process on this machine can connect, so a key or a token is required,
                         unless the user opens the server to this machine
@@ -8,8 +9,7 @@
 A page of another site can make a browser send requests to this machine, either across origins or
 under a host name that the site points here (DNS rebinding). So a loopback server answers only
 requests whose ``Host`` names this machine, and every server rejects requests from pages of another
-origin, with or without a key.
-Not here: budgets of keys (see serve/keys.py).
+origin, with or without a key. Budgets of keys are handled in ``serve/keys.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ramify.secrets import remember
 
 
 class ListenAddress(msgspec.Struct, frozen=True):
-    """Address of a server, and whether it answers without a key."""
+    """The address on which a server listens, and whether it answers without a key."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -61,20 +61,21 @@ class ListenAddress(msgspec.Struct, frozen=True):
 
 
 class BearerKeys:
-    """Keys that a server accepts. Only their digests are kept."""
+    """The keys that a server accepts. Only their SHA-256 digests are stored."""
 
     def __init__(self, digests: Mapping[str, str]) -> None:
-        """``digests`` maps the name of each caller to the SHA-256 of its key, in hexadecimal."""
+        """Create a set of accepted keys. ``digests`` maps the name of each caller to the SHA-256
+        digest of its key, in hexadecimal."""
         self._digests = dict(digests)
 
     @classmethod
     def of(cls, key: str) -> BearerKeys:
-        """Accept ``key`` and no other. Logs redact the key from now on."""
+        """Create a set with a single accepted key, which logs redact from now on."""
         remember("key of this server", key)
         return cls({"default": digest_of(key)})
 
     def caller(self, presented: str) -> str | None:
-        """Name of the caller with this key; None if no caller has it.
+        """Return the name of the caller to whom a key belongs, or None if the key is not accepted.
 
         The presented key is compared with every accepted key, each time in constant time. So the
         duration reveals nothing about the keys.
@@ -89,19 +90,19 @@ class BearerKeys:
 
 
 def new_key() -> str:
-    """Generate a key that is valid until the server stops."""
+    """Generate a random key, which a server accepts until it stops."""
     return f"rk-{secrets.token_urlsafe(24)}"
 
 
 def digest_of(key: str) -> str:
-    """SHA-256 of a key in hexadecimal. The key may hold surrogate escapes, from a header that is
-    not UTF-8."""
+    """Return the SHA-256 digest of a key in hexadecimal. The key may contain surrogate escapes,
+    which represent bytes of a header that is not UTF-8."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def presented_key(http: web.Request) -> str:
-    """Key of a request: its bearer key or, as clients of Anthropic's API send it, ``x-api-key``.
-    Empty if it has none."""
+    """Return the key that a request presents, either as a bearer token or, as clients of
+    Anthropic's API send it, in ``x-api-key``. Empty if there is none."""
     scheme, _, key = http.headers.get("Authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     return bearer or http.headers.get("x-api-key", "").strip()
@@ -123,7 +124,8 @@ def host_of(netloc: str) -> str:
 
 
 def check_host(http: web.Request, url: str) -> None:
-    """Reject a request whose ``Host`` does not name this machine. The error suggests ``url``."""
+    """Raise RequestRejected if the ``Host`` header of a request does not name this machine. The
+    error suggests ``url`` instead."""
     if not is_loopback(host_of(http.host)):
         raise RequestRejected(
             f"the host {http.host!r:.100} is not this machine: send requests to {url}, and let a "
@@ -134,7 +136,7 @@ def check_host(http: web.Request, url: str) -> None:
 
 
 def check_origin(http: web.Request) -> None:
-    """Reject a request from a page of another origin."""
+    """Raise RequestRejected if a request was sent by a web page of another origin."""
     origin = http.headers.get("Origin")
     if origin is not None and _netloc(origin) != http.host:
         raise RequestRejected(

@@ -1,16 +1,17 @@
-"""The HTTP server under every front end: ``serve``, ``view``, ``serve-policy`` and ``mcp``.
+"""The HTTP server that all of Ramify's servers build on: the commands ``serve``, ``view``,
+``serve-policy`` and ``mcp``.
 
     connection ──▶ head ──▶ Host, Origin ──▶ key or token ──▶ route ──▶ body ──▶ response
     (connections.py)        (access.py)                       (request_body_limiter.py)
 
-Every front end shares this server, so all have the same protection: limits on connections, heads
-and bodies, checks of the host name and the key, and one error format. Rejected requests are not
-logged one by one, because anyone could fill a disk that way. Instead they are counted, and the
-counts are logged when the server stops.
+All of them have the same protection: limits on connections, heads and bodies, checks of the host
+name and the key, and one error format. Rejected requests are not logged one by one, because anyone
+could fill a disk that way. Instead they are counted, and the counts are logged when the server
+stops.
 
-A page receives its key as a *token* in its URL, and exchanges the token for a cookie, because
-links, live updates and scripts of a page cannot send a bearer key. Not here: routes and their
-meaning.
+A web page receives its key as a *token* in its URL, and exchanges the token for a cookie, because
+links, live updates and scripts of a page cannot send a bearer key. Routes and their meaning are
+defined by each server.
 """
 
 from __future__ import annotations
@@ -55,14 +56,16 @@ _log = ComponentLogger("serve")
 
 @asynccontextmanager
 async def received(http: web.Request) -> AsyncIterator[bytes]:
-    """Receive the body of a request. It counts against the server's memory limit until the block
-    ends. Raises RequestRejected."""
+    """Receive the body of a request, for use within an ``async with`` block. Until the block ends,
+    the body counts against the server's limit on memory. Raises RequestRejected if the body is too
+    large or too slow."""
     async with http.app[_UPLOADS].received(http, http[CALLER]) as body:
         yield body
 
 
 class HttpServer:
-    """HTTP server of one aiohttp application."""
+    """An HTTP server for one aiohttp application, which checks each request before the application
+    sees it."""
 
     def __init__(
         self,
@@ -76,11 +79,12 @@ class HttpServer:
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        """``keys`` are the accepted keys, or None if the address needs no key. ``token`` is an
-        alternative for pages, which send it in a URL or a cookie. Paths in ``public`` need no key.
-        ``statuses`` maps errors that routes raise to HTTP statuses; any other error is status 500.
-        ``key_help`` tells a client without a key what to do. ``on_response`` is called after each
-        response with the path of its route and its status.
+        """Create a server, which does not listen yet. ``keys`` are the accepted keys, or None if
+        the address needs no key. ``token`` is an alternative for web pages, which send it in a URL
+        or a cookie. Paths in ``public`` need no key. ``statuses`` maps errors that routes raise to
+        HTTP statuses; any other error becomes status 500. ``key_help`` tells a client without a key
+        what to do. ``on_response`` is called after each response with the path of its route and its
+        status.
 
         Raises ConfigError for an address that needs a key if there are no ``keys``.
         """
@@ -106,14 +110,15 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """URL without a path and without a token: ``http://127.0.0.1:PORT``."""
+        """The URL of the server without a path and without a token: ``http://127.0.0.1:PORT``."""
         if self._address.socket is not None:
             return "http://localhost"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     async def start(self, app: web.Application) -> None:
-        """Listen. Raises ConfigError if that is not possible."""
+        """Start to listen and to pass requests to ``app``. Raises ConfigError if the address cannot
+        be used."""
         self._listeners = _listeners(self._address)
         if self._address.socket is None:
             self.port = self._listeners[0].getsockname()[1]
@@ -132,7 +137,7 @@ class HttpServer:
         ]
 
     async def close(self) -> None:
-        """Close every connection. Idempotent."""
+        """Stop listening and close every connection. A second call has no effect."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -195,7 +200,8 @@ class HttpServer:
             return bug.response(http)
 
     def _check(self, http: web.Request) -> None:
-        """Check Host, Origin, key and content type. Raises RequestRejected."""
+        """Check the host, the origin, the key and the content type of a request. Raises
+        RequestRejected."""
         try:
             if self._address.is_local:
                 check_host(http, self.url)
@@ -272,7 +278,7 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    """Listen on a Unix socket, in a folder that other users cannot enter."""
+    """Return a listening Unix socket. It must be in a folder that other users cannot enter."""
     folder = make_folder(path.parent)
     if folder.stat().st_mode & 0o077:
         raise ConfigError(f"{folder} can be entered by other users: run chmod 700 {folder}")

@@ -1,4 +1,5 @@
-"""How much of this machine a server may use: descriptors, memory and processes.
+"""Limits that follow from the machine: how many connections and runs a server can hold, given the
+file descriptors, memory and processes that are free.
 
     raise_descriptor_limit()     at the start of a command that serves
     max_connections()            so that runs keep descriptors for their journals and sessions
@@ -31,7 +32,8 @@ PROCESSES_OF_A_RUN = 3
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files as far as the hard limit allows. Returns the new limit."""
+    """Raise this process's soft limit of open files as far as the hard limit allows, and return the
+    new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -46,12 +48,13 @@ def descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """Default maximum of connections: a third of the descriptors that the process may open."""
+    """Return the default maximum number of connections: a third of the file descriptors that the
+    process may open."""
     return max(16, min(MOST_CONNECTIONS, (descriptor_limit() - _RESERVE) // 3))
 
 
 def max_runs() -> int:
-    """Number of concurrent runs that this machine can hold, at most ``MOST_RUNS``."""
+    """Return how many runs this machine can hold at the same time, at most ``MOST_RUNS``."""
     descriptors = descriptor_limit() - _RESERVE - max_connections()
     bounds = [MOST_RUNS, descriptors // DESCRIPTORS_OF_A_RUN]
     if memory := free_memory():
@@ -62,14 +65,15 @@ def max_runs() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes of memory that this process may still take; None if the system does not say."""
+    """Return how many bytes of memory this process may still take, or None if the system does not
+    say."""
     found = [_available_memory(), _left(Path("/sys/fs/cgroup"), "memory.max", "memory.current")]
     known = [each for each in found if each is not None]
     return min(known) if known else None
 
 
 def free_processes() -> int | None:
-    """Processes that this user may still start; None without a limit."""
+    """Return how many more processes this user may start, or None without a limit."""
     found = [_left(Path("/sys/fs/cgroup"), "pids.max", "pids.current")]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
@@ -87,15 +91,16 @@ def _available_memory() -> int | None:
 
 
 def _left(folder: Path, most: str, current: str) -> int | None:
-    """Rest of a control group's allowance: its maximum minus its current use. None without a
-    limit."""
+    """Return how much of a control group's limit is unused, or None without a limit. ``most`` and
+    ``current`` are the names of the files with the limit and the current use."""
     with contextlib.suppress(OSError, ValueError):
         return max(0, int((folder / most).read_text()) - int((folder / current).read_text()))
     return None
 
 
 def _num_own_processes() -> int:
-    """Number of this user's threads, which the system's limit counts as processes. 0 if unknown."""
+    """Return the number of this user's threads, because the system's limit counts each thread as a
+    process. 0 if it is unknown."""
     num = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir("/proc"):

@@ -1,10 +1,11 @@
-"""The chat completions API for a single model: reads requests, and writes replies and streams.
+"""The chat completions API for a single model: functions that parse requests and write replies and
+streams.
 
     body ──read──> ChatExchange ── request ──> Request       Reply ──> body or events
 
 Fields without an effect here (``user``, ``metadata``, …) are accepted and ignored. A field that
 would change the answer but is not supported is rejected by name, so that no client believes that it
-had an effect. Not here: chat completions for runs (see serve/chat_completions.py).
+had an effect. Chat completions for whole runs are handled in ``serve/chat_completions.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Function(msgspec.Struct):
 
 
 class PriorToolCall(msgspec.Struct):
-    """Tool call of an earlier reply."""
+    """A tool call that an earlier reply of the conversation made."""
 
     id: str = ""
     function: _Function = msgspec.field(default_factory=_Function)
@@ -80,13 +81,13 @@ class _Tool(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """Options of a streamed completion."""
+    """The options of a streamed completion: whether its last event states the token usage."""
 
     include_usage: bool = False
 
 
 class ChatCompletionRequest(msgspec.Struct):
-    """Request for a chat completion: the fields that this server reads, and those that it
+    """A request for a chat completion, with the fields that this server reads and those that it
     rejects."""
 
     messages: list[_CompletionMessage]
@@ -133,10 +134,12 @@ encode = model_api.encode
 
 
 class ChatExchange:
-    """One chat completion: what was asked, and how the replies are written."""
+    """One chat completion: the parsed request, and the methods that write its replies as one body
+    or as events."""
 
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
-        """Raises Refused or RequestRejected for a request that cannot be answered."""
+        """Prepare to answer a parsed request. Raises Refused or RequestRejected for a request that
+        cannot be answered."""
         self.num_replies = _num_replies(parsed.n)
         self.is_streamed = bool(parsed.stream)
         self.request = _request_of(parsed, model.window)
@@ -218,7 +221,8 @@ class ChatExchange:
 
 
 def read(body: bytes, model: ServedModel) -> ChatExchange:
-    """Read a request body. Raises Refused or RequestRejected with the reason if it is invalid."""
+    """Parse the body of a request for a chat completion. Raises Refused or RequestRejected with the
+    reason if the request is invalid."""
     parsed = model_api.decode_request(_decoder, body, "chat completion")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
@@ -233,7 +237,8 @@ def read(body: bytes, model: ServedModel) -> ChatExchange:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Usage of several replies to one prompt, which counts once."""
+    """Return the token usage of several replies to one prompt. The tokens of the prompt count
+    once."""
     total = usages[0]
     for usage in usages[1:]:
         total += usage
@@ -244,7 +249,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Convert ``usage`` to the format of chat completions."""
+    """Convert a token usage to the JSON object that chat completions contain."""
     return {
         "prompt_tokens": usage.input_tokens,
         "completion_tokens": usage.output_tokens,
@@ -255,21 +260,21 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def opening(id: str, model: str) -> dict[str, Any]:
-    """First event of a stream."""
+    """Return the first event of a streamed completion, which names the role but has no text."""
     return event(id, model, {"role": "assistant", "content": ""})
 
 
 def event(
     id: str, model: str, delta: dict[str, Any], index: int = 0, created: int | None = None
 ) -> dict[str, Any]:
-    """One event of the stream of choice ``index``."""
+    """Return one event of a streamed completion, with what is new in reply number ``index``."""
     choice = {"index": index, "delta": delta, "finish_reason": None}
     return {**head(id, model, "chat.completion.chunk", created), "choices": [choice]}
 
 
 def head(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
-    """Fields that every response body and event has. ``created`` is a Unix time in seconds, by
-    default now."""
+    """Return the fields that are the same in every body and event. ``created`` is a Unix time in
+    seconds, by default now."""
     return {"id": id, "object": kind, "created": created or int(time.time()), "model": model}
 
 
@@ -280,7 +285,8 @@ def _num_replies(n: int | None) -> int:
 
 
 def _request_of(parsed: ChatCompletionRequest, window: int) -> Request:
-    """Convert to an engine request. Without a token limit, a reply may fill the window."""
+    """Convert a chat completion request to an engine request. Without a token limit, a reply may
+    fill the context window."""
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     sampling = Sampling(
         max_tokens=_limit(parsed) or window,

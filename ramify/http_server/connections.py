@@ -1,14 +1,14 @@
-"""Connections of one server: their maximum number, and how long each may take to send a request
-head.
+"""The connections of one server: how many may be open, and how long each may take to send the head
+of a request.
 
     accept ──▶ waiting (no byte, or part of a head) ──▶ request in progress ──▶ waiting …
                   │ too late or too large: closed
 
-When the table is full, the connection that has waited longest for a request is closed to make room.
-If none has waited long enough, a new connection stays in the kernel's queue, where it costs no
-descriptor, until another one ends. So clients that open connections and send nothing cannot lock
-others out. Not here: bodies (see request_body_limiter.py), and keys and routes (see
-base_server.py).
+When the maximum number of connections is open, the one that has waited longest for a request is
+closed to make room. If none has waited long enough, a new connection stays in the kernel's queue,
+where it costs no descriptor, until another one ends. So clients that open connections and send
+nothing cannot lock others out. Bodies are limited by ``request_body_limiter.py``; keys and routes
+are checked by ``base_server.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class ServerConnectionManager:
-    """All connections of one server."""
+    """The open connections of one server. It accepts new ones, and closes those that wait too long
+    for a request."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
@@ -61,7 +62,7 @@ class ServerConnectionManager:
         return len(self.all) > self.most * 3 // 4
 
     async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
-        """Accept connections until cancelled."""
+        """Accept connections on a listening socket until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             while len(self.all) >= self.most:
@@ -89,7 +90,8 @@ class ServerConnectionManager:
             )
 
     async def sweep(self) -> None:
-        """Close connections that wait too long, until cancelled."""
+        """Close connections that have waited too long for a request, again and again until
+        cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
@@ -112,7 +114,8 @@ class ServerConnectionManager:
 
 
 class HttpServerConnection(web.RequestHandler):
-    """aiohttp's connection handler, with limits on the duration and the size of a head."""
+    """A connection that aiohttp serves, with limits on the size of a request's head and on the time
+    that the head may take."""
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class HttpServerConnection(web.RequestHandler):
         return self._has_asked and not self._num_head_bytes
 
     def request_begins(self) -> None:
-        """Mark the connection as busy: a request has been read."""
+        """Mark the connection as busy, because the head of a request has been read."""
         self._is_head_read = self._has_asked = True
         self._table.waiting.pop(self, None)
 
@@ -194,7 +197,8 @@ class HttpServerConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer data that is not HTTP, in the usual error format and without a log record."""
+        """Return the response to data that is not HTTP, in the usual error format and without a log
+        record."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: it cannot become an error")
         if status >= 500:
@@ -209,7 +213,7 @@ class HttpServerConnection(web.RequestHandler):
         return answer
 
     def _counts(self, data: bytes) -> bool:
-        """Count bytes of a head. Returns False if it is too large."""
+        """Add data to the size of the current head. Returns False if the head is too large."""
         if not self._num_head_bytes:
             data = data.lstrip(b"\r\n")  # blank lines before a request
             self.deadline = min(self.deadline, time.monotonic() + self._table.limits.head_s)
@@ -233,7 +237,8 @@ class HttpServerConnection(web.RequestHandler):
 
 
 def _is_own_user(peer: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to this user, or to root."""
+    """Return True if the process at the other end of a Unix socket belongs to this user or to
+    root."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True  # the folder of the socket is private
     _, user, _ = struct.unpack(

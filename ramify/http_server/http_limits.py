@@ -1,4 +1,4 @@
-"""Limits of one server: how much its clients may send at once, and how long they may take."""
+"""The limits of one server: how much its clients may send at once, and how long they may take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on connections, and on the heads and bodies of requests."""
+    """Limits on the connections of a server, and on the heads and bodies of its requests."""
 
     max_body_bytes: int = 64 << 20
     """Maximum bytes of one body, and of all bodies that are being received from one key."""
@@ -24,5 +24,6 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_arriving_bytes(self) -> int:
-        """Maximum bytes of all bodies that are being received, over all keys."""
+        """The maximum number of bytes of all bodies that are being received at the same time, over
+        all keys."""
         return self.max_body_bytes + self.max_body_bytes // 2

@@ -1,4 +1,5 @@
-"""OOLONG: questions that need every line of a long text (Bertsch et al. 2025, 2511.02817).
+"""The OOLONG benchmark: questions that need every line of a long text (Bertsch et al. 2025,
+2511.02817).
 
     Date: Mar 07, 2024 || User: 48213 || Instance: How many miles is it to Lodavi ?
 
@@ -6,10 +7,11 @@
     oolong(families=("counting",), with_labels=True)      labels are in the text, so code suffices
     oolong(test="test.parquet", tokens=4096)              the public files, for the named splits
 
-Each line has a label that has to be inferred from its instance. Questions count and compare labels
-(``counting``), over the lines of some users (``user``), or of some dates (``timeline``). Decides
-the forms of questions, and the score: 0.75^|difference| for numbers, exact match for the rest. Not
-here: the policy's way through the text.
+Each line of the text has a label that has to be inferred from what the line says. Questions count
+and compare labels over all lines (``counting``), over the lines of some users (``user``), or of
+some dates (``timeline``). This module defines the forms of the questions and the score:
+0.75^|difference| for numbers, exact match for the rest. How a policy finds an answer is up to the
+policy.
 """
 
 from __future__ import annotations
@@ -65,24 +67,27 @@ _LABELLED = " || Label: {}"
 
 
 def header(num: int, labels: Sequence[str]) -> str:
-    """Return the first line of a text of ``num`` lines."""
+    """Return the header of a text: its first line, which states the number of lines and the
+    labels."""
     return _HEADER.format(num=num, labels=", ".join(labels))
 
 
 def line(day: int, user: int, instance: str, label: str = "") -> str:
-    """Return a line of day ``day``, with its label if one is given."""
+    """Return one line of a text: its date, its user and a sentence, and the label if one is
+    given."""
     return _LINE.format(written_date(day), user, instance, _LABELLED.format(label) if label else "")
 
 
 @functools.lru_cache(maxsize=4_096)
 def written_date(day: int) -> str:
-    """Return a day as text. Days are counted from 0, and day 2 is ``Jan 03, 2023``."""
+    """Return the date of a day as it is written in a text. Days are counted from 0: day 2 is
+    ``Jan 03, 2023``."""
     return (FIRST_DAY + datetime.timedelta(days=day)).strftime(_DATE_FORM)
 
 
 class OolongLines(msgspec.Struct, frozen=True):
-    """Lines of a generated text, in order of their dates. They are stored as columns, since a text
-    of 40 MB has half a million lines."""
+    """The lines of a generated text, in order of their dates. They are stored as columns, because a
+    text of 40 MB has half a million lines."""
 
     days: array[int]
     """Days since the first one."""
@@ -94,7 +99,8 @@ class OolongLines(msgspec.Struct, frozen=True):
         return len(self.days)
 
     def where(self, is_chosen: Callable[[int, int], bool]) -> OolongLines:
-        """Return the lines whose day and user satisfy ``is_chosen``."""
+        """Return the lines for which ``is_chosen``, called with a line's day and user, returns
+        True."""
         places = [
             place
             for place, (day, user) in enumerate(zip(self.days, self.users, strict=True))
@@ -108,14 +114,16 @@ class OolongLines(msgspec.Struct, frozen=True):
         )
 
     def counts(self, labels: Sequence[str]) -> dict[str, int]:
-        """Return the number of lines with each label. Labels without lines are included."""
+        """Return the number of lines with each label. A label that no line has is included, with
+        0."""
         found = Counter(self.labels)
         return {label: found[index] for index, label in enumerate(labels)}
 
 
 class OolongScorer(msgspec.Struct, frozen=True):
-    """0.75^|difference| if the right answer is a number. Otherwise 1 for the same text (case and
-    surroundings such as ``Label:`` aside) or the same members of a list, and 0 for others.
+    """The score of an answer to a question of OOLONG. If the right answer is a number, the score is
+    0.75^|difference|. Otherwise it is 1 for the same text or the same members of a list, and 0 for
+    anything else; upper and lower case, and additions such as ``Label:``, make no difference.
 
     >>> tasks.OolongScorer()("Answer: 12", tasks.Item("How many?", gold=14))
     0.5625
@@ -151,7 +159,8 @@ def oolong(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Questions over a text of many lines, generated or from OOLONG's public files.
+    """Return a task whose questions need every line of a long text, generated or from OOLONG's
+    public files.
 
     Args:
         tokens: Approximate length of a generated text, of four characters each: 1,000 to
@@ -209,9 +218,9 @@ def _wrong(gold: Any) -> Any:
 
 
 def _gold(text: str) -> Any:
-    """Parse the answer column of a row: a list in Python's notation, such as ``['spam']``, ``[12]``
-    or ``[datetime.date(2024, 5, 3)]``, or plain text. A list with one element becomes the element.
-    Raises ValueError for an empty list."""
+    """Parse the answer column of a row, which is plain text or a list in Python's notation, such as
+    ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``. A list with one element becomes the
+    element. Raises ValueError for an empty list."""
     dates = re.findall(r"datetime\.date\((\d+), (\d+), (\d+)\)", text)
     if dates:
         found = [datetime.date(*map(int, date)).strftime(_DATE_FORM) for date in dates]
@@ -231,7 +240,7 @@ def _gold(text: str) -> Any:
 
 
 def _stripped(text: str) -> str:
-    """The answer without what often surrounds it: ``Label: [spam]`` is ``spam``."""
+    """Return an answer without what often surrounds it: ``Label: [spam]`` becomes ``spam``."""
     last = text.strip().splitlines()[-1] if text.strip() else ""
     last = last.rpartition(":")[2] if re.match(r"\W*[A-Za-z ]{1,30}:", last) else last
     return last.strip(" *[]'\"`.\t")
@@ -293,7 +302,7 @@ def _lines(
     users: int,
     days: int,
 ) -> tuple[OolongLines, str]:
-    """Generate lines with a date, a user and a labelled instance, about ``chars`` characters in
+    """Generate lines with a date, a user and a labelled sentence, about ``chars`` characters in
     all. Returns the lines, and the text that consists of a header and these lines."""
     ids = rng.sample(range(10_000, 100_000), users)
     # Labels, users and months are unequally frequent, so that most questions have one answer.
@@ -368,7 +377,8 @@ def _least(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Ask
 
 
 def _extreme(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
-    """The most or least common label; if several are, all that are."""
+    """Ask for the most or the least common label. If several labels have the same count, the right
+    answer is the list of all of them."""
     counts = lines.counts(labels)
     end = (max if which == "most" else min)(counts.values())
     found = sorted(label for label, count in counts.items() if count == end)

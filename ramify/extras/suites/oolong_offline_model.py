@@ -1,8 +1,10 @@
-"""How the offline model answers OOLONG: leaves label the lines, part by part, and code counts.
+"""The strategy with which the offline model, a program in place of a language model, answers
+OOLONG: sub-calls label the lines of each part of the text, and code counts the labels.
 
-Decides the strategy of a root, how a leaf labels lines, and its plausible errors. A leaf recognizes
-the forms of generated instances; in the public files it finds none. Not here: the accuracy of a
-reply, and the steps of a root (``ramify/testing/offline.py``).
+This module decides how the root of a run proceeds, how a sub-call labels lines, and which plausible
+errors it makes. A sub-call recognizes the sentences of generated texts only; in the public files it
+recognizes none. How accurate replies are, and the steps of a root, are decided by
+``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""OOLONG-Pairs: all pairs of users that satisfy a condition (RLM paper, Zhang et al. 2025).
+"""The OOLONG-Pairs benchmark: find all pairs of users that satisfy a condition (RLM paper, Zhang et
+al. 2025).
 
     oolong_pairs(tokens=32_768)
     oolong_pairs(families=("exact",), users=40, with_labels=True)
@@ -7,13 +8,15 @@
     … both users have at least one instance with the label 'entity' or 'location'
       ->  (48213, 51822), (48213, 70416), (51822, 70416)
 
-Lines are those of OOLONG (oolong.py): labels have to be inferred from instances. The lines that
-make a user satisfy a condition are planted. The filler has other lines of the same users, and none
-that changes who satisfies it. So the pairs are the same at every length, and every line counts.
+The lines are those of OOLONG (``oolong.py``), so labels have to be inferred. The lines that make a
+user satisfy a condition are planted. The filler has other lines of the same users, none of which
+changes who satisfies the condition. So the pairs are the same at every length of the text, and
+every line counts.
 
-Families: ``both`` (each user has an instance with one of two labels), ``dated`` (from a date on),
-``exact`` (a number of instances with a label), and ``cross`` (one user satisfies one condition, the
-other another one). Decides the conditions and the score: F1 over pairs.
+The families of conditions are ``both`` (each user has a line with one of two labels), ``dated``
+(the same from a date on), ``exact`` (a given number of lines with a label), and ``cross`` (one user
+satisfies one condition, the other another one). This module defines the conditions and the score,
+which is F1 over pairs.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ _FORM = (
 
 
 class PairScorer(msgspec.Struct, frozen=True):
-    """F1 over pairs: 2·shared / (pairs of the answer + pairs of the gold). The order in a pair does
-    not matter. A pair is written in brackets, or alone in a line: ``(12, 15)``, ``[[12, 15]]``."""
+    """The F1 score of an answer that lists pairs: 2·shared / (pairs of the answer + pairs of the
+    right answer). The order within a pair does not matter. A pair is written in brackets, or alone
+    on a line: ``(12, 15)``, ``[[12, 15]]``."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = {frozenset(map(int, pair)) for pair in item.gold}
@@ -78,7 +82,8 @@ def oolong_pairs(
     with_labels: bool = False,
     seed: int = 0,
 ) -> SimpleTask:
-    """All pairs of users that satisfy a condition on the labels and dates of their lines.
+    """Return a task that asks for all pairs of users that satisfy a condition on the labels and
+    dates of their lines.
 
     Args:
         tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
@@ -101,7 +106,8 @@ def oolong_pairs(
 
 
 class UserPairCondition(msgspec.Struct, frozen=True):
-    """A condition on pairs of users, with the lines that decide which pairs satisfy it."""
+    """A condition on pairs of users, the lines that decide which users satisfy it, and the pairs
+    that do."""
 
     text: str
     """The condition, as the end of "pairs of users such that …"."""
@@ -178,8 +184,8 @@ def _text(
 def _planted(
     rng: random.Random, ids: Sequence[int], condition: UserPairCondition, with_labels: bool
 ) -> dict[int, list[str]]:
-    """Return the lines to plant, by day. They decide which pairs of users satisfy the condition.
-    Each user has at least one line."""
+    """Return the lines to plant in the text, by day. They decide which pairs of users satisfy the
+    condition, and each user has at least one of them."""
     planted: dict[int, list[str]] = {}
     neutral = [label for label in LABELS if label not in condition.labels]
     for user in ids:
@@ -267,7 +273,7 @@ def _cross(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
 
 
 def _some(rng: random.Random, ids: Sequence[int]) -> list[int]:
-    """Return a third to a half of the users, in their order."""
+    """Choose a third to a half of the users at random. They keep their order."""
     return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
 
 

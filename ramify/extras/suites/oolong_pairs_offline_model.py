@@ -1,8 +1,10 @@
-"""How the offline model answers ``oolong_pairs``: leaves label the lines as in OOLONG, and code
-finds the users that satisfy the condition and joins them.
+"""The strategy with which the offline model, a program in place of a language model, answers
+``oolong_pairs``: sub-calls label the lines as in OOLONG, and code finds the users that satisfy the
+condition and joins them into pairs.
 
-Decides the strategy of a root. Not here: how a leaf labels lines (``oolong_offline_model.py``), the
-accuracy of a reply, and the steps of a root (``ramify/testing/offline.py``).
+This module decides how the root of a run proceeds. How a sub-call labels lines is decided by
+``oolong_offline_model.py``, and how accurate replies are, and the steps of a root, by
+``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

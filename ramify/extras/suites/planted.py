@@ -1,4 +1,5 @@
-"""Summaries whose planted facts are counted.
+"""A benchmark of summaries: facts are planted in a long text, and a summary is scored by how many
+of them it states.
 
     planted(tokens=65_536)
     planted(families=("updates",))
@@ -7,12 +8,12 @@
     Summarise which grants the council made: one sentence for each place, with its amount.
       ->  Lodavi: 4210 crowns. Kelumo: …
 
-Families: ``grants`` (those of a council, among those that it rejected and those of others),
-``updates`` (the latest of several amounts of each place) and ``person`` (purchases of one person,
-among those of others).
+There are three families. A summary states the ``grants`` of a council, among grants that the
+council rejected and those of others; the ``updates``, which are the latest of several amounts for
+each place; or what one ``person`` bought, among purchases of others.
 
-Decides the facts, and the score: the share of the facts that the first 150 words of a summary
-state, with a penalty for other amounts.
+This module defines the facts and the score: the share of the facts that the first 150 words of a
+summary state, with a penalty for other amounts.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _FORM = (
 
 
 class FactScorer(msgspec.Struct, frozen=True):
-    """Share of the planted facts that a summary states in its first 150 words. Each other amount
-    that it names counts as one more fact that it does not state.
+    """The score of a summary: the share of the planted facts that its first 150 words state. Each
+    other amount in these words counts as one more fact that the summary does not state.
 
     A fact is a place with an amount. If a sentence or line names as many places as amounts, the
     first place has the first amount, and so on. Otherwise a place has the next amount after it, or
@@ -91,7 +92,8 @@ def _stated(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def planted(
     *, tokens: int = 8_192, families: str | Sequence[str] | None = None, seed: int = 0
 ) -> SimpleTask:
-    """Summaries of a long text, scored by the planted facts that they state.
+    """Return a task that asks for summaries of a long text, scored by the planted facts that they
+    state.
 
     Args:
         tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
@@ -105,7 +107,7 @@ def planted(
 
 
 class PlantedFacts(NamedTuple):
-    """Planted facts that a good summary of an item must state, and the sentences that contain
+    """The planted facts that a good summary of a text must state, and the sentences that contain
     them."""
 
     asked: str

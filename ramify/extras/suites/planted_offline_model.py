@@ -1,8 +1,10 @@
-"""How the offline model answers ``planted``: leaves extract the facts of each part, in order, and
-code keeps the last amount of each place.
+"""The strategy with which the offline model, a program in place of a language model, answers
+``planted``: sub-calls extract the facts of each part of the text, in order, and code keeps the last
+amount of each place.
 
-Decides the strategy of a root, what a leaf reads, and its plausible errors. Not here: the accuracy
-of a reply, and the steps of a root (``ramify/testing/offline.py``).
+This module decides how the root of a run proceeds, what a sub-call reads, and which plausible
+errors it makes. How accurate replies are, and the steps of a root, are decided by
+``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

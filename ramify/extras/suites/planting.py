@@ -1,13 +1,13 @@
-"""Facts among filler: a text of a given length, in which each fact is at a given share of it.
+"""Functions that plant facts in filler: they make a text of a given length, with each fact at a
+given relative position.
 
     plant([(0.5, "The code is 12.")], sentences, chars=4_000, separator=" ")
 
-Facts and their places come from the item's random generator before the filler's is taken from it
-(``filler_of``). So two lengths of one item have the same facts in the same order. Filler is made in
-blocks that are joined at once: a text of 40 MB has about a million passages, and one object for
-each would need more memory than the text.
-
-Not here: what is planted (each suite's module).
+Facts and their positions are drawn from the item's random generator before the generator of the
+filler is split off (``filler_of``). So an item has the same facts in the same order at every
+length. Filler is made in blocks that are joined at once: a text of 40 MB has about a million
+passages, and one object for each would need more memory than the text. Each benchmark's module
+decides which facts are planted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Fact = tuple[float, str]
 
 
 def filler_of(rng: random.Random) -> random.Random:
-    """Return the generator of an item's filler. Everything that all lengths share is drawn from
-    ``rng`` before."""
+    """Return a separate random generator for an item's filler. Call it after everything that must
+    be the same at all lengths has been drawn from ``rng``."""
     return random.Random(rng.getrandbits(64))
 
 
@@ -35,10 +35,11 @@ def plant(
     chars: int,
     separator: str = "\n",
 ) -> str:
-    """Return a text of ``chars`` characters, to within a passage.
+    """Return a text that consists of the facts and of filler between them. Its length is ``chars``
+    characters, to within one passage of filler.
 
-    ``passages(num)`` makes ``num`` passages of filler. Facts with equal shares keep their order.
-    Raises ValueError if the facts alone are longer."""
+    ``passages(num)`` makes ``num`` passages of filler. Facts with equal positions keep their order.
+    Raises ValueError if the facts alone are longer than the text."""
     room = chars - sum(len(text) + len(separator) for _, text in facts)
     if room < 0:
         raise ValueError(f"its facts have {chars - room:,} characters, and the text {chars:,}")
@@ -65,8 +66,8 @@ def plant(
 
 
 def _cut(block: list[str], chars: int, gap: int) -> list[str]:
-    """Return as many of the first passages of ``block`` as fit into ``chars`` characters, but at
-    least one. ``gap`` is the number of characters between two passages."""
+    """Return the first passages of a block that fit into ``chars`` characters, but at least one.
+    ``gap`` is the number of characters between two passages."""
     if sum(map(len, block)) + gap * len(block) <= chars:
         return block
     size = 0

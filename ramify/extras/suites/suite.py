@@ -1,11 +1,12 @@
-"""The form that all suites share: their options, their splits, and rows of public files.
+"""What all benchmark suites share: how they check their options, build their splits, and read rows
+of public files.
 
     niah(tokens=65_536, families=("single_1", "vt"))          generated, at a length
     niah(test="niah_single_1/validation.jsonl")               a file that its authors publish
 
-Decides which options are refused before anything is spent: an unknown family, a length that a suite
-cannot have, and a file that lacks columns. Not here: how an item is made and scored (each
-suite's module).
+Invalid options are rejected before any cost arises: an unknown family of questions, a length that a
+suite cannot have, and a file that lacks columns. How an item is made and scored is decided by each
+suite's module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Row = Mapping[str, Any]
 
 
 class BenchmarkFileFormat(msgspec.Struct, frozen=True):
-    """The form of a file that the authors of a benchmark publish."""
+    """The format of a file that the authors of a benchmark publish: the columns that it must have,
+    and how a row becomes an item."""
 
     benchmark: str
     """Name of the benchmark, for errors."""
@@ -37,7 +39,8 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
     """Converts a row. It raises ValueError for a value in another form."""
 
     def read(self, row: Row) -> Item:
-        """Convert ``row`` to an item. Raises ValueError that names the missing columns."""
+        """Convert a row of a file to an item. Raises ValueError with the names of the missing
+        columns."""
         missing = [column for column in self.columns if column not in row]
         if missing:
             raise ValueError(
@@ -48,10 +51,12 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
 
 
 class JsonArrayRows(LazySequence[Row]):
-    """Objects of a file that is one JSON array. They are decoded on access."""
+    """The rows of a file that consists of one JSON array of objects. Each object is decoded when it
+    is accessed."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises SourceError if the file cannot be read or is not an array."""
+        """Read the file at ``path``. Raises SourceError if the file cannot be read or is not a JSON
+        array."""
         self._path = Path(path).expanduser()
         try:
             self._rows = msgspec.json.decode(self._path.read_bytes(), type=list[msgspec.Raw])
@@ -71,13 +76,14 @@ class JsonArrayRows(LazySequence[Row]):
 def chosen_families(
     suite: str, families: str | Sequence[str] | None, known: Sequence[str], tokens: int
 ) -> tuple[str, ...]:
-    """Return the families to ask about.
+    """Check which families of questions were chosen, and return their names without duplicates.
 
     Args:
-        suite: Name of the suite.
-        families: Their names; a text may have several, separated by commas. None: all.
+        suite: Name of the suite, for errors.
+        families: The chosen families: a sequence of names, a text of names separated by commas,
+            or None for all.
         known: The families of the suite.
-        tokens: Length of a text.
+        tokens: Length of a text, which is checked, too.
 
     Raises ConfigError for an unknown family, and for a length that a suite cannot have."""
     named = families.split(",") if isinstance(families, str) else families
@@ -106,7 +112,7 @@ def suite_task(
     sources: Sequence[Any] = (),
     file: BenchmarkFileFormat | None = None,
 ) -> SimpleTask:
-    """Return the task of a suite.
+    """Return the task of a suite. Its splits are generated, unless files or rows replace them.
 
     Args:
         name: Name of the suite.
