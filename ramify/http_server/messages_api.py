@@ -1,12 +1,13 @@
-"""Anthropic's messages API for a single model: reads requests, and writes replies and streams.
+"""Anthropic's messages API for a single model: functions that parse requests and write replies and
+streams.
 
     body ──read──> MessagesExchange ── request ──> Request       Reply ──> body or events
 
-The API has the arguments of a tool call as an object, and a renderer writes them as JSON text. Both
-directions use the spacing of ``json.dumps``, as renderers do, so that a call that comes back is the
-text that was sent. Log-probabilities and several replies do not exist in this API. Unsupported
-fields that would change the answer are rejected by name. Not here: our own client of this API (see
-clients/anthropic.py).
+In this API, the arguments of a tool call are a JSON object, while the chat template of a model
+writes them as JSON text. Both directions use the spacing of ``json.dumps``, as chat templates do,
+so that a call that a client sends back has the text that the model wrote. Log-probabilities and
+several replies do not exist in this API. Unsupported fields that would change the answer are
+rejected by name. Ramify's own client of this API is in ``clients/anthropic.py``.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class _OutputConfig(msgspec.Struct):
 
 
 class MessagesRequest(msgspec.Struct):
-    """Request for a message, or for the number of its tokens: the fields that this server reads,
-    and those that it rejects."""
+    """A request for a message or for the number of its tokens, with the fields that this server
+    reads and those that it rejects."""
 
     messages: list[_Turn]
     model: str = ""
@@ -115,12 +116,14 @@ _decoder = msgspec.json.Decoder(MessagesRequest)
 
 
 class MessagesExchange:
-    """One message: what was asked, and how the reply is written."""
+    """One message: the parsed request, and the methods that write the reply as one body or as
+    events."""
 
     num_replies = 1
 
     def __init__(self, parsed: MessagesRequest, model: ServedModel) -> None:
-        """Raises Refused or RequestRejected for a request that cannot be answered."""
+        """Prepare to answer a parsed request. Raises Refused or RequestRejected for a request that
+        cannot be answered."""
         self.is_streamed = bool(parsed.stream)
         self.is_private = parsed.store is False
         self.request = _request_of(parsed, model.window)
@@ -186,8 +189,8 @@ class MessagesExchange:
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Open a content block of this ``kind``, unless one is open already, and return the events
-        to send: the end of the previous block and the start of this one."""
+        """Open a content block of the given kind, unless one is open already. Returns the events to
+        send: the end of the previous block and the start of this one."""
         if self._open == kind:
             return b""
         events = self._close_block()
@@ -225,8 +228,8 @@ class MessagesExchange:
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _stop_sequence(self, reply: Reply) -> str | None:
-        """The stop sequence that ended the reply: the one that the sampled text has where the
-        message was cut."""
+        """Return the stop sequence that ended the reply, or None. It is the one that follows the
+        message's text in the text of the sampled tokens."""
         stops = self.request.sampling.stop
         if not stops or not reply.token_ids:
             return None
@@ -236,7 +239,8 @@ class MessagesExchange:
 
 
 def read(body: bytes, model: ServedModel) -> MessagesExchange:
-    """Read a request body. Raises Refused or RequestRejected with the reason if it is invalid."""
+    """Parse the body of a request for a message. Raises Refused or RequestRejected with the reason
+    if the request is invalid."""
     parsed = _parsed(body)
     if parsed.max_tokens is None:
         raise RequestRejected("max_tokens is missing: give at least 1", param="max_tokens")
@@ -246,8 +250,8 @@ def read(body: bytes, model: ServedModel) -> MessagesExchange:
 
 
 def read_count_request(body: bytes, model: ServedModel) -> Request:
-    """Read the body of a request for the number of tokens of a prompt. Raises Refused or
-    RequestRejected with the reason if it is invalid."""
+    """Parse the body of a request for the number of tokens of a prompt. Raises Refused or
+    RequestRejected with the reason if the request is invalid."""
     return _request_of(_parsed(body), model.window)
 
 
@@ -314,7 +318,8 @@ def _choice(choice: _Choice | None) -> ToolChoice:
 
 
 def _reply(turn: _Turn) -> list[Message]:
-    """Convert a turn of the assistant, which is a text or content blocks, to one message."""
+    """Convert a turn of the assistant, which is a text or a list of content blocks, to one
+    message."""
     if isinstance(turn.content, str):
         return [Message("assistant", turn.content)]
     content, reasoning = "", None
@@ -334,8 +339,8 @@ def _reply(turn: _Turn) -> list[Message]:
 
 
 def _given(turn: _Turn) -> list[Message]:
-    """Convert a turn that the model did not write: each tool result is a message, and so are the
-    texts between them."""
+    """Convert a turn that the model did not write to messages. Each tool result becomes a message,
+    and so does the text between two tool results."""
     role = turn.role
     if isinstance(turn.content, str):
         return [Message(role, turn.content)]
@@ -370,8 +375,8 @@ def _unsupported(block: _Block) -> RequestRejected:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object, which the API requires. Text that is not a
-    JSON object is stored as the only field of one."""
+    """Return the arguments of a tool call as the object that the API requires. Text that is not a
+    JSON object becomes the only field of a new object."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -380,8 +385,8 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _arguments(input: dict[str, Any]) -> str:
-    """Return the arguments of a tool call as text, from the object in which the API has them. Text
-    that was not a JSON object when it was sent is returned unchanged."""
+    """Return the arguments of a tool call as text, given the object that the API contains. If the
+    text was not a JSON object when it was sent, that text is returned unchanged."""
     unparsed = input.get(_UNPARSED)
     if len(input) == 1 and isinstance(unparsed, str):
         return unparsed

@@ -1,22 +1,23 @@
-"""Interface between the APIs of one model and the model that answers: what a request asks for, what
-answers it, and how the replies are written.
+"""The interface between the HTTP APIs of one model and the model that answers: a request in the
+format of an API, the model, and what all APIs share.
 
     body ── completions.read ────┐                                 ┌─ body
             responses_api.read ──┼─> ModelApiExchange ─ request ─> ServedModel ─ replies ─> exchange
             messages_api.read ───┘                                 └─ events of a stream
 
-Three APIs are written behind ``ModelApiExchange``, and two models answer behind ``ServedModel``: a
-served policy (serve/policy.py) and an agent's seat in a run (evaluate/agent_model_endpoint.py).
-Here is also what the APIs share: the choice of tools, ids of tool calls, log-probabilities, and the
-text that a streamed message gains.
+Three APIs implement ``ModelApiExchange``, and two models implement ``ServedModel``: a served policy
+(``serve/policy.py``), and the model that answers an agent in a run
+(``evaluate/agent_model_endpoint.py``). This module also has what the APIs share: the choice of
+tools, ids of tool calls, log-probabilities, and the text by which a streamed message has grown.
 
-A model's renderer numbers the tool calls of each reply from ``call_0``. Programs expect ids that
-are unique in a conversation, so a random mark of the reply is appended when a call is sent, and
-removed when it comes back. The messages of the next request are then those that the model wrote.
+A model's chat template numbers the tool calls of each reply from ``call_0``. Programs expect ids
+that are unique in a conversation, so random characters, the same for all calls of a reply, are
+appended when a call is sent, and removed when it is sent back. The messages of the next request are
+then those that the model wrote.
 
     call_0  ──unique_call_id──>  call_0_5f1c0a9be2d34c77  ──original_call_id──>  call_0
 
-Not here: routes and errors (see model_api_routes.py).
+Routes and errors are handled in ``model_api_routes.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class ServedModel(Protocol):
-    """The model that answers the requests of one caller."""
+    """A model that answers the requests of one caller of a server."""
 
     name: str
     """Name of the model in responses."""
@@ -50,30 +51,31 @@ class ServedModel(Protocol):
     """Maximum tokens of prompt and reply together."""
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return independent replies to ``request``. Raises RamifyError or RequestRejected."""
+        """Return independent replies to one request. Raises RamifyError or RequestRejected."""
         ...
 
     def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield the replies as they grow: (number of the reply, the message so far), and once per
-        reply (its number, the whole reply). Raises like ``replies``."""
+        """Yield the replies to a request as they grow, each with its number: the message so far
+        after each step, and the whole reply at its end. Raises RamifyError or RequestRejected."""
         ...
 
     def num_tokens(self, request: Request) -> int:
-        """Number of tokens of the prompt. Raises Refused if it is unknown."""
+        """Return the number of tokens of a request's prompt. Raises Refused if it is unknown."""
         ...
 
     def text_of(self, id: int) -> str:
-        """Text of one token; empty if it is unknown."""
+        """Return the text of one token, or an empty string if it is unknown."""
         ...
 
 
 class ModelApiExchange(Protocol):
-    """One request in the format of an API, and the format of what answers it.
+    """One request in the format of an API, with the methods that write the answer in the same
+    format.
 
-    ``body`` writes the whole response. A stream is ``begin``, ``grow`` any number of times, ``end``
-    for each reply, and ``close``, or ``fail`` instead of the rest.
+    ``body`` returns a whole response. A stream consists of ``begin``, any number of ``grow``,
+    ``end`` for each reply, and ``close``; ``fail`` replaces the rest after an error.
     """
 
     id: str
@@ -99,8 +101,8 @@ class ModelApiExchange(Protocol):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Which tools a reply must call. It does not change the prompt, so that a conversation keeps
-    its token ids; the reply is checked."""
+    """The tools that a reply must or may call. The choice is not written into the prompt, so that a
+    conversation keeps its token ids; instead the finished reply is checked."""
 
     is_required: bool = False
     """If True, a reply without a tool call is an error."""
@@ -112,7 +114,8 @@ class ToolChoice(msgspec.Struct, frozen=True):
     """If False, a reply with more than one tool call is an error."""
 
     def check(self, reply: Reply) -> None:
-        """Raise RequestRejected if ``reply`` does not do what was required."""
+        """Raise RequestRejected if a reply does not call the tools that it must, or calls
+        others."""
         called = [call.name for call in reply.message.tool_calls]
         others = [name for name in called if self.names and name not in self.names]
         problem = ""
@@ -130,14 +133,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> RequestRejected:
-    """Return the error for a ``reply`` that is not what the request required."""
+    """Return the error for a reply that does not do what the request required. It includes the text
+    of the reply."""
     error = RequestRejected(problem, code=code)
     error.more["failed_generation"] = reply.message.content
     return error
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
-    """Return ``choice``. Raises RequestRejected if it requires a tool that is not offered."""
+    """Return the choice unchanged, or raise RequestRejected if it names or requires a tool that is
+    not offered."""
     known = {tool.name for tool in tools}
     unknown = next((name for name in choice.names if name not in known), None)
     if unknown is not None:
@@ -150,8 +155,8 @@ def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> 
 
 
 def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
-    """Read ``tool_choice`` in the format of chat completions or of the responses API. Raises
-    RequestRejected if it is not supported."""
+    """Parse the ``tool_choice`` of a request, in the format of chat completions or of the responses
+    API. Raises RequestRejected if its value is not supported."""
     is_parallel = parallel is not False
     if choice is None or choice == "auto":
         return ToolChoice(is_parallel=is_parallel)
@@ -179,8 +184,8 @@ def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
 
 
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
-    """Decode the JSON body of a request. ``kind`` names what the API returns, for the error. Raises
-    Refused with the reason."""
+    """Decode the JSON body of a request. Raises Refused with the reason if that fails. ``kind``
+    says what the API returns, for the error."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -188,7 +193,8 @@ def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> 
 
 
 def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raise RequestRejected for the first unsupported field with a value that would matter.
+    """Raise RequestRejected if a request has an unsupported field whose value would change the
+    answer.
 
     ``harmless`` maps the name of each unsupported field to the values that have no effect.
     """
@@ -199,7 +205,7 @@ def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[A
 
 
 def check_sampling(temperature: float | None, top_p: float | None) -> None:
-    """Raise Refused if ``temperature`` is negative, or if ``top_p`` is not above 0 and at most
+    """Raise Refused unless ``temperature`` is at least 0, and ``top_p`` is above 0 and at most
     1."""
     if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
         raise Refused(
@@ -208,7 +214,8 @@ def check_sampling(temperature: float | None, top_p: float | None) -> None:
 
 
 def check_top_logprobs(number: int | None) -> int:
-    """Return the number of likeliest tokens to report. Raises RequestRejected."""
+    """Return how many of the likeliest tokens to report for each sampled token. Raises
+    RequestRejected if a request asks for too many."""
     if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
         raise RequestRejected(
             f"top_logprobs={number} must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
@@ -217,8 +224,9 @@ def check_top_logprobs(number: int | None) -> int:
 
 
 def schema_in(format: Any, where: str) -> dict[str, Any] | None:
-    """Return the JSON schema of a response format of either API of OpenAI, or None. ``where`` is
-    its field. Raises RequestRejected."""
+    """Return the JSON schema in the response format of a request to either API of OpenAI, or None
+    if the reply may be any text. ``where`` names the field for errors. Raises RequestRejected for
+    another format."""
     kind = format.get("type") if isinstance(format, dict) else None
     if format is None or kind == "text":
         return None
@@ -241,7 +249,7 @@ _SENT_ID = re.compile(r"(call_\d+)_[0-9a-f]{16}")
 
 
 def new_reply_mark() -> str:
-    """Mark that makes the ids of one reply's tool calls unique."""
+    """Return random characters that make the ids of one reply's tool calls unique."""
     return secrets.token_hex(8)
 
 
@@ -263,7 +271,7 @@ def original_call_id(id: str) -> str:
 
 
 def calls_with_unique_ids(message: Message) -> list[ToolCall]:
-    """The tool calls of a reply, with ids that are unique in a conversation."""
+    """Return the tool calls of a reply, with ids that are unique in the conversation."""
     if not message.tool_calls:
         return []
     mark = new_reply_mark()
@@ -274,16 +282,16 @@ def calls_with_unique_ids(message: Message) -> list[ToolCall]:
 
 
 class ReplyDeltaTracker:
-    """Compares a streamed message with what has been sent of it."""
+    """Remembers how much of a streamed message was sent, and finds the text that is new."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
         self._content = ""
 
     def gained(self, message: Message) -> tuple[str | None, str]:
-        """Return (reasoning, content) that ``message`` has beyond what was sent. The reasoning is
-        None if nothing was added to it; the first part of it may be empty. If text that was sent
-        has changed since, it is not sent again."""
+        """Return the reasoning and the content by which a message has grown since the last call.
+        The reasoning is None if nothing was added to it; the first part of it may be empty. If text
+        that was already sent has changed, nothing is sent again."""
         reasoning: str | None = None
         if message.reasoning is not None:
             reasoning = _gain(self._reasoning or "", message.reasoning)
@@ -300,7 +308,8 @@ def _gain(sent: str, now: str) -> str:
 
 
 def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Log-probabilities of all sampled tokens, in the format of OpenAI's APIs."""
+    """Return the log-probabilities of all sampled tokens of a reply, in the format of OpenAI's
+    APIs."""
     texts = _TokenTexts(text_of)
     ids, logprobs = reply.token_ids or (), reply.logprobs or ()
     tops = reply.top_logprobs or ((),) * len(ids)
@@ -311,7 +320,7 @@ def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[st
 
 
 class _TokenTexts:
-    """Texts of tokens; each is looked up once."""
+    """A cache of the texts of tokens, so that each is looked up once."""
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self._text_of = text_of
@@ -327,14 +336,15 @@ class _TokenTexts:
 
 
 def server_sent_event(event: object, kind: str = "") -> bytes:
-    """One event of a stream as it is sent. ``kind`` is its name, which some APIs repeat."""
+    """Encode one event of a stream as server-sent events require. ``kind`` is the event's name,
+    which some APIs repeat outside the data."""
     head = f"event: {kind}\n".encode() if kind else b""
     return b"%sdata: %s\n\n" % (head, encode(event))
 
 
 def text_of_parts(parts: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> Iterator[str]:
     """Yield the texts of the parts of a message. ``kinds`` maps each supported kind of part to the
-    field of its text. Raises Refused for any other kind."""
+    field that has its text. Raises Refused for any other kind."""
     for part in parts:
         kind = str(part.get("type"))
         if kind not in kinds:

@@ -1,4 +1,5 @@
-"""Routes of the three APIs of one model, with their errors.
+"""The HTTP routes of three APIs for one model: chat completions, responses, and Anthropic's
+messages.
 
     POST {prefix}/v1/chat/completions          chat_completions_api.py
     POST {prefix}/v1/responses                 responses_api.py
@@ -8,10 +9,10 @@
 
     request ──> admit ──> ServedModel ── replies or a stream ──> body or events
 
-A server decides which requests it accepts and which model answers them (``Admission``). A reply
-that does not obey ``tool_choice`` is an error, because sampling is not constrained. An error before
-the first part of a stream is an error response; a later one is the stream's last event. Not here:
-the list of models, which each server writes itself (``listed_models``).
+A server decides which requests it accepts and which model answers them (``Admission``). Sampling is
+not constrained, so a reply that does not obey ``tool_choice`` is an error. An error before the
+first part of a stream becomes an error response; a later one is the stream's last event. Each
+server has its own route for the list of models, whose response ``listed_models`` writes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 
 
 class CallerModelAccess(msgspec.Struct, frozen=True):
-    """The model that answers a caller, and the caller's responses."""
+    """What one caller of a server may use: the model that answers, and the responses that are
+    stored for this caller."""
 
     model: ServedModel
     stored: StoredResponses
@@ -56,7 +58,7 @@ class CallerModelAccess(msgspec.Struct, frozen=True):
             await self.recorder(exchange.id, index, exchange.request, reply)
 
     def notice(self, exchange: ModelApiExchange) -> dict[str, str]:
-        """Headers that tell a client that its conversation is recorded."""
+        """Return the HTTP headers that tell a client that its conversation is recorded."""
         is_recorded = self.recorder is not None and not exchange.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
@@ -66,14 +68,15 @@ Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModelAcces
 
 
 class ModelApiRoutes:
-    """HTTP routes of the three APIs with which clients ask a model: chat completions, responses,
-    and Anthropic's messages. ``admit`` accepts each request and decides which model answers it."""
+    """The HTTP routes of the three APIs with which clients use a model: chat completions,
+    responses, and Anthropic's messages. ``admit`` accepts each request and decides which model
+    answers it."""
 
     def __init__(self, admit: Admission) -> None:
         self._admit = admit
 
     def add_to(self, app: web.Application, prefix: str = "") -> None:
-        """Add the routes to ``app``, with ``prefix`` before their paths."""
+        """Add the routes to an aiohttp application, with ``prefix`` before their paths."""
         base = f"{prefix}/v1"
         app.router.add_post(base + chat_completions_api.PATH, self._chat)
         app.router.add_post(base + responses_api.PATH, self._response)
@@ -145,7 +148,8 @@ class ModelApiRoutes:
 
 @contextlib.contextmanager
 def errors_as_rejections() -> Iterator[None]:
-    """Turn errors of reading a request and of the model into rejections."""
+    """Return a context manager that turns errors of the model and of a request into error
+    responses."""
     try:
         yield
     except RamifyError as error:
@@ -171,8 +175,8 @@ def rejection_of(error: RamifyError) -> RequestRejected:
 def listed_models(
     http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
 ) -> web.Response:
-    """Return the response to a request for the list of models. It lists the one model that is
-    served, in the format of OpenAI or Anthropic, as the request asks."""
+    """Return the response to a request for the list of models. The list consists of the one model
+    that is served, in the format of OpenAI or Anthropic, depending on the request."""
     about: dict[str, Any] = {} if window is None else {"max_model_len": window}
     if is_recorded:
         about["recorded"] = True
@@ -231,7 +235,8 @@ async def _streamed(
 
 
 def _check(reply: Reply, exchange: ModelApiExchange) -> None:
-    """Raise RequestRejected if ``reply`` is not what the request required."""
+    """Raise RequestRejected if a reply does not have what the request required: tool calls, or
+    log-probabilities of the likeliest tokens."""
     exchange.tool_choice.check(reply)
     top_logprobs = exchange.request.sampling.top_logprobs
     if top_logprobs and reply.token_ids and reply.top_logprobs is None:

@@ -1,11 +1,11 @@
-"""Error responses of all servers, in the format of the API that was asked.
+"""Error responses of all servers, in the format of the API that a client uses.
 
     OpenAI      {"error": {"message": "…", "type": "rate_limit_error", "code": null, "param": null}}
     Anthropic   {"type": "error", "error": {"type": "rate_limit_error", "message": "…"}}
 
-A request of Anthropic's API is one with the header ``anthropic-version``, or below ``/messages``.
-Not here: which requests are rejected (see access.py, request_body_limiter.py and the routes of each
-server).
+A request uses Anthropic's API if it has the header ``anthropic-version``, or if its path ends with
+that of the messages API. Which requests are rejected is decided by ``access.py``,
+``request_body_limiter.py`` and the routes of each server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _ANTHROPIC_KINDS = {
 
 
 class RequestRejected(Exception):
-    """Raised to answer a request with an error response. ``str()`` is the client's message."""
+    """Raised to answer a request with an error response. The text of the exception is what the
+    client gets to read."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class RequestRejected(Exception):
         retry_after_s: float | None = None,
         run: str | None = None,
     ) -> None:
-        """``param`` is the wrong field; ``run`` is the id of the failed run."""
+        """Create a rejection. ``param`` names the wrong field of the request; ``run`` is the id of
+        the run that failed, if there was one."""
         super().__init__(text)
         self.param = param
         self.status = status
@@ -63,8 +65,8 @@ class RequestRejected(Exception):
         return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
     def anthropic_body(self) -> bytes:
-        """Return the body of the error in the format of Anthropic's API. As in that API, the error
-        for a prompt that is too long begins with "prompt is too long"."""
+        """Return the body of the error response in the format of Anthropic's API. As in that API,
+        the error for a prompt that is too long begins with "prompt is too long"."""
         text = f"prompt is too long: {self}" if self.code == TOO_LONG else str(self)
         text = text.encode("utf-8", "replace").decode()
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else None)
@@ -72,8 +74,8 @@ class RequestRejected(Exception):
         return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, http: web.Request | None = None) -> web.Response:
-        """Response to the request ``http``, in the format of its API; by default that of
-        OpenAI."""
+        """Return the response to a rejected request, in the format of the API that the request
+        uses, or of OpenAI's without a request."""
         is_anthropic = http is not None and asks_anthropic(http)
         body = self.anthropic_body() if is_anthropic else self.body()
         headers = (
@@ -99,14 +101,15 @@ def asks_anthropic(http: web.Request) -> bool:
 
 
 def kind_of(status: int) -> str:
-    """OpenAI's error type for an HTTP status."""
+    """Return the error type that OpenAI's API uses for an HTTP status."""
     return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def error_body(
     text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
 ) -> bytes:
-    """Body of an error. ``param`` is the wrong field; ``more`` adds fields to those of OpenAI."""
+    """Return the body of an error response in the format of OpenAI's API. ``param`` names the wrong
+    field of the request; ``more`` adds further fields."""
     text = text.encode("utf-8", "replace").decode()  # a path may hold lone surrogates
     return msgspec.json.encode(
         {"error": {"message": text, "type": kind, "code": code, "param": param, **more}}

@@ -1,13 +1,14 @@
-"""Receives request bodies, within limits on their total size and on the duration of each.
+"""Reception of request bodies, with limits on their total size in memory and on how long each may
+take.
 
     async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
         request = decode(body)
                                                             the body no longer counts
 
 Bodies are held in memory. So before a body is read, its announced length is reserved from the
-allowances of its caller and of the server. If it does not fit, the request gets status 429. Small
-bodies need no reservation, because the maximum number of connections already bounds them. Not
-here: heads (see connections.py).
+allowances of its caller and of the server. If the length exceeds the rest of an allowance, the
+request gets status 429. Small bodies need no reservation, because the maximum number of connections
+already limits them. The heads of requests are limited in ``connections.py``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class RequestBodyLimiter:
 
     @asynccontextmanager
     async def received(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
-        """Read the body of a request from ``caller``, and keep its reservation until the block
-        ends. Raises RequestRejected."""
+        """Read the body of a request from ``caller``. The memory stays reserved until the
+        ``async with`` block ends. Raises RequestRejected if the body is too large or too slow, or
+        if too many bodies are in transfer."""
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestRejected("send the body without Content-Encoding", status=415)
         length = http.content_length or 0
@@ -72,7 +74,8 @@ class RequestBodyLimiter:
 
 
 class _Upload:
-    """One body while it is being received."""
+    """The body of one request while it is being received, and the memory that is reserved for
+    it."""
 
     def __init__(self, uploads: RequestBodyLimiter, caller: str) -> None:
         self._uploads = uploads
@@ -80,7 +83,8 @@ class _Upload:
         self._reserved = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Raise the reservation of this body to ``num_bytes``. Raises RequestRejected."""
+        """Increase the memory that is reserved for this body to ``num_bytes``. Raises
+        RequestRejected if that exceeds a limit."""
         most = self._uploads.limits.max_body_bytes
         if num_bytes > most:
             raise RequestRejected(

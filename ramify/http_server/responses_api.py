@@ -1,12 +1,13 @@
-"""The responses API for a single model: reads requests, and writes responses and streams.
+"""The responses API for a single model: functions that parse requests and write responses and
+streams.
 
     body ──read──> ResponsesExchange ── request ──> Request       Reply ──> body or events
 
-A response consists of items: reasoning, a message, and function calls. The items of an earlier
-response, sent back in their order, become the one message that the model wrote. With
-``previous_response_id`` the conversation continues from a response that is remembered here.
-Unsupported fields that would change the answer are rejected by name. Not here: responses of runs
-(see serve/responses.py).
+A response consists of items: reasoning, a message, and function calls. If a client sends the items
+of an earlier response back in their order, they become the one message that the model wrote. With
+``previous_response_id`` the conversation continues from a response that the server has stored.
+Unsupported fields that would change the answer are rejected by name. Responses for whole runs are
+handled in ``serve/responses.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _UNFINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One response, and the conversation up to it."""
+    """A response that is stored so that later requests can continue from it, with the conversation
+    up to it."""
 
     messages: tuple[Message, ...]
     """The conversation without instructions, up to and including the reply."""
@@ -63,7 +65,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class StoredResponses:
-    """The last few thousand responses of one caller, by id."""
+    """The last few thousand responses to one caller, by id. The total size is limited, too."""
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -73,7 +75,8 @@ class StoredResponses:
         return self._stored.get(id)
 
     def keep(self, id: str, response: StoredResponse) -> None:
-        """Remember ``response``, and forget the oldest if there are too many."""
+        """Store a response, and remove the oldest ones if there are too many or they are too
+        large."""
         self._stored[id] = response
         self._num_bytes += response.num_bytes
         while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
@@ -109,7 +112,8 @@ class _Text(msgspec.Struct):
 
 
 class ResponsesRequest(msgspec.Struct):
-    """Request for a response: the fields that this server reads, and those that it rejects."""
+    """A request for a response, with the fields that this server reads and those that it
+    rejects."""
 
     input: str | list[_Item]
     model: str = ""
@@ -141,7 +145,8 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 class ResponsesExchange:
-    """One response: what was asked, and how the reply is written."""
+    """One response: the parsed request, and the methods that write the reply as one body or as
+    events."""
 
     num_replies = 1
 
@@ -152,7 +157,7 @@ class ResponsesExchange:
         stored: StoredResponses,
         num_bytes: int,
     ) -> None:
-        """``num_bytes`` is the size of the request.
+        """Prepare to answer a parsed request, whose body had ``num_bytes`` bytes.
 
         Raises Refused or RequestRejected for a request that cannot be answered.
         """
@@ -296,7 +301,8 @@ class ResponsesExchange:
         return {"type": kind, "id": f"{prefix}_{self._key}", **fields}
 
     def _text_delta(self, kind: str, text: str) -> bytes:
-        """Events that add ``text`` to the item of this kind, which is opened if necessary."""
+        """Return the events that add text to the item of this kind. The item is opened if
+        necessary."""
         events = b""
         if not self._items or self._items[-1].kind != kind:
             events = self._open(kind)
@@ -395,7 +401,7 @@ class ResponsesExchange:
 
 
 class _StreamedItem(msgspec.Struct, frozen=True):
-    """An item of a stream that has begun."""
+    """An item of a response that has begun to be streamed."""
 
     kind: str
     place: dict[str, Any]
@@ -403,7 +409,8 @@ class _StreamedItem(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesExchange:
-    """Read a request body. Raises Refused or RequestRejected with the reason if it is invalid."""
+    """Parse the body of a request for a response. Raises Refused or RequestRejected with the reason
+    if the request is invalid."""
     parsed = model_api.decode_request(_decoder, body, "response")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
@@ -413,7 +420,7 @@ def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesE
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Convert ``usage`` to the format of the responses API."""
+    """Convert a token usage to the JSON object that the responses API contains."""
     return {
         "input_tokens": usage.input_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -438,8 +445,8 @@ def _tools(offered: Sequence[_Tool]) -> tuple[Tool, ...]:
 
 
 def _messages(input: str | list[_Item]) -> list[Message]:
-    """Convert items to messages. Consecutive items of the model become one message, as it wrote
-    it."""
+    """Convert the items of a request to messages. Consecutive items that the model wrote in one
+    reply become one message."""
     if isinstance(input, str):
         return [Message("user", input)] if input else []
     messages: list[Message] = []
@@ -458,7 +465,7 @@ def _messages(input: str | list[_Item]) -> list[Message]:
 
 
 class _WrittenReply:
-    """Items of one earlier reply: reasoning, then a message, then function calls."""
+    """The items of one earlier reply, in order: reasoning, then a message, then function calls."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
@@ -466,7 +473,7 @@ class _WrittenReply:
         self._calls: list[ToolCall] = []
 
     def takes(self, item: _Item) -> bool:
-        """True if ``item`` can belong to the same reply as those before."""
+        """Return True if an item can belong to the same reply as the items before."""
         if item.type == "function_call":
             return True
         has_text = self._content is not None or bool(self._calls)
@@ -486,7 +493,8 @@ class _WrittenReply:
 
 
 def _message(item: _Item, index: int) -> Message:
-    """Convert an item that the model did not write. Raises Refused or RequestRejected."""
+    """Convert an item that the model did not write to a message. Raises Refused or RequestRejected
+    if the item is not supported."""
     if item.type == "function_call_output":
         id = model_api.original_call_id(item.call_id)
         return Message("tool", _text(item.output), tool_call_id=id)

@@ -1,9 +1,11 @@
-"""Inference engines as clients: what a trainer needs from an engine in addition to replies.
+"""The interface of inference engines: clients of a model whose weights can be updated while a
+policy is trained.
 
     local:PATH, local:HUB-NAME      the engine in this process, over a checkpoint on disk
     NAME                            the same, over a policy that ships with the package
 
-Importing this file imports no tensor library: a model name costs nothing until it is connected.
+Importing this module imports no tensor library, so a model name costs nothing until a client is
+connected to it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ so that the update can also use its memory."""
 
 
 class EngineLost(ModelError):
-    """The engine that was asked is gone. If it comes back, it has the weights that are current
-    then.
+    """Raised when the engine that should answer is gone. If the engine comes back, it has the
+    weights that are current at that time.
 
     Example:
         except inference.EngineLost:    # asked again at another engine of the fleet
@@ -40,8 +42,8 @@ class EngineLost(ModelError):
 
 
 class CachePressure(msgspec.Struct, frozen=True):
-    """Load on an engine's KV cache. A client whose engine reports it has ``async pressure() ->
-    CachePressure | None``, which returns None if the server does not say."""
+    """The load on an engine's KV cache. A client that can report it has a method ``async pressure()
+    -> CachePressure | None``, which returns None if the server does not report its load."""
 
     full: float
     """Share of the cache that running sequences use."""
@@ -53,27 +55,27 @@ class CachePressure(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class InferenceClient(Client, Protocol):
-    """An engine whose weights change between training steps."""
+    """A client of an engine whose weights change between training steps."""
 
     @property
     def version(self) -> int:
-        """Version of the policy that answers now."""
+        """The version of the policy whose weights answer now."""
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Switch to ``weights``, which are ``version``, and clear everything cached under the old
-        ones. A reply in progress continues under the new weights and records this in its
-        ``versions``."""
+        """Replace the engine's weights by ``weights`` with the given version number, and clear
+        everything that was cached under the old ones. A reply in progress continues under the new
+        weights; its ``versions`` records which tokens each version sampled."""
         ...
 
     async def fingerprint(self) -> str | None:
-        """Fingerprint of the weights that answer now, equal for equal weights, as
-        ``models.fingerprint`` computes it. None if the engine keeps its weights in another
+        """Return a fingerprint of the weights that answer now, which is equal for equal weights. It
+        is computed as in ``models.fingerprint``. None if the engine stores its weights in another
         layout."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each of ``ids`` except the first, given the ids before it, at
+        """Return the log-probability of each token except the first, given the tokens before it, at
         temperature 1."""
         ...
 
@@ -89,7 +91,8 @@ def need_train_extra(what: str) -> None:
 
 
 def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
-    """The error for a prompt of ``num_ids`` tokens that does not fit the window."""
+    """Return the error for a prompt of ``num_ids`` tokens that leaves no room for a reply in the
+    context window."""
     parts = "given as ids"
     if request is not None:
         before = request.known

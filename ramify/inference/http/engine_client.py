@@ -1,15 +1,15 @@
-"""Interface to one engine behind HTTP, whatever software it runs. ``vllm.py`` and ``sglang.py``
-implement it.
+"""The interface of a client for one inference engine behind HTTP, whatever software the engine
+runs. ``vllm.py`` and ``sglang.py`` implement it.
 
-The load on a server's cache is read from its monitoring metrics (``GET /metrics``, Prometheus text
-format).
+The load on a server's KV cache is read from its monitoring metrics (``GET /metrics``, in the text
+format of Prometheus).
 
     vllm:kv_cache_usage_perc{model_name="m"} 0.87
     vllm:num_requests_waiting{model_name="m"} 3.0      ──▶  CachePressure(full=0.87,
     vllm:num_preemptions_total{model_name="m"} 12.0                       waiting=3, evicted=12)
 
-If several engines run behind one server, the fullest cache counts, and the numbers of sequences are
-summed. A server without the metrics of vLLM or SGLang reports nothing.
+If several engines run behind one server, the load is that of the fullest cache, and the numbers of
+sequences are summed. A server without the metrics of vLLM or SGLang reports no load.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULT
 
 
 def parse_kv_cache_pressure(text: str) -> CachePressure | None:
-    """Parse the load on the KV cache from a server's Prometheus metrics. None if they do not
-    mention a cache."""
+    """Parse the load on the KV cache from a server's Prometheus metrics. Returns None if the
+    metrics do not mention a cache."""
     values_by_name: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         if name in (*_FULL, *_WAITING, *_EVICTED):
@@ -45,8 +45,8 @@ def parse_kv_cache_pressure(text: str) -> CachePressure | None:
 
 
 def format_kv_cache_pressure(pressure: CachePressure) -> str:
-    """Write the load on a KV cache as Prometheus metrics, under vLLM's names.
-    ``parse_kv_cache_pressure`` parses this text."""
+    """Write the load on a KV cache as Prometheus metrics, under vLLM's names, so that
+    ``parse_kv_cache_pressure`` can parse the text."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
     kinds = ("gauge", "gauge", "counter")
     return "".join(
@@ -56,8 +56,8 @@ def format_kv_cache_pressure(pressure: CachePressure) -> str:
 
 
 def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePressure | None:
-    """Combine the load of several servers: the fill of the fullest cache, and the total numbers of
-    waiting and evicted sequences. None if no server reports its load."""
+    """Combine the loads of several servers: the fill of the fullest cache, and the total numbers of
+    waiting and evicted sequences. Returns None if no server reports its load."""
     known = [load for load in loads if load is not None]
     if not known:
         return None
@@ -69,7 +69,8 @@ def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePre
 
 
 class ServerInfo(NamedTuple):
-    """Facts that a server reports about itself."""
+    """What an engine server reports about itself, such as its version, context window and
+    vocabulary."""
 
     version: str
     """Version of its software."""
@@ -85,7 +86,7 @@ class ServerInfo(NamedTuple):
 
 
 class SampledIds(NamedTuple):
-    """Sampled ids and their log-probabilities."""
+    """The token ids that an engine sampled for one request, with their log-probabilities."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -101,14 +102,14 @@ class SampledIds(NamedTuple):
 
 
 class EngineClient(Protocol):
-    """One engine server; each software has its implementation. All methods raise ModelError, which
-    names the server and the request."""
+    """A client of one engine server. Each engine software has its implementation. All methods raise
+    ModelError, which names the server and the request."""
 
     url: str
 
     async def facts(self) -> ServerInfo:
-        """Ask the server for facts about itself. Raises ConfigError if it has another protocol
-        version, or takes no weights."""
+        """Ask the server what it is and supports. Raises ConfigError if the server has another
+        version of the protocol, or cannot receive weights."""
         ...
 
     async def healthy(self) -> None:
@@ -120,48 +121,53 @@ class EngineClient(Protocol):
     ) -> SampledIds: ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each of ``ids`` except the first."""
+        """Return the log-probability of each token except the first, given the tokens before it, at
+        temperature 1."""
         ...
 
     async def pressure(self) -> CachePressure | None:
-        """Load on the server's KV cache; None if the server does not report it."""
+        """Return the load on the server's KV cache, or None if the server does not report it."""
         ...
 
     async def takes_id(self, id: int) -> bool:
-        """Whether a token id is in the server's vocabulary."""
+        """Return True if a token id is in the server's vocabulary."""
         ...
 
     async def fingerprint(self) -> str | None: ...
 
     async def pause(self) -> None:
-        """Stop all requests until ``resume``."""
+        """Stop sampling until ``resume`` is called. Replies in progress may end early, with
+        ``abort`` as the reason."""
         ...
 
     async def resume(self) -> None: ...
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """Send the setup information of the weight sync, once."""
+        """Prepare the server for weight updates. Called once, with the setup information of the
+        weight sync method."""
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Apply one chunk of a sync. After the ``last`` chunk the weights are ``version``, and
-        everything cached under older weights is cleared. Raises EngineStateConflict if the engine
-        lacks the weights that the chunk builds on."""
+        """Send one chunk of new weights. After the last chunk, the server answers as ``version``,
+        and everything cached under older weights is cleared. Raises EngineStateConflict if the
+        chunk holds differences from weights that the server does not have."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Release memory for other users of the device. The KV cache is dropped; the weights move
-        to main memory (level 1) or are dropped (level 2). No request is answered until all of
-        ``TAGS`` are awake. Must not be called on a server that already sleeps."""
+        """Release the server's memory for other users of the device. The KV cache is dropped; the
+        weights move to main memory (level 1) or are dropped (level 2). No request is answered until
+        all kinds of memory (``TAGS``) are awake. Must not be called on a server that already
+        sleeps."""
         ...
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory (``tag``) again. It must have been released by ``sleep``."""
+        """Allocate one kind of memory again, either ``weights`` or ``kv_cache``. It must have been
+        released by ``sleep``."""
         ...
 
     async def is_asleep(self) -> bool:
-        """Whether the server is asleep, for example because an earlier run left it so. False if the
-        server does not report it."""
+        """Return True if the server is asleep, for example because an earlier run left it so.
+        Returns False if the server does not report it."""
         ...
 
     async def close(self) -> None: ...

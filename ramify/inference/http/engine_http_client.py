@@ -1,5 +1,5 @@
-"""HTTP requests to one server: JSON out and back, a timeout on every wait, and errors that name the
-server and the request.
+"""HTTP requests to one engine server: JSON in both directions, a timeout for every request, and
+errors that name the server and the request.
 
     Unreachable    the request was never sent
     ReplyLost      the request was sent, and no complete answer arrived in time
@@ -7,8 +7,9 @@ server and the request.
     Refused        status 4xx
     EngineStateConflict   status 409: the engine lacks the weights that a delta builds on
 
-Also here: what the clients of all software share, and the checks of a server before it is used (it
-answers, and serves what the policy needs). All errors of the checks are ConfigErrors.
+This module also has what the clients of all engine software share, and the checks of a server
+before it is used (it answers, and serves what the policy needs). All errors of the checks are
+ConfigErrors.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ _MAX_BODY_BYTES = 1 << 30
 
 
 class EngineStateConflict(Refused):
-    """The server is not in the state that the request assumes."""
+    """Raised when the server is not in the state that a request assumes, for example when it lacks
+    the weights that an update builds on."""
 
 
 class EngineHttpClient:
-    """HTTP client of one server. It belongs to the event loop of its first request. Proxies of the
-    environment are ignored: engines are in the user's own network."""
+    """An HTTP client of one engine server. It belongs to the event loop of its first request. It
+    ignores the proxies that the environment sets, because engines are in the user's own network."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -67,7 +69,7 @@ class EngineHttpClient:
         return await self._ask("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """Close for good: any later request raises Unreachable."""
+        """Close all connections. Any later request raises Unreachable."""
         self._is_closed = True
         await self._pool.close()
 
@@ -115,7 +117,8 @@ def _error(where: str, status: int, payload: bytes) -> ModelError:
 
 
 def _message(payload: bytes) -> str:
-    """The message in an error's body, at most 300 characters on one line."""
+    """Return the message in the body of an error response, on one line of at most 300
+    characters."""
     try:
         value = msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -128,7 +131,8 @@ def _message(payload: bytes) -> str:
 
 
 class BaseEngineClient:
-    """The part of an ``EngineClient`` that is alike for all software."""
+    """The base class of clients of engine servers, with what is the same for all engine
+    software."""
 
     def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
         self._api = EngineHttpClient(url, key)
@@ -153,9 +157,9 @@ class BaseEngineClient:
 
 
 def seed_at(seed: int, affinity: str, num_ids: int) -> int:
-    """Derive the seed with which an engine samples a call's next reply. It depends on the number of
-    prompt tokens, because an engine restarts its random numbers with each request: each turn gets
-    another seed."""
+    """Derive the seed with which an engine samples the next reply of a call. The seed depends on
+    the number of prompt tokens, so that it differs from turn to turn: an engine restarts its random
+    numbers with each request."""
     text = f"{seed}|{affinity}|{num_ids}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
 
@@ -173,8 +177,9 @@ _FLAGS = {
 async def until_up(
     server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
-    """Return once ``server`` answers. ``process`` is the process that was started for it; if it is
-    killed before it answers, it is started again up to ``restarts`` times."""
+    """Wait until a server answers. ``process`` is the process that was started for the server, if
+    any; if it is killed before it answers, it is started again up to ``restarts`` times. Raises
+    ConfigError if the server does not answer within ``wait_s`` seconds."""
     deadline = time.monotonic() + wait_s
     while True:
         if process is not None:
@@ -206,9 +211,9 @@ async def until_up(
 async def check(
     server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
-    """Compare what ``server`` reports with the policy's vocabulary (number of ids), dtype (such as
-    ``float32``) and window (tokens). If ``level`` is above 0, it must be able to sleep at that
-    level."""
+    """Raise ConfigError if a server does not fit the policy: its vocabulary (number of ids), dtype
+    (such as ``float32``) or context window (tokens). If ``level`` is above 0, the server must also
+    be able to sleep at that level."""
     try:
         facts = await server.facts()
         _check_level(server.url, software, level, facts)

@@ -1,7 +1,7 @@
-"""Engines as processes of this run: the command and port of each.
+"""Inference engines that a run starts as processes: their commands, ports and environment.
 
-Their output goes to a log file, whose last lines are quoted if they fail. They end with the trainer
-(see ``actors/``).
+The output of an engine goes to a log file, whose last lines are quoted if the engine fails. Engines
+end together with the trainer (see ``actors/``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _GONE_S = 1.0
 
 
 class EngineProcess:
-    """An engine process on its placement slot. After a restart it runs wherever the slot is by
-    then, perhaps at another address."""
+    """An engine that runs as a process on the machine and devices assigned to it. If the assignment
+    has changed, a restart moves the process, perhaps to another address."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EngineProcess:
         window: int,
         log: Path,
     ) -> None:
-        """Start the process. Raises ConfigError if it cannot be started."""
+        """Start the engine. Raises ConfigError if it cannot be started."""
         self._launcher = launcher
         self._member = RoleInstance("inference", index)
         self.log = log
@@ -63,7 +63,7 @@ class EngineProcess:
 
     async def restart(self) -> None:
         """Stop the process if it still runs, and start it again, possibly at another ``url``.
-        Raises ConfigError if it cannot be started."""
+        Raises ConfigError if the process cannot be started."""
         await asyncio.to_thread(self._restart)
 
     def _restart(self) -> None:
@@ -83,8 +83,8 @@ class EngineProcess:
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
     def check_owner(self) -> None:
-        """Raise ConfigError if the process that listens at the engine's address belongs to another
-        user, who would otherwise receive the key. Only addresses of this machine can be checked."""
+        """Raise ConfigError if another user's process listens at the engine's address, because that
+        user would receive the key. Only addresses of this machine can be checked."""
         user = listener_user(self._host, self._port) if self._host == _HOST else None
         if user not in (None, os.getuid()):
             raise ConfigError(
@@ -94,27 +94,27 @@ class EngineProcess:
 
     @property
     def ended(self) -> int | None:
-        """Exit status; None while the process runs."""
+        """The exit status of the process, or None while it runs."""
         return self._process.poll()
 
     def exit_reason(self) -> str:
-        """How the engine ended, with the end of its log."""
+        """Return how the engine ended, with the last lines of its log."""
         return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
-        """Stop the process and its children. Idempotent."""
+        """Stop the process and its children. A second call has no effect."""
         self._process.end(_END_S)
 
 
 async def engine_exit_status(engine: EngineProcess | None) -> int | None:
-    """Return an engine's exit status; None while it runs, or if it has no process here. The call
-    may be slow for an engine on another machine."""
+    """Return the exit status of an engine, or None if the engine still runs or was not started by
+    this process. The call may be slow for an engine on another machine."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
 
 
 async def ended_soon(engine: EngineProcess | None) -> int | None:
     """Return the exit status of an engine whose connections broke, after giving its process a
-    moment to exit. None if it still runs, or has no process here."""
+    moment to exit. Returns None if the engine still runs or was not started by this process."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 
@@ -126,7 +126,7 @@ def _ended_within(engine: EngineProcess, wait_s: float) -> int | None:
 
 
 def check_ports(spec: InferenceSpec) -> None:
-    """Raise ConfigError for a port of this machine that is in use."""
+    """Raise ConfigError if a port that an engine should use on this machine is already taken."""
     # All sockets stay bound until every port is checked, so that a port given twice is found.
     with contextlib.ExitStack() as stack:
         for port in spec.ports:
@@ -165,7 +165,7 @@ def check_program(spec: InferenceSpec) -> None:
 def engine_command(
     spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
 ) -> list[str]:
-    """The command that starts an engine which listens on ``host``, by default the loopback
+    """Return the command that starts an engine. It listens on ``host``, by default the loopback
     interface."""
     begin = list(spec.command or PROGRAMS[spec.engine])
     last = [*([EXPERTS_OPTION] if spec.report_experts else []), *spec.args]
@@ -197,7 +197,8 @@ def engine_command(
 
 
 def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:
-    """Environment variables to add for engine number ``index`` on a machine."""
+    """Return the environment variables to add for engine number ``index`` of a run, such as its
+    GPUs."""
     added = {}
     if spec.gpus:
         added["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]

@@ -1,25 +1,26 @@
-"""Engines that were lost: whether they come back, and how callers wait for one.
+"""Recovery of lost inference engines: which of them come back, and how callers wait for one.
 
     an engine is lost ── may it return? ── bring it back ── ready ── new weights ──▶ it answers
                              └ no: it was lost more than ``restarts`` times since it last took
                                a new version; the others continue without it
 
-"Bring it back" starts the engine again or waits for it, and checks it. An engine that is back has
-old weights, so it is not used before it gets the current ones: with the next update, or from the
-callback ``on_return``.
+"Bring it back" means to start the engine again or to wait for it, and to check it. An engine that
+is back has old weights, so it is not used before it gets the current ones: with the next update, or
+from the callback ``on_return``.
 
-A client that samples while another process updates the weights has an ``AvailableEngineUrls``
-instead. That process sends the list and is notified when an engine stops answering.
+A client that samples while another process updates the weights uses an ``AvailableEngineUrls``
+instead. The other process sends the list of engines to it, and is notified when an engine stops
+answering.
 
     an engine stops answering ── gone(url) ──▶ the updating process brings it back
                                                    │
                it is used again ◀── new list ──────┘   possibly with a new address
 
-An engine is only usable again once a list that arrived after its loss names it. It then has the
-newest weights, since it is not listed before.
+Such a client uses an engine again only when a list that arrived after the loss names the engine.
+The engine then has the newest weights, since it is not listed before.
 
-Not here: how an engine is started and checked (see ``http_engines.py`` and ``engine_process.py``),
-and how lists travel (see ``train/placement/rollout_workers.py``).
+How an engine is started and checked is in ``http_engines.py`` and ``engine_process.py``, and how
+lists are sent in ``train/placement/rollout_workers.py``.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ _log = ComponentLogger("inference")
 
 
 class EngineMembership:
-    """Tracks lost and returning engines. Belongs to one event loop."""
+    """Keeps track of engines that were lost and of those that come back. It belongs to one event
+    loop."""
 
     def __init__(
         self,
         restarts: int,
         bring: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
-        """``restarts`` is how often one engine may be lost without having taken a new version in
-        between. ``bring`` returns the engine at an address once it answers and passes the checks.
-        It raises RamifyError if that does not happen in time."""
+        """Create a record without losses. ``restarts`` is how often one engine may be lost without
+        having taken a new version of the weights in between. ``bring`` is called with an engine's
+        address, and returns the engine once it answers and passes the checks; it raises RamifyError
+        if that does not happen in time."""
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Gives the newest weights to ready engines; it handles its own errors."""
@@ -64,7 +67,7 @@ class EngineMembership:
 
     @property
     def expected(self) -> set[str]:
-        """Addresses of the engines that are expected back."""
+        """The addresses of the lost engines that are expected to come back."""
         return set(self._coming)
 
     @property
@@ -73,20 +76,21 @@ class EngineMembership:
 
     @property
     def is_any_coming(self) -> bool:
-        """Whether an engine is being brought back."""
+        """True while some engine is being brought back."""
         return bool(self._coming)
 
     def record_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
-        """Log the loss of an engine, and expect it back unless it has been lost too often. ``rest``
-        says which engines remain, and ``again`` how the engine comes back. ``fields`` are added to
-        the log record."""
+        """Log the loss of an engine, and begin to bring it back unless it has been lost too often.
+        For the log record, ``rest`` says which engines remain, ``again`` says how the engine comes
+        back, and ``fields`` are added."""
         self.num_lost += 1
         self.reasons.append(why)
         if self._restarts.failed(url, f"{why}; {rest}", again, "", **fields):
             self.expect(url)
 
     def record_update(self) -> None:
-        """Record that all live engines have taken a new version: earlier losses no longer count."""
+        """Record that all live engines have taken a new version of the weights. Earlier losses no
+        longer count."""
         self._restarts.all_succeeded()
 
     def take_ready(self) -> list[EngineClient]:
@@ -95,8 +99,8 @@ class EngineMembership:
         return ready
 
     async def news(self, timeout_s: float) -> bool:
-        """Return True once an engine is ready, answers, or is given up; False after
-        ``timeout_s``."""
+        """Wait until an engine is ready, is in use again, or is given up. Returns False if nothing
+        of this happens within ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
@@ -104,19 +108,19 @@ class EngineMembership:
         return False
 
     def notify(self) -> None:
-        """Wake all callers that wait for news."""
+        """Wake all callers that wait in ``news`` for a change."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def close(self) -> None:
-        """Stop waiting for engines. Idempotent."""
+        """Stop waiting for engines. A second call has no effect."""
         coming, self._coming = list(self._coming.values()), {}
         await cancel_all(coming)
         for server in self.take_ready():
             await server.close()
 
     def expect(self, url: str) -> None:
-        """Start to wait for an engine, also for one that was never asked."""
+        """Begin to bring an engine back, or to connect to one that has not been used before."""
         self._coming[url] = asyncio.ensure_future(self._return(url))
 
     async def _return(self, url: str) -> None:
@@ -139,29 +143,30 @@ class EngineMembership:
 
 
 class AvailableEngineUrls:
-    """Addresses of the engines that may be asked. Belongs to one event loop."""
+    """The list of engines that a client may use, if another process updates their weights. It
+    belongs to one event loop."""
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
-        """``gone`` is called with the address of an engine that does not answer; ``wait_for`` then
-        waits ``wait_s`` seconds for that engine."""
+        """Create an empty list. ``gone`` is called with the address of an engine that does not
+        answer; ``wait_for`` waits up to ``wait_s`` seconds for an engine."""
         self._gone = gone
         self._wait_s = wait_s
         self._listed: frozenset[str] = frozenset()
         self._news = asyncio.Event()
 
     def set(self, urls: Sequence[str]) -> None:
-        """Replace the list by ``urls``."""
+        """Replace the list of available engines, and wake those who wait for one."""
         self._listed = frozenset(urls)
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def remove(self, url: str) -> None:
-        """Remove an engine that does not answer, and report it."""
+        """Remove an engine that does not answer from the list, and report its address."""
         self._listed -= {url}
         self._gone(url)
 
     async def wait_for(self, url: str) -> None:
-        """Return once ``url`` is listed. Raises ConfigError if it is not listed in time."""
+        """Wait until an engine is in the list. Raises ConfigError if that takes too long."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while url not in self._listed:

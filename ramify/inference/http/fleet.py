@@ -1,5 +1,5 @@
-"""The engines of one run: which of them answer, which one gets the next request, and what happens
-when one stops answering.
+"""The engine servers of one run: which of them answer, which one gets the next request, and what
+happens when one stops answering.
 
     calls of one tree             go to the same server, which has cached their prefix
     a new tree                    goes to the server with the least load
@@ -10,8 +10,7 @@ An engine that was started for the run is started again, possibly elsewhere and 
 address. A client that only samples, while another process updates the weights, gets the list of
 engines with current weights from that process (``engine_recovery.py``).
 
-Not here: the requests themselves (see ``http_engines.py``) and how weights reach the engines (see
-``update_engines.py``).
+Requests are sent by ``http_engines.py``, and weights by ``update_engines.py``.
 """
 
 from __future__ import annotations
@@ -57,14 +56,16 @@ _MAX_REASONS = 3
 
 
 class EnginesDropped(Exception):
-    """Servers were dropped during an operation that all of them had to do."""
+    """Raised when engine servers were lost, and dropped, during an operation that all of them had
+    to do."""
 
 
 class EngineFleet:
-    """All engine servers of a run. Belongs to one event loop."""
+    """All engine servers of one run. It belongs to one event loop."""
 
     def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
-        """Ports are checked here, before anything is started. ``name`` appears in errors."""
+        """Create a fleet without starting its servers, but check that their ports are free.
+        ``name`` appears in errors. Raises ConfigError."""
         self.spec = spec
         self._name = name
         self._vocabulary: int = policy.config.vocab_size
@@ -99,8 +100,9 @@ class EngineFleet:
     async def start(
         self, out: Path, save: Callable[[Path], None], launcher: Launcher, *, leads: bool = True
     ) -> None:
-        """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads`` is
-        False if another process decides when they sleep."""
+        """Start the servers, or connect to running ones, and check each of them. ``leads`` is False
+        if another process decides when they sleep. Raises ConfigError for a server that does not
+        answer or does not fit the policy."""
         self._leads = leads
         self._urls = list(self.spec.urls) or self._launched(out, save, launcher)
         self.alive = [self._server(url) for url in self._urls]
@@ -109,8 +111,8 @@ class EngineFleet:
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """Stop the servers that were started here; wake those that continue without this run.
-        Idempotent."""
+        """Stop the servers that this run started, and wake those that keep running without it. A
+        second call has no effect."""
         await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(
@@ -165,9 +167,10 @@ class EngineFleet:
     def experts_of(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the experts (of a mixture-of-experts model) that chose each sampled token: those
-        that processed the token before it. All are empty if the spec does not ask for experts, or
-        if a pause ended the reply and the engine reports none. Raises MalformedResponse."""
+        """Return, for each sampled token, the experts of a mixture-of-experts model that predicted
+        it, which are those that processed the token before. All are empty if the run does not ask
+        for experts, or if a pause ended the reply and the engine reports none. Raises
+        MalformedResponse."""
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
             return ((),) * num
@@ -180,7 +183,7 @@ class EngineFleet:
 
     async def sleep(self) -> None:
         """Put all servers that are awake to sleep. Raises the error of a server that refuses, or
-        EnginesDropped if some were lost."""
+        EnginesDropped if some servers were lost."""
 
         async def act(server: EngineClient) -> None:
             if server.url not in self._asleep:
@@ -190,8 +193,9 @@ class EngineFleet:
         await self.all(act)
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory (``tag``) again on every server that has released it. Raises
-        the error of a server that refuses, or EnginesDropped if some were lost."""
+        """Allocate one kind of memory (``weights`` or ``kv_cache``) again on every server that has
+        released it. Raises the error of a server that refuses, or EnginesDropped if some servers
+        were lost."""
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
@@ -204,7 +208,7 @@ class EngineFleet:
                 del self._asleep[server.url]
 
     async def _leave(self, server: EngineClient) -> None:
-        """Make the server answer requests again, as far as possible."""
+        """Let a server answer requests again, as far as possible: wake it and resume sampling."""
         with contextlib.suppress(ModelError):
             for tag in TAGS:
                 await self._wake(server, tag)
@@ -214,9 +218,9 @@ class EngineFleet:
     # --- who is asked
 
     def pick(self, tree: Hashable) -> EngineClient:
-        """The server on which the tree began. A new tree gets the server with the fewest requests
-        in flight, and among equals the one with the fewest trees. Raises ServerFailed if no server
-        is left."""
+        """Return the server for a call of a tree of calls. It is the server that answered the tree
+        before; a new tree gets the one with the fewest requests in flight, and among equals the one
+        with the fewest trees. Raises ServerFailed if no server is left."""
         if not self.alive:
             raise self.none_left()
         server = self.trees.get(tree)
@@ -236,7 +240,8 @@ class EngineFleet:
         return server
 
     def set_listed(self, urls: Sequence[str]) -> None:
-        """Take over the list of engines that have current weights."""
+        """Replace the list of engines that have current weights, and begin to connect to those that
+        are new."""
         assert self.listed is not None
         self.listed.set(urls)
         known_urls = {
@@ -247,9 +252,9 @@ class EngineFleet:
                 self.membership.expect(url)
 
     async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Run ``act`` on every server. Raises EnginesDropped if some were lost, otherwise
-        EngineStateConflict if one is in another state (either may be why others refuse), otherwise
-        the first error."""
+        """Call ``act`` with every server, at the same time. Raises EnginesDropped if some servers
+        were lost, otherwise EngineStateConflict if one is in another state (either may be why
+        others refuse), otherwise the first error."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
@@ -271,16 +276,16 @@ class EngineFleet:
     # --- servers that go and come
 
     def metrics(self) -> dict[str, float]:
-        """Number of live engines, and how many were lost and came back; empty if none was ever
-        lost."""
+        """Return the number of live engines, and how many were lost and came back. Empty if none
+        was ever lost."""
         if not self.membership.num_lost:
             return {}
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def is_gone(self, server: EngineClient, error: Exception) -> bool:
-        """Whether ``server``, which caused ``error``, no longer answers. If so, it is dropped and
-        logged."""
+        """Return True if a server no longer answers after it caused an error. Such a server is
+        dropped, and its loss is logged."""
         if server not in self.alive:
             return True
         process = self._processes.get(server.url)
@@ -300,8 +305,9 @@ class EngineFleet:
         return True
 
     async def is_older(self, server: EngineClient, sampled: SampledIds, version: int) -> bool:
-        """Whether the server answered with weights from before ``version``, which it was given:
-        another program must have restarted it. If so, it is dropped."""
+        """Return True if a server answered with weights that are older than ``version``, although
+        it was given that version. Another program must have restarted such a server, so it is
+        dropped."""
         first = min((span.version for span in sampled.versions or ()), default=version)
         if first >= version:
             return False
@@ -315,12 +321,12 @@ class EngineFleet:
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """URLs of the servers with the newest weights, which other clients may use."""
+        """The URLs of the servers with the newest weights, which other clients may use."""
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def take_back(self) -> None:
-        """Use the servers that are back again. If this fleet updates the weights, they get them
-        first."""
+        """Add the servers that have come back to those in use. If this process updates the weights,
+        it calls this before it sends them, so that the servers get them, too."""
         back = self.membership.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self._older |= {server.url for server in back}
@@ -331,8 +337,8 @@ class EngineFleet:
         self._older.clear()
 
     async def wait_for_engine(self) -> None:
-        """Return once a server answers, or none is expected any more. Raises ServerFailed on a
-        timeout."""
+        """Wait until a lost server answers again or is given up. Raises ServerFailed if that takes
+        too long."""
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
         )
@@ -345,7 +351,7 @@ class EngineFleet:
         return error
 
     def loss_reasons(self) -> str:
-        """Reasons of the most recent losses."""
+        """Return why the most recently lost servers were lost, as text for an error."""
         return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
     async def _drop(self, server: EngineClient, why: str) -> None:
@@ -368,8 +374,8 @@ class EngineFleet:
         await server.close()
 
     async def _bring(self, url: str) -> EngineClient:
-        """Bring a lost server back: restart its process if this run started it, and wait until it
-        answers. Returns the server once it passes the checks."""
+        """Bring a lost server back, and return it once it answers and passes the checks. Its
+        process is restarted if this run started it."""
         if self.listed is not None:
             await self.listed.wait_for(url)
             return self._server(url)

@@ -1,4 +1,5 @@
-"""Engines behind HTTP as one ``InferenceClient``: one server or many give the same ids and numbers.
+"""A client of inference engines behind HTTP. It behaves like a single engine: one server or many
+give the same ids and log-probabilities.
 
     complete ─▶ wait until open ─▶ pick a server ─▶ send ids, get ids ─▶ Reply
                                     ▲    server gone: pick the next │
@@ -7,8 +8,7 @@
 A reply that an update interrupts is continued from its ids under the new weights, and records which
 version sampled which tokens. When no server is left, waiting callers get an error with the reason.
 
-Not here: which servers answer (see ``fleet.py``) and how weights reach them (see
-``update_engines.py``).
+Which servers answer is decided by ``fleet.py``; weights are sent to them by ``update_engines.py``.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ Routes = tuple[tuple[int, ...], ...]
 
 
 class HttpEngines:
-    """Client of one or more engine servers. Belongs to one event loop; call ``start`` first."""
+    """A client of one or more engine servers, used like a single engine. It belongs to one event
+    loop; call ``start`` before the first request."""
 
     def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str) -> None:
-        """``policy`` defines what the engines must serve, and its renderer writes the ids. Ports,
-        weight sync and spec are checked here, before anything is started; raises ConfigError."""
+        """Create a client for ``policy``, which defines what the engines must serve and how prompts
+        become token ids. Ports, weight sync and options are checked here, before anything is
+        started. Raises ConfigError."""
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
@@ -62,23 +64,23 @@ class HttpEngines:
 
     @property
     def version(self) -> int:
-        """Version of the weights that all engines answer with."""
+        """The version of the weights with which all engines answer."""
         return self.sync.version
 
     @property
     def engines(self) -> list[SingleEngineClient]:
-        """One client per engine, for checks that every engine must pass."""
+        """A list with one client per engine, for checks that every engine must pass."""
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def loads_checkpoints(self) -> bool:
-        """Whether the engines take tensors under the names of a checkpoint, not of a model in
-        memory."""
+        """True if the engines expect tensors under the names that a checkpoint uses, and False if
+        under those of a model in memory."""
         return self.fleet.spec.engine != "ramify"
 
     @property
     def membership(self) -> EngineMembership:
-        """The engines that were lost, and those that return."""
+        """A record of the engines that were lost and of those that come back."""
         return self.fleet.membership
 
     # --- from start to end
@@ -91,8 +93,8 @@ class HttpEngines:
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the servers or attach to running ones, check each of them, and open the weight
-        sync.
+        """Start the servers or connect to running ones, check each of them, and prepare them for
+        weight updates.
 
         ``save`` writes a checkpoint below the folder ``out``, from which new servers load the
         model. ``launcher`` starts those servers; the default starts them on this machine.
@@ -118,33 +120,35 @@ class HttpEngines:
             raise
 
     def record_external_update(self, version: int) -> None:
-        """Record that another process has given the servers this version."""
+        """Record that another process has given this version of the weights to the servers."""
         self.sync.record_external_update(version)
 
     def listed(self, urls: Sequence[str]) -> None:
-        """Set the list of usable engines; called if another process updates the weights."""
+        """Set the list of engines that may be used. Called if another process updates the
+        weights."""
         self.fleet.set_listed(urls)
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """Addresses of the engines that have the newest weights and may be asked."""
+        """The addresses of the engines that have the newest weights and may be used."""
         return self.fleet.answering
 
     async def look_after(self, url: str, who: str) -> None:
-        """Handle a report that an engine did not answer: if it is really gone, drop it and bring it
-        back. ``who`` names the reporter for the log."""
+        """Handle a report that an engine did not answer: if the engine is really gone, drop it and
+        bring it back. ``who`` names the reporter for the log."""
         for server in [each for each in self.fleet.alive if each.url == url]:
             await self.fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
         """Send requests again to engines that came back. Another process updates their weights, so
-        they count as current here; replies with older weights are rejected."""
+        these are assumed to be current; replies with older weights are rejected."""
         self.fleet.take_back()
         self.fleet.mark_all_updated()
         self.membership.notify()
 
     async def close(self) -> None:
-        """Close the weight sync and stop the servers that were started here. Idempotent."""
+        """End weight updates, and stop the servers that were started here. A second call has no
+        effect."""
         await self.membership.close()
         self.sync.close()
         await self.fleet.close()
@@ -152,12 +156,13 @@ class HttpEngines:
     # --- replies
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply. Raises Refused if the prompt does not fit, ServerFailed if no engine is
-        left."""
+        """Return one reply to a request. Raises Refused if the prompt does not fit the context
+        window, and ServerFailed if no engine is left."""
         return await self.complete_at(request, None)
 
     async def complete_at(self, request: Request, only: EngineClient | None) -> Reply:
-        """Answer a request with one given engine, or with any engine if ``only`` is None."""
+        """Return one reply to a request, from one given engine, or from any engine if ``only`` is
+        None."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
         with working("rendering"):
@@ -181,8 +186,9 @@ class HttpEngines:
         request: Request,
         only: EngineClient | None,
     ) -> tuple[int, SampledIds, Routes]:
-        """Sample from the first server that answers. Returns the version of the weights that was
-        current when it was asked, the sampled ids, and the experts that they used."""
+        """Sample from the first server that answers. Returns the version of the weights when the
+        server was asked, the sampled ids, and the experts of a mixture-of-experts model that
+        predicted each id."""
         fleet, tree = self.fleet, tree_of(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
@@ -253,7 +259,8 @@ class HttpEngines:
         return await self.fleet.pick("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
-        """The common fingerprint of all servers; raises TrainError if they differ."""
+        """Return the fingerprint of the weights, which all servers must share. Raises TrainError if
+        the servers have different weights."""
         servers = list(self.fleet.alive)
         fingerprints = dict(
             zip(
@@ -270,7 +277,8 @@ class HttpEngines:
         return next(iter(fingerprints.values()), None)
 
     async def pressure(self) -> CachePressure | None:
-        """Cache load of the fullest server, and the queued sequences of all of them."""
+        """Return the load on the servers' KV caches: the fill of the fullest one, and the total
+        number of queued sequences. None if no server reports it."""
 
         async def of(server: EngineClient) -> CachePressure | None:
             try:
@@ -282,32 +290,34 @@ class HttpEngines:
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices.
-        Requests wait until then. Returns False if the spec does not let engines sleep. Raises
+        Requests wait meanwhile. Returns False if the engines are configured not to sleep. Raises
         ServerFailed if no engine is left."""
         return await self.sync.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """Number of live engines, and how many were lost and came back; empty if none was ever
-        lost."""
+        """Return the number of live engines, and how many were lost and came back. Empty if none
+        was ever lost."""
         return self.fleet.metrics()
 
     # --- weights
 
     async def update(self, weights: object, version: int) -> None:
-        """Switch every server to ``weights``, the sources of all tensors, as ``version``. Raises
-        TrainError with the last good version if a server does not accept them."""
+        """Send new weights to every server. ``weights`` is a list of ``LazyWeight``, one per
+        tensor, and ``version`` their version number. Raises TrainError with the last good version
+        if a server does not accept them."""
         assert isinstance(weights, list)
         await self.sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
-        """Give ``weights``, which already answer as ``version``, to servers that came back; returns
-        whether there were any."""
+        """Send the current weights to servers that came back. ``version`` is the version with which
+        the other servers already answer. Returns False if no server needed the weights."""
         assert isinstance(weights, list)
         return await self.sync.rejoin(weights, version)
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """The weight sync of ``spec``. Raises ConfigError for options that it does not have."""
+    """Create the weight sync that is configured, with options that suit the engine. Raises
+    ConfigError for an option that the weight sync does not have."""
     options = dict(spec.weight_sync_options)
     if (
         spec.weight_sync_name == "shared"
@@ -322,7 +332,8 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
 
 
 class SingleEngineClient:
-    """One of several servers, with only the methods that a check needs."""
+    """A client of one server among several, with only the methods that a check of the engine
+    needs."""
 
     def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineClient) -> None:
         self._engines = engines
@@ -340,7 +351,7 @@ class SingleEngineClient:
         return await self._asked(self._server.score(ids))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """Wait for an engine's answer. Raises EngineLost if the server is gone."""
+        """Wait for an engine's answer. Raises EngineLost if the engine is gone."""
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:
@@ -350,7 +361,8 @@ class SingleEngineClient:
 
 
 class ReplyAccumulator:
-    """The part of a reply that was sampled so far."""
+    """The part of a reply that has been sampled so far. A reply that a weight update interrupts has
+    several parts."""
 
     def __init__(self, prompt: Iterable[int], left: int) -> None:
         self.ids = list(prompt)
@@ -391,8 +403,8 @@ class ReplyAccumulator:
 
 
 def tree_of(request: Request) -> Hashable:
-    """A key that all calls of one tree share: the seed of a rollout, otherwise how the call's
-    conversation begins."""
+    """Return a key that all calls of one tree of calls share, so that they use the same server. It
+    is the seed of a rollout, or otherwise the first message of the call's conversation."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return request.messages[0].content if request.messages else request.affinity

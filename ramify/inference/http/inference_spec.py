@@ -1,4 +1,5 @@
-"""Which engines behind HTTP a run samples from, as plain data: the part ``inference`` of a recipe.
+"""The configuration of inference engines behind HTTP: the section ``inference`` of a training
+recipe, as plain data.
 
     InferenceSpec()                                   start one `ramify serve-policy` on a free port
     InferenceSpec(engine="vllm", num=2, gpus=("0", "1"))        start two vLLM servers
@@ -12,8 +13,8 @@ Supported protocols, with the versions that they were checked with:
     sglang     0.5.x from 0.5.23: update_weights_from_disk, pause_generation with modes,
                weight_version
 
-An older version is refused. A newer one is used with a warning: its routes are looked up before the
-first rollout, and the canary of each weight sync shows whether its replies are right.
+An older version is rejected. A newer one is used with a warning: its routes are looked up before
+the first rollout, and a test after each weight sync shows whether its replies are right.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ ENGINES = Registry(
 
 
 class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Inference engines in separate processes."""
+    """The configuration of inference engines that run in separate processes: which software, how
+    many, where, and how they get new weights."""
 
     engine: str = "ramify"
     """A name in ``ENGINES``, or the place of a class (``module:name``, ``file.py:name``)."""
@@ -155,21 +157,22 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def level(self) -> int:
-        """Sleep level while the trainer learns; 0 if the engines do not sleep, or if that is not
-        decided yet (``auto``)."""
+        """How deeply the engines sleep while the trainer learns: 1 keeps the weights in main
+        memory, 2 drops them. 0 if the engines do not sleep, or if that is not decided yet
+        (``auto``)."""
         if self.sleep != "learn":
             return 0
         return self.sleep_level or (1 if self.urls or self.weight_sync == "delta" else 2)
 
     @property
     def weight_sync_name(self) -> str:
-        """Name of the weight sync that is used."""
+        """The name of the method by which new weights reach the engines."""
         return self.weight_sync or ("file" if self.engine == "sglang" else "shared")
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Raise ConfigError for a version with an older protocol, and warn about a version that was not
-    tested."""
+    """Raise ConfigError if an engine's version is too old for this protocol, and warn if the
+    version was not tested."""
     first, beyond = VERSIONS[engine]
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     low, high = (".".join(map(str, each)) for each in (first, beyond))

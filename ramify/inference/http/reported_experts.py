@@ -1,15 +1,16 @@
-"""The experts that an engine behind HTTP reports for a reply: rows of ids, [tokens, layers, top-k].
+"""Decoding of the experts that an engine reports for a reply of a mixture-of-experts model: a table
+of ids, [tokens, layers, top-k].
 
     vLLM        base64 of a .npy file, all tokens but the last, or those from the prompt's last one
     vLLM 0.21   nested lists: those of the prompt, then those of the reply
     SGLang      base64 of int32 numbers without a shape, the same tokens as vLLM
 
 Row i has the experts of the token at position i, which predicts the token at i + 1. An engine
-reports all layers of the model, or only those with experts. What does not fit the model or the
-reply is an error: a row too many or too few would give each token the experts of its neighbour.
+reports all layers of the model, or only those with experts. A table that does not fit the model or
+the reply is an error: a row too many or too few would give each token the experts of its neighbour.
 
-Not here: how an engine is asked (``vllm.py``, ``sglang.py``), and what the trainer does with the
-experts (``models/routing.py``).
+How an engine is asked is in ``vllm.py`` and ``sglang.py``, and what the trainer does with the
+experts in ``models/routing.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from ramify.models.mixture_shape import MixtureShape
 def read_experts(
     reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Decode the experts that an engine reports. For each sampled token, return the experts (layers
-    x top-k ids) that were used at the position before it, which predicts it.
+    """Decode the experts that an engine reports. For each sampled token, return the experts that
+    predicted it, which are those of the position before it: the ids of its top-k experts in all
+    layers.
 
     ``reported`` may have any of the encodings of vLLM and SGLang. Raises MalformedResponse if it
     does not fit the model or the reply.
@@ -83,8 +85,8 @@ def int32_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
 
 
 def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarray[Any, Any]:
-    """Return the experts as a table [tokens, layers of the model, top-k]. Layers without experts
-    hold zeros."""
+    """Return the experts as a table [tokens, layers of the model, top-k], with zeros for layers
+    without experts."""
     table_TLk = np.zeros((len(rows), shape.num_layers, shape.top_k), "<i4")
     table_TLk[:, list(shape.layers)] = np.asarray(rows).reshape(len(rows), -1, shape.top_k)
     return table_TLk
@@ -101,8 +103,8 @@ def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
 
 
 def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
-    """Refuse ids that no router chooses. Rows that an engine never filled are zero, so that one
-    expert is there more than once."""
+    """Raise MalformedResponse for ids that no router could have chosen. Rows that an engine never
+    filled are zero, so the same expert appears in them more than once."""
     sorted_TLk = np.sort(chosen_TLk, -1)
     is_outside = (sorted_TLk < 0) | (sorted_TLk >= shape.num_experts)
     if is_outside.any():

@@ -1,14 +1,15 @@
-"""Update the weights of all engines, including those that were lost and came back.
+"""Weight updates of all inference engines of a run, including engines that were lost and came back.
 
     update ── pause all ─ send chunks of weights to all ─ resume all ──▶ version
     sleep  ── requests wait … update: wake the weights ─ (as above, all weights) ─
               wake the KV cache ──▶ version
 
-An engine that is lost during an update is dropped, and the others get all weights again. The others
-also get all weights again if an engine lacks the weights that a delta builds on.
+An engine that is lost during an update is dropped, and the others get all weights again. They also
+get all weights again if an engine lacks the weights from which an update only contains the
+differences.
 
-Not here: how the bytes travel (see ``inference/weight_sync``), and whether the right weights
-arrived (see ``train/selfcheck.py``).
+How the bytes are transferred is in ``inference/weight_sync``, and whether the right weights arrived
+is checked in ``train/selfcheck.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _log = ComponentLogger("inference")
 
 
 class EngineWeightSync:
-    """Sends each new version of the weights to all engines of a fleet. Belongs to one event
+    """Sends each new version of the weights to all engines of a run. It belongs to one event
     loop."""
 
     def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int) -> None:
@@ -45,7 +46,8 @@ class EngineWeightSync:
         """True if some engine lacks the weights that a delta could build on."""
 
     async def open(self) -> None:
-        """Prepare the weight sync and all engines for it. Raises ConfigError."""
+        """Prepare all engines for weight updates. Raises ConfigError if an engine is lost or cannot
+        receive weights."""
         try:
             await self._open_weight_sync()
         except EnginesDropped:
@@ -55,24 +57,25 @@ class EngineWeightSync:
             ) from None
 
     def close(self) -> None:
-        """Close the weight sync. Idempotent."""
+        """Release what weight updates use, such as shared memory. A second call has no effect."""
         self.weight_sync.close()
 
     def record_external_update(self, version: int) -> None:
-        """Record that another process has given the engines this version."""
+        """Record that another process has given this version of the weights to the engines."""
         self.version = version
         self._fleet.membership.record_update()
 
     async def update(self, sources: list[LazyWeight], version: int) -> None:
-        """Send all weights (``sources``) to every engine, which then answers as ``version``. Raises
-        TrainError with the last good version if an engine does not accept them."""
+        """Send all weights to every engine, which then answers as ``version``. ``sources`` has one
+        ``LazyWeight`` per tensor. Raises TrainError with the last good version if an engine does
+        not accept them."""
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.record_update()
 
     async def rejoin(self, sources: list[LazyWeight], version: int) -> bool:
-        """Give ``sources``, which already answer as ``version``, to engines that came back; returns
-        whether there were any."""
+        """Send the current weights to engines that came back. ``version`` is the version with which
+        the other engines already answer. Returns False if no engine needed the weights."""
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False
@@ -87,9 +90,9 @@ class EngineWeightSync:
         return True
 
     async def sleep(self) -> bool:
-        """Release the memory of all engines until the next update; returns whether they sleep at
-        all. It includes engines that are still coming back, before they get weights. Requests wait
-        meanwhile. Raises ServerFailed if no engine is left."""
+        """Release the memory of all engines until the next update. Requests wait meanwhile. Engines
+        that are still coming back are included, before they get weights. Returns False if the
+        engines are configured not to sleep. Raises ServerFailed if no engine is left."""
         if not self._fleet.spec.level:
             return False
         async with self._updating:
@@ -105,7 +108,8 @@ class EngineWeightSync:
 
     async def _slept(self) -> bool:
         """Try once to put all engines to sleep. Returns False if engines were lost or came back
-        meanwhile. An engine that is starting takes its device's memory, so it is waited for."""
+        meanwhile. If an engine is starting, it takes its device's memory, so the call waits for
+        it."""
         fleet = self._fleet
         if fleet.membership.is_any_coming:
             await fleet.membership.news(fleet.spec.start_s)
@@ -197,8 +201,8 @@ class EngineWeightSync:
             raise
 
     async def _open_weight_sync(self) -> None:
-        """Send the setup information of the weight sync to all engines. Raises EnginesDropped if
-        one was lost meanwhile."""
+        """Send all engines the information with which they can receive weights. Raises
+        EnginesDropped if one was lost meanwhile."""
         alive = self._fleet.alive
         infos = dict(
             zip([each.url for each in alive], self.weight_sync.open(len(alive)), strict=True)
@@ -216,7 +220,8 @@ class EngineWeightSync:
                 await joined
 
     async def _reopened(self) -> bool:
-        """Open the weight sync again for the engines that are left; returns True."""
+        """Prepare the remaining engines for weight updates again. Always returns True, which means
+        that all weights must be sent."""
         while True:
             self.weight_sync.close()
             try:

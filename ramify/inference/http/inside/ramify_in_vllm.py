@@ -1,14 +1,14 @@
-"""The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which
-receives what the weight sync methods of this package send.
+"""The one module that vLLM itself loads: a weight transfer engine named ``ramify``, through which
+vLLM receives new weights from a Ramify trainer.
 
     PYTHONPATH=…/inference/http/inside vllm serve MODEL \\
         --worker-extension-cls ramify_in_vllm.RamifyWorkerExtension \\
         --weight-transfer-config '{"backend": "ramify"}'
 
-Its folder holds nothing else, so that no other module of ours shadows vLLM's own packages; the
-package that contains the folder is found by path. Tensors arrive under a checkpoint's names and are
-loaded layer by layer like a checkpoint, so that what vLLM made of the weights when it started
-(fused, packed, tied) is made again. Written for vLLM 0.32.
+The module's folder holds nothing else, so that no other module of Ramify shadows vLLM's own
+packages; the package that contains the folder is found by path. Tensors arrive under a checkpoint's
+names and are loaded layer by layer like a checkpoint, so that vLLM repeats the changes that it made
+to the weights when it started (fused, packed, tied). Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def _find_ramify() -> None:
-    """Make ``import ramify`` find the package that contains this file, without its neighbours."""
+    """Make ``import ramify`` find the package that contains this file, without making other
+    packages in the same folder importable."""
     if "ramify" in sys.modules or importlib.util.find_spec("ramify") is not None:
         return
     spec = importlib.util.spec_from_file_location(
@@ -45,14 +46,14 @@ def _find_ramify() -> None:
 
 @dataclasses.dataclass
 class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Setup information of a weight sync."""
+    """The message that prepares vLLM for weight updates. It says how the weights will be sent."""
 
     info: dict[str, Any]
 
 
 @dataclasses.dataclass
 class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One chunk of a weight sync."""
+    """A message with one chunk of new weights, or with the place where vLLM finds it."""
 
     info: dict[str, Any]
 
@@ -60,7 +61,7 @@ class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc
 class RamifyWeightTransferEngine(
     WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]  # type: ignore[misc]
 ):
-    """Receiver of weights, called by vLLM's worker."""
+    """The receiver of new weights inside vLLM, whose worker calls it."""
 
     init_info_cls = RamifyWeightTransferInit
     update_info_cls = RamifyWeightTransferUpdate
@@ -113,8 +114,9 @@ class RamifyWeightTransferEngine(
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack output matrices that are tied to the embeddings. On a CPU, vLLM keeps a packed copy of
-    them that a reload does not renew, so it would continue to answer with the old weights."""
+    """Repack output matrices that share their weights with the embeddings. On a CPU, vLLM keeps a
+    packed copy of them that a reload does not renew, so it would continue to answer with the old
+    weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
@@ -124,7 +126,8 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 class RamifyWorkerExtension:
-    """Mixed into vLLM's worker so that its processes import this file; adds no methods."""
+    """An empty class that vLLM mixes into its worker, so that vLLM's processes import this
+    module."""
 
 
 WeightTransferEngineFactory.register_engine("ramify", RamifyWeightTransferEngine)
