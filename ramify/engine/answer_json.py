@@ -1,5 +1,5 @@
-"""The form in which answers are recorded: as JSON can hold them, and with their type if JSON would
-change it.
+"""Convert the answers of a run into the form in which its journal records them: JSON, plus the
+Python types of the answer if JSON would lose them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ramify.sandbox.base import SharedContext
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` in its recorded form: anything that JSON cannot represent becomes text."""
+    """Return ``value`` as plain data that can be written as JSON. A value that JSON cannot
+    represent is replaced by its text."""
     if type(value) is str:
         return value
     try:
@@ -35,15 +36,16 @@ def _text_of(value: Any) -> str:
 
 
 def _dumped(value: Any) -> Any:
-    """Return the fields of a pydantic model; msgspec supports all other serializable types."""
+    """Return the fields of a pydantic model, for which msgspec has no built-in support. Raise
+    NotImplementedError for any other type."""
     if not hasattr(value, "model_dump"):
         raise NotImplementedError
     return value.model_dump(mode="json")
 
 
 def typed_record(answer: Any) -> dict[str, Any] | None:
-    """Pack an answer so that its Python types survive, if plain JSON would lose them. Return None
-    if JSON is enough, or if the answer has a type that cannot be packed."""
+    """Pack an answer in a form that preserves its Python types. Return None if plain JSON would
+    lose nothing, or if the answer has a type that cannot be packed."""
     if _is_plain(answer):
         return None
     try:
@@ -53,7 +55,7 @@ def typed_record(answer: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is the same after it was written as JSON and read."""
+    """Return True if ``value`` does not change when it is written as JSON and read back."""
     match value:
         case None | str() | bool() | int():
             return True

@@ -1,5 +1,5 @@
-"""How a question is answered: by one plain call, by a call with a session, by conversations that
-its task holds, or by a strategy.
+"""Choose how a question is answered, and answer it: by one plain model call, by a model that writes
+code in a Python session, by conversations that a task's own code holds, or by a strategy.
 
     way_to_answer(…) ─┬─ "plain call"     a short context: one request, without a session
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
@@ -8,8 +8,8 @@ its task holds, or by a strategy.
                       ├─ "strategy"       a strategy asks through LeafCalls
                       └─ "asked"          a call chooses between a session and a strategy
 
-Not here: when the run begins and ends (see ``run_handle.py``), and the turns of a call with a
-session (see ``rlm_call.py``).
+The beginning and the end of a run are handled by ``run_handle.py``, and the turns of a call with a
+session by ``rlm_call.py``.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ WayToAnswer = Literal["plain call", "session", "conversations", "strategy", "ask
 
 
 class ConversationState:
-    """State that persists between the questions of a conversation: the session, its history and the
-    record."""
+    """The state that is kept from one question of a conversation to the next: the recorder of the
+    conversation's events, its context, and the call that answered the last question, with its
+    Python session."""
 
     def __init__(self, recorder: EventRecorder) -> None:
         self.recorder = recorder
@@ -76,8 +77,10 @@ def way_to_answer(
     conversation: ConversationState | None,
     asked: ModeChoiceCall | None = None,
 ) -> WayToAnswer:
-    """Choose how ``question`` is answered. ``asked`` is the call that chooses its mode, if one
-    does."""
+    """Choose how ``question`` is answered, for example by one plain call or in a Python session.
+    ``asked`` is the model call that will choose the mode of the question, or None if the mode is
+    already known. Raises ConfigError if one plain call is demanded but cannot answer the
+    question."""
     if asked is not None:
         return "asked"
     if question.strategy is not None:
@@ -105,7 +108,8 @@ def way_to_answer(
 def check_strategy(
     setup: RlmSetup, question: Question, conversation: ConversationState | None
 ) -> None:
-    """Raise ConfigError if the question has a strategy and something that no strategy can do."""
+    """Raise ConfigError if the question is to be answered by a strategy but also uses a feature
+    that strategies do not support, such as citations or pictures."""
     if question.strategy is None:
         return
     for is_given, what in (
@@ -123,8 +127,8 @@ def check_strategy(
 
 
 def check_pictures(question: Question, models: RunModels) -> None:
-    """Raise ConfigError if the context has pictures, and their bytes were not given, or no model of
-    the run reads them."""
+    """Raise ConfigError if the context contains pictures whose bytes were not given, or pictures
+    that no model of the run can read."""
     if not question.pictures and has_pictures(question.context):
         raise ConfigError(
             "the context has pictures without their bytes: give the object that ramify.load "
@@ -143,8 +147,9 @@ async def answer(
     conversation: ConversationState | None,
     asked: ModeChoiceCall | None = None,
 ) -> CallOutcome:
-    """Answer ``question`` in the way that was chosen, and return the outcome. ``asked`` is the
-    question that lets a model choose the mode; it is needed only if ``way`` is ``"asked"``."""
+    """Answer ``question`` in the way that ``way_to_answer`` chose, and return the outcome of the
+    run's root call. ``asked`` is the call in which a model chooses the mode; it is required only if
+    ``way`` is ``"asked"``."""
     match way:
         case "asked":
             assert asked is not None
@@ -162,7 +167,8 @@ async def answer(
 async def _answer_by_conversations(
     run: LiveRun, question: Question, resources: LoopResources
 ) -> CallOutcome:
-    """Let the task's own code hold the conversations."""
+    """Run the task's own code, which holds its conversations with the models itself, and return its
+    result as the outcome. An exception in that code becomes a failed outcome."""
     assert question.conduct is not None
     conversations = RunModelClient(run, resources, question.text)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -184,8 +190,8 @@ async def _answer_by_conversations(
 async def _answer_by_strategy(
     run: LiveRun, question: Question, context: SharedContext | None
 ) -> CallOutcome:
-    """Let the question's strategy answer, and return the outcome. The run's root call is recorded
-    without turns, because only the calls below it ask a model."""
+    """Answer the question with its strategy, and return the outcome. The run's root call is
+    recorded without turns, because only the calls below it ask a model."""
     root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
     run.begin(root)
     run.pass_limit(root)
@@ -196,7 +202,7 @@ async def _ended_by_strategy(
     run: LiveRun, root: LiveCall, question: Question, calls: LeafCalls
 ) -> CallOutcome:
     """Run the question's strategy, which asks models through ``calls``. Then record the end of the
-    root call, which has already begun, and return the outcome."""
+    root call, whose beginning is already recorded, and return its outcome."""
     assert question.strategy is not None
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
@@ -215,8 +221,8 @@ async def _ended_by_strategy(
 async def _answer_as_asked(
     run: LiveRun, question: Question, context: SharedContext | None, asked: ModeChoiceCall
 ) -> CallOutcome:
-    """Let a model choose the mode in one call, and then answer the question in that mode. The
-    choosing call is recorded as the first child of the root call."""
+    """Ask a model which mode to use, and then answer the question in that mode. The call that makes
+    the choice is recorded as the first child of the root call."""
     root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
     run.begin(root)
     calls = LeafCalls(run, root, question)
@@ -238,8 +244,9 @@ async def _answer_as_asked(
 
 
 async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
-    """Return the choice of the call, or the recorded one. The call is repeated in either case: its
-    reply was paid, and its id is taken."""
+    """Return the mode that the model chooses, or the recorded choice if the run is being resumed.
+    Even then the call is made again, which costs nothing because its reply is recorded, so that
+    later calls get the same ids as before."""
     outcome = await calls.ask(asked.leaf)
     if (recorded := recorded_choice(question)) is not None:
         return recorded
@@ -248,7 +255,8 @@ async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -
 
 
 def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
-    """Return ``outcome`` with an answer of the requested type."""
+    """Convert the answer in ``outcome`` to the type that the question requests. Return a failed
+    outcome if it does not fit that type."""
     if question.kind is None or outcome.answer is None:
         return outcome
     try:
@@ -285,9 +293,9 @@ async def _answer_in_session(
     conversation: ConversationState | None,
     begun: LiveCall | None = None,
 ) -> CallOutcome:
-    """Let a model answer in a live session by writing code. In a conversation, the session of the
-    previous question is continued. ``begun`` is the root call if its beginning is already recorded;
-    None to begin a new one."""
+    """Let a model answer the question by writing code in a live Python session. In a conversation,
+    the session of the previous question is continued. ``begun`` is the root call if its beginning
+    has already been recorded, and None if a new call should begin."""
     previous = conversation.last if conversation is not None else None
     number = conversation.num_questions if conversation is not None else 0
     history, fork = None, None
@@ -322,8 +330,9 @@ async def _answer_in_session(
 
 
 def _new_instructions(now: RlmSetup, before: RlmSetup) -> str:
-    """Return the instructions of this question of a conversation if they are not those of the
-    previous one, whose settings were ``before``."""
+    """Return the instructions for this question if they changed since the previous question of the
+    conversation, and an empty string otherwise. ``before`` holds the settings of that previous
+    question."""
     if (now.instructions, now.examples) == (before.instructions, before.examples):
         return ""
     return instructions(now.instructions, now.examples)

@@ -1,9 +1,9 @@
-"""Branching: several continuations of one turn of the root, and a choice among their answers.
+"""Branching: sample several continuations of one turn of the run's root call, let each run to its
+end, and choose one of their answers.
 
-Each continuation runs in a fork of the session and becomes a separate call in the trajectory
+Each continuation runs in a fork of the Python session and becomes a separate call in the trajectory
 (``0:1``, ``0:2``, …) that shares everything before the turn. A conversation continues from the
-chosen continuation. Not here: when to branch and which answer is chosen (see
-``branch_search.py``).
+chosen continuation. When to branch and which answer to choose is decided in ``branch_search.py``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 
 class BranchedCall:
-    """One continuation of the root, which branches when its search says so.
+    """One continuation of a run's root call. It may split into further continuations at any turn at
+    which the configured search asks for them.
 
-    ``answer`` does what ``RlmCall.answer`` does, in several continuations.
+    Its method ``answer`` corresponds to ``RlmCall.answer``.
     """
 
     def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
-        """``branched_at`` is the turn at which this continuation has branched already."""
+        """Wrap ``call`` so that it branches as ``search`` decides. ``branched_at`` is the index of
+        a turn at which this continuation must not branch again, because it started there; -1 if
+        there is none."""
         self.chosen = call
         """Call whose answer is returned, and whose session the next question continues."""
         self.own: CallOutcome | None = None
@@ -46,8 +49,8 @@ class BranchedCall:
         return await self._run_turns()
 
     async def _run_turns(self) -> CallOutcome:
-        """Take turns until there is an answer, in several continuations if the search asks for
-        them."""
+        """Take turns until there is an answer. Before each turn, ask the search how many
+        continuations it should have, and branch if there is more than one."""
         call = self._rlm_call.call
         while True:
             width = self._search.width(call) if self._branched_at != call.turn else 1
@@ -56,8 +59,8 @@ class BranchedCall:
                 return outcome
 
     async def _branch(self, width: int) -> CallOutcome:
-        """Run the next turn in ``width`` concurrent continuations and return the outcome of the
-        chosen one."""
+        """Run the next turn and all later ones in ``width`` concurrent continuations, and return
+        the outcome of the continuation that the search chooses."""
         origin = self._rlm_call
         self._branched_at = origin.call.turn
         branches: list[BranchedCall] = [self]
@@ -91,8 +94,9 @@ class BranchedCall:
         return outcomes[index]
 
     def _chosen_of(self, outcomes: Sequence[CallOutcome]) -> int:
-        """Return the index of the outcome that the search chooses. Raises the error of a replay
-        that diverged in any of them."""
+        """Return the index of the outcome that the search chooses. Raises ReplayDiverged if any
+        continuation of a repeated run differed from its recording, and ConfigError if the chosen
+        index does not exist."""
         for outcome in outcomes:
             if isinstance(outcome.failure, ReplayDiverged):
                 raise outcome.failure
@@ -113,8 +117,8 @@ class BranchedCall:
         return outcome
 
     async def _run_turns_safely(self) -> CallOutcome:
-        """Run the turns and return errors as outcomes, so that a failed branch does not affect the
-        others."""
+        """Run all turns, and return an error as an outcome instead of raising it, so that one
+        failed continuation does not affect the others."""
         try:
             return await self._run_turns()
         except RamifyError as error:

@@ -1,12 +1,13 @@
-"""Which turns of a run have several continuations, and which answer is chosen.
+"""Decide which turns of a run are sampled several times, and which of the resulting answers is
+chosen.
 
     RLM(model, branches=4)             four first turns; the majority answer wins
     RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))
                                        of the third turn; the answer with the highest f(answer)
     rlm.completion(text, "…", search=4)              for this question only
 
-A custom ``BranchSearch`` may branch at any turn, also within branches. Not here: how continuations
-are run (see ``branch.py``).
+A custom ``BranchSearch`` may branch at any turn, also within branches. The continuations themselves
+are run by ``branch.py``.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class BranchSearch(Protocol):
-    """Decides when to branch and which answer to choose.
+    """The interface of a search over continuations of a run: when to branch, and which of the
+    answers to choose.
 
-    A search with an attribute ``is_optional = True`` continues without a branch if the session
-    cannot be forked at that moment (threads, open files)."""
+    A search with an attribute ``is_optional = True`` continues without a branch if the Python
+    session cannot be forked at that moment, for example because it has threads or open files."""
 
     def width(self, call: LiveCall) -> int:
-        """Number of continuations of the next turn of ``call``; 1 means no branching."""
+        """Return how many continuations of the next turn of ``call`` to sample; 1 means that the
+        turn does not branch."""
         ...
 
     def choose(self, answers: Sequence[Any]) -> int:
-        """Return the index of the answer to give. None stands for a continuation without an
-        answer."""
+        """Return the index of the answer to choose. In ``answers``, None stands for a continuation
+        that ended without an answer."""
         ...
 
 
 def vote(answers: Sequence[Any]) -> int:
-    """Index of the first answer that is most common among the continuations. Answers are equal if
-    their JSON is.
+    """Return the index of the majority answer: the first of the answers that occur most often. Two
+    answers count as equal if they have the same JSON; None, a missing answer, is not counted.
 
     >>> ramify.vote(["a", None, "b", "b"])
     2
@@ -62,8 +65,8 @@ def _key(plain: Any) -> bytes:
 
 
 def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
-    """Choose the first answer with the highest ``score``. A continuation without an answer is
-    chosen only if none has one.
+    """Return a function that chooses the answer with the highest ``score``, and the first one of
+    several that are equal. A missing answer (None) is chosen only if there is no other.
 
     >>> ramify.by_score(len)(["a", None, "bc", "de"])
     2
@@ -77,7 +80,8 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 
 class Branches(msgspec.Struct, frozen=True):
-    """Samples several continuations of one turn, and chooses one of their answers.
+    """A search that samples several continuations of one turn of a run, and then chooses one of
+    their answers, by majority vote unless another function is given.
 
     >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
     4
@@ -104,8 +108,9 @@ class Branches(msgspec.Struct, frozen=True):
 
 
 def search_of(given: BranchSearch | int) -> BranchSearch | None:
-    """Convert a ``search=`` argument; 1 means no branching. Raises ConfigError if it is not a
-    search."""
+    """Return the search for the value of a ``search=`` argument: a number of continuations or a
+    search object. Return None for 1, which means no branching. Raises ConfigError for any other
+    value."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
     if not isinstance(given, BranchSearch):
@@ -117,8 +122,9 @@ def search_of(given: BranchSearch | int) -> BranchSearch | None:
 
 
 def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> BranchSearch | None:
-    """Return the search of a recorded run. A custom search is not stored, so it must be passed
-    again as ``known``; otherwise raises ConfigError."""
+    """Return the search of a recorded run, or None if the run did not branch. Only the settings of
+    a majority vote are stored, so a custom search must be passed again as ``known``. Raises
+    ConfigError if it is missing."""
     recorded = config.get("search")
     if recorded is None:
         return None
@@ -130,7 +136,8 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
 
 
 def config_of(search: BranchSearch) -> dict[str, Any]:
-    """Return the settings of ``search`` as the plain data that the run's journal stores."""
+    """Return the settings of ``search`` as plain data, to be stored in the run's journal. A custom
+    search is only described by its ``repr``."""
     if isinstance(search, Branches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}

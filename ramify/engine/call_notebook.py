@@ -1,11 +1,11 @@
-"""Session of one call: opened while the first request is in flight, and rebuilt if it dies in a
-cell.
+"""The Python session of one call. It is opened while the first model request is in flight, and is
+rebuilt from the history of its cells if a cell kills it.
 
     execute(code) ── session.run ──> CellResult            the cell is added to the history
                           └─ SessionDied ──> new session, rerun the history
                                              ──> CellResult with what was printed, and the reason
 
-This file decides what a session starts with (prelude, tools, the setup of a task) and what the
+This module decides what a session starts with (prelude, tools, the setup of a task) and what the
 model learns about a session that died. A session is rebuilt from its history:
 
     cell 1   x = llm_query("…")        asks; the host answers "blue"      history: [cell 1: "blue"]
@@ -15,7 +15,7 @@ model learns about a session that died. A session is rebuilt from its history:
 A rerun counts as identical if each cell makes the same calls with the same arguments, gets the same
 answers, and prints, echoes and raises the same. A cell that was stopped at its time limit only has
 to be stopped again. The history is kept in memory, because a resumed run executes its cells again
-anyway. Not here: how the cell's calls are answered (see ``host.py``).
+anyway. The calls that a cell makes to models and tools are answered by ``host.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _FEW = 64
 
 
 class Notebook:
-    """Live namespace of one call, independent of the session that currently holds it."""
+    """The Python namespace of one call of a run. It outlives the process that holds it: if a
+    session dies, the notebook opens another one and runs the earlier cells again."""
 
     def __init__(self, run: LiveRun, call: LiveCall) -> None:
         self.run = run
@@ -60,7 +61,8 @@ class Notebook:
         self._cell_history = CellHistory()
 
     def take_over(self, previous: Notebook) -> None:
-        """Take over the session of ``previous``, the notebook of the previous question."""
+        """Take over the session and the cell history of ``previous``, the notebook that answered
+        the previous question of the conversation."""
         self._session, previous._session = previous._session, None
         opening, previous._opening = previous._opening, None
         failed = (
@@ -74,8 +76,8 @@ class Notebook:
             self.run.ending.interrupts(self._session)
 
     async def fork(self, call: LiveCall) -> Notebook:
-        """Return a second notebook for ``call`` that continues from the current state. Raises
-        SandboxError if sessions cannot be forked."""
+        """Return a second notebook, for ``call``, whose session is a copy of the current one.
+        Raises SandboxError if the session cannot be forked."""
         fork = Notebook(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
@@ -83,12 +85,13 @@ class Notebook:
         return fork
 
     def start_opening_session(self) -> None:
-        """Start opening a session. While the first request is in flight, this costs no time."""
+        """Start opening a session in the background, unless there is one. Called before the first
+        model request, so that the session is ready by the time the reply arrives."""
         if self._session is None and self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._new_session())
 
     async def session(self) -> Session:
-        """Return the session, opening one if necessary."""
+        """Return the current session. Open one first if there is none."""
         if self._session is None:
             self.start_opening_session()
             assert self._opening is not None
@@ -99,11 +102,13 @@ class Notebook:
     async def execute(
         self, code: str, answer: Callable[[], Answer], *, died: bool = False
     ) -> CellResult:
-        """Run ``code``. Its calls are answered by what ``answer`` returns, which is asked at the
-        first of them.
+        """Run ``code`` in the session and return its result. Calls that the code makes to models
+        and tools are answered by the function that ``answer`` returns; ``answer`` itself is called
+        only when the code makes such a call.
 
         If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
-        new session. ``died`` means that the recorded cell lost its session, so this one must too.
+        new session. Pass ``died=True`` to repeat a recorded cell that lost its session: this
+        session is then discarded as well.
         """
         session = await self.session()
         answers = _RecordingHost(answer)
@@ -136,8 +141,8 @@ class Notebook:
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """Return the cell as it is recorded and shown: long output is truncated, and its full text
-        stored in a blob."""
+        """Return the cell in the form in which it is recorded and shown to the model. Long output
+        is truncated in that form, and its full text is stored as a blob."""
         cell, most = ran.cell, self.run.setup.scaffold_at(self.call.depth).max_output_chars
         digest = None
         if cell.stdout_chars > most and self.run.setup.blobs is not None:
@@ -168,8 +173,9 @@ class Notebook:
         )
 
     def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """Return ``recorded`` and note any difference. The recorded replies refer to the recorded
-        output, so that is shown again."""
+        """Return ``recorded``, the recorded result of a cell that was run again, and add a note to
+        the run if the new output differs. The recorded output is shown to the model because its
+        recorded replies refer to it."""
         if (cell.stdout, cell.value, cell.error) != (
             recorded.stdout,
             recorded.value,
@@ -182,7 +188,8 @@ class Notebook:
         return recorded
 
     async def _replace(self, reason: str) -> str:
-        """Replace the session that died; returns the error for the model."""
+        """Replace a session that died by a new one, in which the history is run again, and return
+        the error message for the model."""
         await self.close()
         text = f"SessionDied: {reason}"
         is_last = self.num_deaths >= MAX_DEATHS or self.run.ending.closing is not None
@@ -195,8 +202,8 @@ class Notebook:
         return f"{text}\n{observation_messages.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
-        """Rerun the history in a new session. If that fails, clear the history and return the
-        reason."""
+        """Run the cells of the history again in a new session. Return None on success; otherwise
+        clear the history and return the reason."""
         if not len(self._cell_history):
             return None
         problem: str | None = "it was cut off"
@@ -242,8 +249,8 @@ class Notebook:
         return session
 
     async def close(self) -> None:
-        """End the session, even if it is still being opened. The notebook can be used again
-        afterwards; it then opens a new session."""
+        """End the session, even if it is still being opened. The notebook remains usable: it opens
+        a new session when one is needed."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -265,7 +272,8 @@ def _prelude(max_output_chars: int) -> str:
 
 
 class RecordedHostCall(msgspec.Struct, frozen=True):
-    """The host's answer to one call of a cell."""
+    """A function call that a cell made to the host, such as a question to a model, with the value
+    or error that it received."""
 
     arguments_hash: int
     """``fingerprint`` of the call."""
@@ -283,7 +291,8 @@ class _Cell(msgspec.Struct, frozen=True):
 
 
 class CellHistory:
-    """The cells of one session, in order."""
+    """The cells that were run in one session, in order, so that a new session can be brought to the
+    same state."""
 
     def __init__(self, cells: Sequence[_Cell] = ()) -> None:
         self._cells = list(cells)
@@ -292,22 +301,24 @@ class CellHistory:
         return len(self._cells)
 
     def copy(self) -> CellHistory:
-        """Return a copy for a fork of the session."""
+        """Return an independent copy of the history, for a fork of the session."""
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """Add a finished cell; ``answers`` are in the order in which they were given."""
+        """Add a finished cell, with the host's answers to its calls in the order in which they were
+        given."""
         cell = _Cell(
             ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
         )
         self._cells.append(cell)
 
     async def rerun(self, session: Session, cell_s: float) -> str | None:
-        """Run the cells in ``session``, each for at most ``cell_s`` seconds of work or three times
-        its original time.
+        """Run all cells again in ``session``, and check that each does the same as before. Each
+        cell may take three times its original time (at least 2 seconds), but never more than
+        ``cell_s`` seconds.
 
-        Returns the reason if a cell failed or differed, in which case the state of the session is
-        unreliable; otherwise None.
+        Returns None on success. If a cell failed or differed, the state of the session is
+        unreliable, and the reason is returned.
         """
         for number, cell in enumerate(self._cells, 1):
             host = _RecordedHost(cell.answers)
@@ -340,7 +351,8 @@ def _outcome(ran: CellResult) -> int:
 
 
 class _RecordingHost:
-    """Passes a cell's calls to its host, and records the answers."""
+    """Forwards the calls that a cell makes to the host, and records each answer so that the cell
+    can be run again without asking anyone."""
 
     def __init__(self, answer: Callable[[], Answer]) -> None:
         self._answer = answer
@@ -350,7 +362,9 @@ class _RecordingHost:
         """An error that ends the run even if the model's code catches it."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer a function call from the cell, and record the answer or the error."""
+        """Answer one function call that the cell makes, and record the answer or the error. A
+        ReplayDiverged error is also kept in ``fatal``, because it must end the run even if the
+        cell's code catches it."""
         arguments_hash = fingerprint(name, args, kwargs)
         try:
             value = await self._answer()(name, args, kwargs)
@@ -365,7 +379,8 @@ class _RecordingHost:
 
 
 class _RecordedHost:
-    """Answers a cell's calls with the recorded answers, in whatever order its threads make them."""
+    """Answers the calls of a cell that is run again with the recorded answers. The calls may come
+    in any order, as those of several threads do."""
 
     def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
         self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
@@ -374,8 +389,8 @@ class _RecordedHost:
         self._unknown: str | None = None
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer a function call from the cell with the recorded value, or raise the recorded
-        error. Raises HostCallError if the record has no such call."""
+        """Return the recorded answer to a function call of the cell, or raise the recorded error.
+        Raises HostCallError if the record has no such call."""
         answers = self._answers.get(fingerprint(name, args, kwargs))
         if not answers:
             self._unknown = name
@@ -392,8 +407,8 @@ class _RecordedHost:
 
 
 def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Hash of a call from a session, valid in this process only. Takes a millisecond per megabyte
-    of text and copies none of it."""
+    """Return a hash of a function call that session code makes to the host, valid only in this
+    process. It takes about a millisecond per megabyte of text and does not copy the text."""
     try:
         return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
     except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply

@@ -1,4 +1,4 @@
-"""How a call of a run, or the run itself, ended."""
+"""Describe how a call of a run, or the run itself, ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ramify.types.trajectory import Stop
 
 
 class CallOutcome(msgspec.Struct, frozen=True):
-    """Outcome of a call."""
+    """The outcome of a call: the reason why it stopped, and its answer or its error."""
 
     stop: Stop
     answer: Any = None
@@ -25,7 +25,7 @@ class CallOutcome(msgspec.Struct, frozen=True):
 
 
 def failed(error: RamifyError, is_stored: bool) -> CallOutcome:
-    """Return the outcome of a run that was ended by ``error``. The run counts as suspended, so that
-    it can be resumed, if it is stored and the cause can be fixed."""
+    """Return the outcome of a run that ended with ``error``. If the run is stored and a person can
+    fix the cause, the outcome says that the run is suspended, and it can be resumed later."""
     stop = Stop.SUSPENDED if is_stored and can_be_fixed(error) else Stop.ERROR
     return CallOutcome(stop, error=str(error), failure=error)

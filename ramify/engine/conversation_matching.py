@@ -1,5 +1,5 @@
-"""Which turn of an agent's earlier conversations a request continues, and the cause if it continues
-none.
+"""Find the turn of an agent's earlier conversations that a new request continues. If there is none,
+find out why the request begins a new call.
 
     request ─┬─ its messages are those that were sent, and new ones ──> the call's next turn
              └─ else it is rendered, and each message that is a reply of ours stands for the
@@ -8,9 +8,10 @@ none.
                   ├─ … of an earlier turn, or of one that waits ──────> a fork of the call
                   └─ … of none ───────────────────────────────────────> a new call
 
-Sampled text is therefore never tokenized again, unless a client has changed it. Without a client
-that renders prompts here (``Client``), messages are compared instead of ids. docs/agents.md
-has the rule with pictures. Not here: the requests themselves (see run_model_client.py).
+Sampled text is therefore never tokenized again, unless a client has changed it. If this process has
+no client that renders prompts to token ids (``Client``), messages are compared instead of ids.
+docs/agents.md explains the rule with pictures. The requests themselves are handled by
+``run_model_client.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from ramify.types.trajectory import CallCause, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
-    """One turn of a call of an agent. The numbers count from the beginning of the conversation."""
+    """One turn of an agent's conversation: its reply, and the numbers of messages and token ids in
+    the conversation up to that point. All numbers are counted from the beginning of the
+    conversation."""
 
     num_messages: int
     """Number of messages up to and including the turn's reply."""
@@ -41,7 +44,8 @@ class AgentTurn(msgspec.Struct, frozen=True):
 
 
 class AgentCall(msgspec.Struct):
-    """A call whose requests come from code outside of the engine."""
+    """A conversation of an external agent, recorded as one call of the run. Its requests come from
+    code outside of the engine."""
 
     call: LiveCall
     tools: tuple[Tool, ...]
@@ -62,18 +66,18 @@ class AgentCall(msgspec.Struct):
     """The limit that ended the call; ``FINAL`` if none did."""
 
     def end_of(self, num_turns: int) -> int:
-        """Return the length of the conversation, in messages, after the call's first ``num_turns``
-        turns. Turns that a fork inherited from its origin are not counted as turns, but their
-        messages are."""
+        """Return the length of the conversation, in messages, after the first ``num_turns`` turns
+        of this call. For a fork, the messages that it inherited are included, although their turns
+        do not count."""
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def is_free_after(self, num_turns: int) -> bool:
-        """True if a request can be the next turn: the call has ``num_turns`` turns and awaits no
-        reply."""
+        """Return True if a request can continue the conversation after the first ``num_turns``
+        turns: the call has no later turn, and no request is waiting for its reply."""
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
-        """Return the messages that were added to the conversation to ask for the turn with index
+        """Return the messages that were added to the conversation to request the turn with index
         ``num_turns``. Return None if no such request has been sent."""
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
@@ -82,7 +86,8 @@ class AgentCall(msgspec.Struct):
 
 
 class RequestPlace(NamedTuple):
-    """Which call and turn a request continues, or why it begins a call."""
+    """The call and the turn that an agent's request continues, or the reason why the request begins
+    a new call."""
 
     call: AgentCall | None
     """The call whose turns the request's prompt begins with; None if there is none."""
@@ -97,7 +102,8 @@ class RequestPlace(NamedTuple):
 
 
 class AgentConversations:
-    """The conversations of one agent."""
+    """All conversations of one agent. They are searched to find the one that a new request
+    continues."""
 
     def __init__(self) -> None:
         self.calls: list[AgentCall] = []
@@ -110,8 +116,9 @@ class AgentConversations:
         depth: int,
         learns: bool,
     ) -> RequestPlace:
-        """Return where a request with ``messages`` belongs. ``client`` is the one that would be
-        asked. Raises ConfigError if its template cannot write the messages."""
+        """Return which call and turn a request with ``messages`` continues, if any. ``client`` is
+        the model client that would receive the request. Raises ConfigError if its chat template
+        cannot render the messages."""
         calls = [each for each in self.calls if (each.call.depth, each.learns) == (depth, learns)]
         # Replies without ids are compared as messages.
         rendering: PromptRendering | None = getattr(client, "rendering", None) if learns else None
@@ -144,7 +151,8 @@ def _sent_before(
     tools: tuple[Tool, ...],
     may_differ: bool,
 ) -> RequestPlace:
-    """Return the call with the most turns whose messages are the first of ``messages``."""
+    """Return the call, and the turn in it, whose conversation is the longest prefix of
+    ``messages``. Only messages are compared, not token ids."""
     best, rank = RequestPlace(None, 0, 0, None, None), (0, 0, 0)
     for each in calls:
         if each.tools != tools:
@@ -163,7 +171,8 @@ def _sent_before(
 
 
 def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
-    """True if the call at ``place`` has already sent this request as its next one."""
+    """Return True if the call at ``place`` has already sent this same request for its next turn, as
+    a client does that retries."""
     if place.call is None:
         return False
     sent = place.call.prompt_after(place.num_turns)
@@ -171,7 +180,8 @@ def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Return the number of equal messages at the start of both conversations."""
+    """Return how many messages at the start of the two conversations are equal. If ``may_differ``
+    is True, ``theirs`` may lack the reasoning of a reply."""
     num = 0
     for mine, sent in zip(ours, theirs, strict=False):
         if not (_may_be(mine, sent) if may_differ else _is_as_sent(mine, sent)):
@@ -181,16 +191,17 @@ def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: 
 
 
 def _is_as_sent(ours: Message, theirs: Message) -> bool:
-    """True if ``theirs`` is ``ours`` as a client got or sent it. The ids of a reply's tool calls
-    may differ: an API has its own."""
+    """Return True if a client's message ``theirs`` equals our recorded message ``ours``. The ids of
+    tool calls are not compared, because each API creates its own."""
     if ours.role != "assistant" or not ours.tool_calls:
         return ours == theirs
     return _without_ids(ours) == _without_ids(theirs)
 
 
 def _may_be(ours: Message, theirs: Message) -> bool:
-    """True if ``theirs`` may be ``ours``: a program may have dropped the reasoning and changed the
-    ids of tool calls. This rule is for clients that do not render prompts here."""
+    """Return True if ``theirs`` may be a copy of ``ours`` from which the client has dropped the
+    reasoning or changed the ids of tool calls. This looser rule applies if no token ids can be
+    compared."""
     if theirs.reasoning is None and ours.reasoning is not None:
         ours = msgspec.structs.replace(ours, reasoning=None)
     return _without_ids(ours) == _without_ids(theirs)
@@ -212,9 +223,9 @@ def _by_ids(
     rendering: PromptRendering,
     sent: RequestPlace,
 ) -> RequestPlace:
-    """Find where a request belongs by comparing token ids. Returns the place after the recorded
-    turn whose prompt and reply form the longest prefix of the request's ids. ``sent`` is the place
-    that was found by comparing messages."""
+    """Find the turn that a request continues by comparing token ids: the recorded turn whose prompt
+    and reply form the longest prefix of the request's ids. ``sent`` is the result of comparing
+    messages instead."""
     chain = _ReplyChain(calls, messages, tools, rendering, sent)
     ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
     best: tuple[AgentCall, int] | None = None
@@ -235,7 +246,8 @@ def _by_ids(
 
 
 class _ReplyChain:
-    """Finds the messages of a request that are replies of this agent, and the ids of each."""
+    """The messages of a request that are earlier replies of the model, each with the token ids that
+    were sampled for it."""
 
     def __init__(
         self,
@@ -265,8 +277,9 @@ class _ReplyChain:
                 self._add(index, list(_replies_like(messages[index], calls)))
 
     def _add(self, index: int, replies: Sequence[tuple[AgentCall, AgentTurn]]) -> None:
-        """Give message ``index`` the ids of one of ``replies``, which all have its text: the one
-        with the same prompt, or else the latest."""
+        """Assign the sampled ids of one of ``replies`` to the message at ``index``. All of them
+        have the text of the message; the one whose prompt has the same ids is preferred, otherwise
+        the latest is used."""
         if not replies:
             return
         prompt = self._prompt(index)
@@ -297,8 +310,8 @@ class _ReplyChain:
         return tuple(self._rendering.ids(request))
 
     def num_messages_up_to_reply(self, turn: AgentTurn) -> int | None:
-        """Return the number of the request's messages up to and including the reply of ``turn``;
-        None if no message is this reply."""
+        """Return the number of the request's messages up to and including the reply of ``turn``, or
+        None if the request does not contain that reply."""
         for index, message in enumerate(self._messages):
             if message.role != "assistant" or not index:
                 continue
@@ -320,8 +333,8 @@ def _replies_like(
 
 
 def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:
-    """True if the token path of the call contains ``turn``: a template that rewrites earlier
-    messages begins another path."""
+    """Return True if the stored token ids of the call contain ``turn``. They do not if the chat
+    template rewrote earlier messages later on, which begins a new sequence of ids."""
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
 
 
@@ -343,8 +356,8 @@ def _cause(
     tools: tuple[Tool, ...],
     place: RequestPlace,
 ) -> CallCause:
-    """Return why a request begins a new call instead of continuing one. The messages of the request
-    are compared with those of the most similar earlier conversation. ``place`` is the closest match
+    """Return why a request begins a new call instead of continuing an earlier one. The request is
+    compared with the earlier conversation that resembles it most. ``place`` is the closest match
     that was found."""
     theirs = [_gist(message) for message in messages]
     sent_back = {gist for gist in theirs if gist.role == "assistant"}
@@ -368,7 +381,8 @@ def _cause(
 
 
 def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bool:
-    """True if message ``index`` is the assistant's both in the call and in ``messages``."""
+    """Return True if the message at ``index`` is a reply of the assistant both in the call and in
+    ``messages``."""
     ours = each.call.messages
     return (
         0 < index < min(len(ours), len(messages))
@@ -378,8 +392,9 @@ def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bo
 
 
 def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> CallCause:
-    """Return how a request first differs from an earlier conversation. ``ours`` holds the messages
-    of the conversation, and ``theirs`` those of the request."""
+    """Return in which way the messages of a request (``theirs``) first differ from an earlier
+    conversation (``ours``), for example because a message was edited or older messages were
+    removed."""
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
         return CallCause.TEMPLATE
@@ -414,8 +429,8 @@ def _small_difference(ours: Message, theirs: Message) -> CallCause:
 
 
 class _Gist(NamedTuple):
-    """The parts of a message that identify it even if a client drops the reasoning or changes the
-    whitespace. Used to find the earlier conversation that a request resembles."""
+    """The parts of a message that identify it even if a client drops its reasoning or changes its
+    whitespace. They are used to find the earlier conversation that a request resembles."""
 
     role: str
     content: str
@@ -435,8 +450,8 @@ def _canonical(arguments: str) -> str:
 
 
 def _is_joined(parts: Sequence[_Gist], whole: Sequence[_Gist]) -> bool:
-    """True if the first message of ``whole`` is the concatenation of the first two or more messages
-    of ``parts``."""
+    """Return True if the first message of ``whole`` is the concatenation of the first two or more
+    messages of ``parts``."""
     content, calls = "", tuple[tuple[str, str], ...]()
     for num, part in enumerate(parts, 1):
         if part.role != whole[0].role:

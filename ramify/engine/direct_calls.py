@@ -1,5 +1,6 @@
-"""Plain calls outside of any run, for work that asks many small questions: one budget, one
-client, and a few events for each question instead of a journal and a trajectory.
+"""Make plain model calls outside of any run, for work that asks many small questions. All questions
+share one budget and one client, and each emits a few events instead of writing a journal and a
+trajectory.
 
     calls = DirectCalls(setup, models, budget)         RLM.direct_calls opens them
     await calls.answer(question, emit) ──> CallOutcome
@@ -7,10 +8,11 @@ client, and a few events for each question instead of a journal and a trajectory
          │                            acted on; who records them can resume the question
          └── reserve ── emit(DirectRequest) ── send ── settle ── emit(DirectReply)
 
-The prompt, the check of the reply, retries and rate limits are those of a run's plain call. What is
-left out, since it costs three times the CPU time of the request itself: a run's own journal and
-ledger, the trajectory, listeners, spans, and the text of a reply while it arrives. Not here: which
-questions a plain call can answer (see ``answering.py``), and how the events are kept.
+The prompt, the check of the reply, retries and rate limits are those of a run's plain call. Other
+features of a run are left out, because they cost three times the CPU time of the request itself:
+the journal and the ledger of each run, the trajectory, listeners, spans, and the text of a reply
+while it arrives. ``answering.py`` decides which questions a plain call can answer. Storing the
+events is left to the caller.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from ramify.types.trajectory import Stop
 
 
 class DirectRequest(msgspec.Struct, frozen=True):
-    """A request is about to be sent."""
+    """The event that is emitted right before a request is sent to the model."""
 
     turn: int
     """0, or the number of the repair."""
@@ -53,14 +55,15 @@ class DirectRequest(msgspec.Struct, frozen=True):
 
 
 class DirectReply(msgspec.Struct, frozen=True):
-    """The reply to a request."""
+    """The event that is emitted when the reply to a request has arrived."""
 
     turn: int
     reply: Reply
 
 
 class DirectFailure(msgspec.Struct, frozen=True):
-    """A request failed."""
+    """The event that is emitted when a request has failed, with the usage and the cost that may
+    have been billed for it."""
 
     turn: int
     error: str
@@ -74,13 +77,15 @@ DirectEvent = DirectRequest | DirectReply | DirectFailure
 
 
 class DirectCalls:
-    """Answers small questions with one plain call each. Lives on one event loop."""
+    """Answers small questions, each with one plain model call instead of a whole run. An instance
+    belongs to one event loop."""
 
     def __init__(
         self, setup: RlmSetup, models: RunModels, budget: BudgetLedger, mode: Mode | None = None
     ) -> None:
-        """``budget`` limits all calls together, and the limits of ``setup`` apply to each question.
-        ``mode`` is the mode that the questions are answered in."""
+        """Prepare to answer questions with the root model of ``models``. ``budget`` limits all
+        questions together, and the limits of ``setup`` apply to each one. ``mode`` is the mode in
+        which the questions are to be answered, or None for the default."""
         self.mode = mode
         self.setup = setup
         self.client = models.rlm(0)
@@ -101,7 +106,8 @@ class DirectCalls:
         self._sampling = msgspec.structs.replace(sampling, max_tokens=self._max_tokens)
 
     def can_answer(self, question: Question) -> bool:
-        """True if one plain call is enough for ``question``, and it shows no pictures."""
+        """Return True if one plain call is enough to answer ``question``, and the question shows no
+        pictures."""
         if question.pictures or has_pictures(question.context):
             return False
         if self.mode in ("free", "plan"):
@@ -117,21 +123,22 @@ class DirectCalls:
 
     @property
     def max_chars(self) -> int:
-        """Characters of a context that one plain call may read."""
+        """The maximum length of a context, in characters, that one plain call may read."""
         return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
 
     @property
     def pause_remaining_s(self) -> float:
-        """Seconds until the last pause for a rate limit ends; 0 if there is none."""
+        """The seconds until the pause that a rate limit imposed ends; 0 if requests are not
+        paused."""
         return self._pool.pause_remaining_s
 
     @property
     def is_priced(self) -> bool:
-        """Whether any of the models has a price."""
+        """True if any of the models has a price."""
         return any(client.price is not None for client in self._models.all)
 
     def messages(self, question: Question) -> list[Message]:
-        """Return the messages of the first request."""
+        """Return the messages of the first request that asks ``question``."""
         before, prompt = direct_prompt(
             self.setup.scaffold, self.setup.instructions, self.setup.examples, question
         )
@@ -144,10 +151,12 @@ class DirectCalls:
         recorded: Sequence[Reply] = (),
         spent: BudgetAmount | None = None,
     ) -> CallOutcome:
-        """Answer ``question``, and call ``emit`` for each event before it is acted on.
+        """Answer ``question``, and call ``emit`` with each event before the event takes effect, so
+        that it can be recorded first.
 
-        ``recorded`` are the replies that an interrupted attempt has already received, and ``spent``
-        is what they cost; the budget must have counted them. Never raises for a failed model.
+        To resume an interrupted attempt, pass the replies that it has already received as
+        ``recorded`` and their cost as ``spent``; the budget must already include that cost. A
+        failed model never raises: the outcome holds the error.
         """
         call = _DirectCall(self, question, emit, recorded, spent or BudgetAmount())
         limits = self.setup.limits
@@ -162,28 +171,29 @@ class DirectCalls:
             return CallOutcome(Stop.DEADLINE, error=why)
 
     async def send(self, request: Request, account: _DirectAccount) -> Reply:
-        """Send one request, with retries. Raises ModelError or LimitReached."""
+        """Send one request, with retries, and return the reply. ``account`` reserves and records
+        its cost. Raises ModelError or LimitReached."""
         reply = await self._pool.ask(
             self.client, request, account, patience_s=self.setup.limits.patience_s
         )
         return recordable(reply, self.setup.scaffold.stop, account.most())
 
     def first_request(self, question: Question) -> Request:
-        """Return the first request for ``question``, for callers that do not send it with
-        ``send``."""
+        """Return the first request for ``question`` without sending it, for callers that send it by
+        other means, such as a batch API."""
         return self.request(tuple(self.messages(question)), _enforced(question))
 
     def is_allowed(self, request: Request, price: Price | None) -> bool:
-        """Return whether the limits of one question allow ``request`` even if it uses all the
-        tokens that it may use."""
+        """Return True if the limits of one question allow ``request`` even if it uses the maximum
+        number of tokens."""
         most, limit = bound_of(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
     def received(self, reply: Reply, request: Request, price: Price | None) -> Reply:
-        """Prepare a reply for the record if it was not fetched by ``send``, for example by a batch
-        API. Adds its cost at ``price``, and the upper bound of the request if the server reported
-        no usage."""
+        """Prepare a reply for the record if it did not come from ``send`` but, for example, from a
+        batch API. Adds the cost at ``price``, and assumes the maximum usage of the request if the
+        server reported none."""
         reply = priced(reply, request, self.client.window, price)
         cost = None if price is None else bound_of(request, price).cost
         return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
@@ -197,7 +207,7 @@ class DirectCalls:
 
 
 def bound_of(request: Request, price: Price | None) -> BudgetAmount:
-    """Return the most that one attempt at ``request`` can use."""
+    """Return the maximum usage and cost of one attempt at ``request``."""
     return bound(request.max_input_tokens(), request.sampling.max_tokens, price)
 
 
@@ -206,7 +216,7 @@ def _enforced(question: Question) -> dict[str, Any] | None:
 
 
 class _DirectCall:
-    """One question in progress."""
+    """One question that is being answered, with its conversation and its spending so far."""
 
     def __init__(
         self,
@@ -225,8 +235,8 @@ class _DirectCall:
         self._messages: tuple[Message, ...] = ()
 
     async def ask(self, new: list[Message], reused: int | None) -> Reply:
-        """Send the next request of this question, or take its reply from the record of an
-        interrupted attempt. Returns the reply."""
+        """Send the next request of this question and return the reply. If an interrupted attempt
+        has already received that reply, return the recorded one instead."""
         self.turn += 1
         messages = (*self._messages, *new) if reused is None else tuple(new)
         if self.turn < len(self._recorded):
@@ -243,7 +253,8 @@ class _DirectCall:
 
 
 class _DirectAccount:
-    """The ``RequestBudget`` of one request."""
+    """Reserves the budget of one request and records its attempts (the ``RequestBudget``
+    protocol)."""
 
     def __init__(self, call: _DirectCall, request: Request, new: tuple[Message, ...]) -> None:
         calls, tokens = call.calls, request.max_input_tokens()
@@ -254,7 +265,7 @@ class _DirectAccount:
         self._reservation = Reservation(calls.budget, client.name, most, client.price)
 
     def most(self) -> tuple[Usage, float | None]:
-        """Return everything that is reserved, as an upper bound."""
+        """Return the usage and the cost that are reserved, which are upper bounds."""
         return self._reservation.usage, self._reservation.cost
 
     async def reserve(self) -> None:
@@ -266,7 +277,7 @@ class _DirectAccount:
             raise
 
     def _check_question(self) -> None:
-        """Raise LimitReached if the question's own limit does not allow the attempt."""
+        """Raise LimitReached if one more attempt could exceed the limits of this question."""
         limit, call, amount = self._call.calls.limit, self._call, self._reservation.amount
         if not call.spent.calls and amount.within(limit):
             return
@@ -288,8 +299,8 @@ class _DirectAccount:
                 )
 
     def is_enough(self) -> bool:
-        """Return whether the reservation still covers the attempt. If so, record the request too,
-        since it is sent right afterwards."""
+        """Return True if the reservation still covers the attempt. In that case, also emit the
+        event that announces the request, because the request is sent right afterwards."""
         if not self._reservation.is_enough():
             return False
         most, cost = self.most()

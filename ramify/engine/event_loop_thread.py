@@ -1,18 +1,19 @@
-"""Threads: the event loop of the synchronous API, a thread for each call of a user's function, and
-the watchdog, a thread that ends a run whose event loop is blocked past the run's deadline.
+"""The threads of the engine: one runs the event loop of the synchronous API, one is started for
+each call of a user's function, and a watchdog ends runs that block their event loop past the
+deadline.
 
-The event loop runs in one thread for the whole process. It works wherever the caller is, even
-inside a running loop (a notebook). Ctrl-C cancels the work that is being waited for. If that work
-blocks the loop past its deadline, the caller gets the error and later work gets another loop.
+The event loop runs in one thread for the whole process, so the synchronous API also works where the
+caller has a running loop (a notebook). Ctrl-C cancels the work that the caller waits for. If that
+work blocks the loop past its deadline, the caller gets the error and later work gets another loop.
 
     run starts ── watch ──> watchdog: sleeps until the deadline, then posts a beat to the loop
       loop is blocked for ``stall_s``         ──> ``on_blocked``, in another thread
       loop advances, but the run does not end ──> ``on_overdue``, on the loop, which cancels it
       nor then, for another ``stall_s``       ──> ``on_blocked``
 
-A blocked loop cannot do this itself: its timers are blocked too. One watchdog serves all loops of
-the process and sleeps until the first deadline. Time in which the whole process was stopped does
-not count. Not here: how a run is ended (see ``run_handle.py``).
+A blocked loop cannot do this itself, because its timers are blocked too. One watchdog serves all
+loops of the process and sleeps until the first deadline. Time in which the whole process was
+stopped does not count. How a run is then ended is decided in ``run_handle.py``.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 class LoopWatch:
-    """One run that the watchdog thread checks: whether its event loop is blocked, and whether the
-    run ends by its deadline."""
+    """One run that the watchdog thread observes, to detect that its event loop is blocked or that
+    the run has not ended by its deadline."""
 
     def __init__(
         self,
@@ -54,8 +55,9 @@ class LoopWatch:
         on_blocked: Callable[[str], object],
         on_overdue: Callable[[], object],
     ) -> None:
-        """``deadline_s`` is in seconds from now. ``on_blocked`` receives the line at which the
-        event loop is blocked, as text; the text is empty if the loop still advances."""
+        """Start to watch the run that the current event loop executes, whose deadline is
+        ``deadline_s`` seconds from now. ``on_blocked`` is called with the source line at which the
+        event loop is blocked, or with an empty text if the loop still advances."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._stall_s = stall_s
@@ -71,11 +73,12 @@ class LoopWatch:
         _watchdog.add(self)
 
     def end(self) -> None:
-        """Stop watching: the run has ended."""
+        """Stop watching the run, because it has ended."""
         _watchdog.remove(self)
 
     def look(self) -> None:
-        """Check the loop; called by the watchdog's thread when it is due."""
+        """Check whether the event loop still responds and whether the run is overdue. Called by the
+        watchdog thread when the check is due."""
         now, step_s = time.monotonic(), min(1.0, self._stall_s / _LOOKS)
         # A process that was stopped sees one long step, in which its loop could not answer either.
         passed_s, self._looked_s = min(now - self._looked_s, 2 * step_s), now
@@ -105,8 +108,8 @@ class LoopWatch:
 
 
 class _Watchdog:
-    """A background thread that checks all watched runs of the process, each at its own time. The
-    thread is started with the first run."""
+    """The background thread that checks all watched runs of the process, each at its own time. It
+    is started when the first run is added."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -145,7 +148,7 @@ _watchdog = _Watchdog()
 
 
 def _place(frame: FrameType | None) -> str:
-    """Describe where a thread is, for an error message: the line that it executes, and the
+    """Describe what a thread is executing, for an error message: the current line, and the
     innermost caller outside of the standard library."""
     if frame is None:
         return "a thread that has ended"
@@ -156,7 +159,8 @@ def _place(frame: FrameType | None) -> str:
 
 
 def waiting_at(task: asyncio.Task[Any]) -> str:
-    """Return the innermost coroutine that ``task`` awaits, as file, line and function."""
+    """Return the file, line and function of the innermost coroutine that ``task`` is waiting
+    for."""
     place: str = "its end"
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
@@ -172,8 +176,9 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def _forget() -> None:
-    """Forget the loop in a forked child, such as a worker of ``multiprocessing``: its thread does
-    not exist there, and the next call starts another one."""
+    """Discard the event loop after a fork, in the child process (such as a worker of
+    ``multiprocessing``). The loop's thread does not exist there, so the next call starts another
+    loop."""
     global _lock, _loop
     _lock, _loop = threading.Lock(), None
 
@@ -183,7 +188,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """Return the loop, starting it at the first call."""
+    """Return the event loop of the synchronous API. The first call starts it in a background
+    thread."""
     global _loop
     with _lock:
         if _loop is None or _loop.is_closed():
@@ -193,8 +199,9 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on the loop and return its result. If the wait is interrupted, ``work`` is
-    cancelled. Raises LoopBlocked if ``work`` blocks the loop past its deadline."""
+    """Run the coroutine ``work`` on the background event loop, wait for it and return its result.
+    If the wait is interrupted, ``work`` is cancelled. Raises LoopBlocked if ``work`` blocks the
+    loop past its deadline."""
     if _is_here():
         work.close()
         raise ConfigError(
@@ -227,7 +234,7 @@ def _copy(done: Future[T], answer: Future[T]) -> None:
 
 
 def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> None:
-    """Give ``answer`` its outcome, unless it has one."""
+    """Set the result or the exception of ``answer``, unless it is already settled."""
     with contextlib.suppress(InvalidStateError):
         if error is not None:
             answer.set_exception(error)
@@ -236,8 +243,8 @@ def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> 
 
 
 def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
-    """Give up an event loop that is blocked. Its thread keeps it, and later work gets a new
-    loop."""
+    """Give up an event loop that is blocked. Its thread continues to use it, but later work gets a
+    new loop."""
     global _loop
     with _lock:
         if _loop is blocked:
@@ -245,10 +252,12 @@ def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
 
 
 def leave(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | None = None) -> None:
-    """Run ``work`` on the loop (or ``on`` another one), if there is one, without waiting.
+    """Schedule the coroutine ``work`` on an event loop without waiting for it. The loop is ``on``
+    if given, otherwise that of the synchronous API. If there is no such loop, ``work`` is
+    discarded.
 
-    For finalizers: the garbage collector may call one at any line, even in the loop's own thread,
-    where waiting would deadlock.
+    This is meant for finalizers: the garbage collector may call one at any line, even in the loop's
+    own thread, where waiting would deadlock.
     """
     used = on or _loop
     if used is None or used.is_closed():
@@ -258,20 +267,21 @@ def leave(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
 
 
 class SyncApiRunner:
-    """Keeps resources open on the event loop between calls of the synchronous API. If a call
-    blocked its loop, the next call opens them again on a new loop."""
+    """Keeps resources open on the event loop between calls of the synchronous API. If a call has
+    blocked that loop, the next call opens the resources again on a new one."""
 
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """``pin`` opens the resources, and ``unpin`` closes them. Both are called on the loop."""
+        """Create a runner that opens its resources with ``pin`` and closes them with ``unpin``.
+        Both are called on the event loop."""
         self._pin = pin
         self._unpin = unpin
         self._pinned: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the event loop and return its result. The resources are opened first if
-        they are not open on this loop."""
+        they are not yet open on this loop."""
         if self._pinned is not _loop or _loop is None:
             try:
                 run(self._open())
@@ -285,7 +295,7 @@ class SyncApiRunner:
         self._pinned = asyncio.get_running_loop()
 
     def close(self, *, waits: bool = True) -> bool:
-        """Close the resources, and return whether they were open. If ``waits`` is False or the loop
+        """Close the resources, and return True if they were open. If ``waits`` is False or the loop
         is blocked, they are closed in the background."""
         pinned, self._pinned = self._pinned, None
         if pinned is not None and pinned is _loop and waits:

@@ -1,9 +1,10 @@
-"""The record of a run's events.
+"""Record the events of a run: write each one to the journal, add it to the trajectory in memory,
+and pass it to the listeners.
 
     event ──> EventRecorder ──> journal, then trajectory, then listeners ──> it is acted on
 
-A resumed run repeats its events. Those that its journal contains already are not written again.
-Not here: what an event means (see ``types/event.py``), and the file of a journal (see ``store/``).
+A resumed run repeats its events; those that are already in its journal are not written again. The
+meaning of each event is defined in ``types/event.py``, and the journal's file format in ``store/``.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _log = ComponentLogger("engine")
 
 
 def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
-    """Return ``listener`` as a tuple of at most one. Raises ConfigError for a coroutine
-    function."""
+    """Return a tuple that contains ``listener``, or an empty tuple if it is None. Raises
+    ConfigError for a coroutine function, which would never be awaited."""
     if inspect.iscoroutinefunction(listener):
         raise ConfigError(
             "on_event is a coroutine function, which is never awaited: give a plain function, or "
@@ -52,8 +53,8 @@ def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
 
 
 def tracing() -> tuple[Listener, ...]:
-    """Return a listener that traces one run or conversation, if this process has set up
-    OpenTelemetry."""
+    """Return the listeners that send OpenTelemetry spans for one run or conversation. Return an
+    empty tuple if this process has not set up OpenTelemetry."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from ramify.engine.spans import span_listeners
@@ -62,7 +63,8 @@ def tracing() -> tuple[Listener, ...]:
 
 
 class EventRecorder:
-    """Receives events in order; there is one per run or conversation."""
+    """Records the events of one run or conversation in order. Each event goes to the journal, then
+    to the trajectory, then to the listeners."""
 
     def __init__(
         self,
@@ -74,9 +76,10 @@ class EventRecorder:
         since_s: float = 0.0,
         on_close: Callable[[], object] | None = None,
     ) -> None:
-        """``id`` is that of the run. ``held`` returns True for events that the journal of a resumed
-        run already contains. ``since_s`` is the time on its clock at which it resumes. ``on_close``
-        is called when nothing more will be recorded."""
+        """Create the recorder of the run with the given ``id``. To resume a run, pass ``held``,
+        which returns True for an event that the journal already contains, and ``since_s``, the time
+        on the run's clock at which it resumes. ``on_close`` is called when nothing more will be
+        recorded."""
         self.id = id
         self._on_close = on_close
         self._journal = journal
@@ -99,7 +102,8 @@ class EventRecorder:
         return self._journal is not None
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """The file that shows replies as they arrive; None for a run that is not stored."""
+        """Return the file in which replies are shown while they arrive, or None for a run that is
+        not stored."""
         return None if self._journal is None else self._journal.live_text()
 
     @property
@@ -107,12 +111,12 @@ class EventRecorder:
         return self._fold.trajectory
 
     def now(self) -> float:
-        """Seconds since the run started."""
+        """Return the seconds since the run started."""
         return round(time.perf_counter() - self._began, 6)
 
     def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
-        """Record ``event``. ``is_written``: the journal has it, although a resume does not repeat
-        it."""
+        """Record ``event``: write it to the journal, add it to the trajectory and call the
+        listeners. Pass ``is_written=True`` if the journal already has the event."""
         if self._sealed is not None:
             raise self._sealed
         if self._journal is not None and not is_written:
@@ -144,20 +148,21 @@ class EventRecorder:
 
     @property
     def needs_events(self) -> bool:
-        """True if events that a resumed run repeats must be made one by one, because something
-        receives them."""
+        """True if a resumed run has to emit each of its repeated events individually, because a
+        listener or the journal receives them."""
         journal = self._journal
         if self._listeners or self._sealed is not None or _log.wants(DEBUG):
             return True
         return journal is not None and (self._held is None or journal.trouble is not None)
 
     def add_ended(self, call: Call) -> None:
-        """Add a call that the journal has from its begin to its end. Only for a recorder that does
-        not need events."""
+        """Add a whole call that the journal already contains, from its beginning to its end, to the
+        trajectory. Allowed only if ``needs_events`` is False."""
         self._fold.add_ended(call)
 
     def warn(self, text: str) -> None:
-        """Record a warning about the run, as a note on its root call once that has begun."""
+        """Record a warning about the run, as a note on its root call. If the root call has not
+        begun, the warning is kept until it does."""
         if self._root is None:
             self._warnings.append(text)
         else:
@@ -168,8 +173,8 @@ class EventRecorder:
         self.emit(NoteAdded(at_s=self.now(), call=call, text=text, is_warning=is_warning))
 
     def _write(self, journal: RunJournal, event: AnyEvent) -> None:
-        """Write ``event`` unless the journal contains it. A resumed run that asks nothing new and
-        gives no answer leaves its journal unchanged."""
+        """Write ``event`` to the journal unless the journal already contains it. As long as a
+        resumed run neither asks anything new nor gives an answer, its journal stays unchanged."""
         if self._held is not None and self._held(event):
             return
         if self._unwritten is not None:
@@ -182,8 +187,9 @@ class EventRecorder:
         journal.append(event)
 
     def seal(self, end: RunEnded, error: LoopBlocked) -> None:
-        """Write the final event ``end`` and release the journal. Called from a thread other than
-        the one that records events. Whatever the run records afterwards raises ``error``."""
+        """Write the final event ``end`` and release the journal, although the run is still in
+        progress on a blocked event loop. Called from another thread. Any attempt of the run to
+        record more raises ``error``."""
         self._sealed = error
         with contextlib.suppress(StoreError):  # its journal ends as if killed
             if self._journal is not None:
@@ -191,16 +197,16 @@ class EventRecorder:
             self.close()
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` for every event from now on."""
+        """Call ``listener`` with every event that is recorded from now on."""
         self._listeners.append(listener)
 
     def ignore(self, listener: Listener) -> None:
-        """Stop calling ``listener``. Does nothing if it is not registered."""
+        """Stop calling ``listener``. Does nothing if the listener is not registered."""
         if listener in self._listeners:
             self._listeners.remove(listener)
 
     def close(self) -> None:
-        """Release the journal: nothing more will be recorded."""
+        """Release the journal, because nothing more will be recorded."""
         if self._on_close is not None:
             self._on_close()
 
@@ -219,8 +225,8 @@ class EventRecorder:
 
 
 def _is_minor(event: AnyEvent) -> bool:
-    """Return whether a later resume could do without ``event``. A resume that adds only such events
-    leaves the journal unchanged."""
+    """Return True if a later resume does not need ``event``. If a resume records only such events,
+    nothing is written, and the journal stays unchanged."""
     match event:
         case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
             return True
@@ -234,8 +240,8 @@ def _is_minor(event: AnyEvent) -> bool:
 
 
 def _place(event: AnyEvent) -> str:
-    """Return the place of an event in the run, such as ``call 0, turn 2, cell 1``. Numbers that the
-    event does not have are left out, and so is all text of the run."""
+    """Describe where in the run an event occurred, such as ``call 0, turn 2, cell 1``, for log
+    messages. Numbers that the event does not have are left out."""
     id = getattr(event, "call", getattr(event, "id", ""))
     parts = [f"call {id}" if id else ""]
     parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
@@ -243,7 +249,8 @@ def _place(event: AnyEvent) -> str:
 
 
 def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> ContextRef | None:
-    """Reference to a context. ``pictures`` are the digests of its pictures."""
+    """Return a reference to a context, for the record of a call: the context's digest, size, kind
+    and files. ``pictures`` are the digests of the pictures in it."""
     if context is None:
         return None
     files = tuple(file.reference for file in context.files)

@@ -1,13 +1,18 @@
-"""Reads messages whose code is in a form of another system, which models write out of habit.
+"""Read model replies whose code is written in the format of another system, as models do out of
+habit.
 
 If the meaning is certain, the code is run and a note says how to write it. Otherwise a note names
 the mistake, and the message does not count as an answer in words.
 
-    "```\nprint(1)\n```"                                      ->  codes=("print(1)",) and a note
+    "```
+print(1)
+```"                                      ->  codes=("print(1)",) and a note
     '<tool_call>{"name": "repl", "arguments": {"code": "f()"}}</tool_call>'      ->  codes=("f()",)
-    "```bash\nls\n```"                                        ->  was_attempted, and a note
+    "```bash
+ls
+```"                                        ->  was_attempted, and a note
 
-Not here: the session's own forms (see ``action.py``).
+The session's own formats are parsed by ``action.py``.
 """
 
 from __future__ import annotations
@@ -88,8 +93,8 @@ _COMMAND = lazy_pattern(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls
 
 
 def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Return the action that a message asks for, also if its code is written in the format of
-    another system."""
+    """Return the action that a model's message asks for, even if its code is written in the format
+    of another system."""
     if "<|channel|>" in message.content:
         message, calls = _without_harmony(message, is_cut)
     else:
@@ -109,8 +114,8 @@ def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def syntax_hint(code: str, error: str) -> str | None:
-    """Return what is wrong with ``code``, whose cell ended with ``error``, if it is a habit from
-    another system."""
+    """Return a hint for the model if ``code`` failed because of a habit from another system, such
+    as a shell command. Return None if ``error``, the error of the cell, has another cause."""
     if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
         return None
     if re.search(r"^[ \t]*+>>> ", code, re.M):
@@ -125,8 +130,8 @@ def syntax_hint(code: str, error: str) -> str | None:
 
 
 def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
-    """Return the action for tool calls that the model wrote as text. ``calls`` holds the name and
-    the arguments of each."""
+    """Return ``action`` with the tool calls that the model wrote as text instead of making them.
+    ``calls`` holds the name and the arguments of each."""
     codes, notes, final = [], [], None
     for name, given in calls:
         arguments = given if isinstance(given, dict) else {"code": given}
@@ -151,8 +156,8 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
 
 
 def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
-    """Return the action for code that is not in a marked fence. Unmarked fences are run if they
-    contain code. Otherwise, the action gets a note that names the model's mistake."""
+    """Return the action of a message whose code is not in a marked fence. Unmarked fences are run
+    if they contain Python. Otherwise, the action gets a note that names the model's mistake."""
     found = list(itertools.islice(fences(text), _MOST_FENCES))
     bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
     codes = [code for body in bare if _is_code(code := _unprompted(body))]
@@ -174,7 +179,7 @@ def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
 
 
 def _is_code(text: str) -> bool:
-    """True if ``text`` is Python that does something."""
+    """Return True if ``text`` is Python that does something, such as a call or an assignment."""
     if len(text) > _MAX_CODE_CHARS:
         return False
     try:
@@ -192,7 +197,8 @@ def _without_prompts(action: ParsedAction) -> ParsedAction:
 
 
 def _unprompted(code: str) -> str:
-    """Return the lines after the prompts of a terminal session, or ``code`` if it has none."""
+    """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and the
+    output between them. Return ``code`` unchanged if it does not begin with a prompt."""
     lines = code.split("\n")
     first = next((line for line in lines if line.strip()), "")
     if not first.startswith(">>> "):
@@ -201,7 +207,8 @@ def _unprompted(code: str) -> str:
 
 
 def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tuple[str, Any]]]:
-    """Return ``message`` with the text of its channels except thinking, and its tool calls."""
+    """Parse a message in OpenAI's Harmony format. Return ``message`` with the text of all its
+    channels except the reasoning, and a list of the tool calls in it."""
     texts: list[str] = []
     calls: list[tuple[str, Any]] = []
     for part in _HARMONY.finditer(message.content):
@@ -216,7 +223,8 @@ def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tupl
 
 
 def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the name and arguments of each tool call in ``text``."""
+    """Yield the name and the arguments of each tool call that is written as text, in any of the
+    known notations."""
     found = itertools.chain(_TOOL_CALL.finditer(text), _INVOKED.finditer(text))
     has_call = False
     for call in found:
@@ -238,7 +246,7 @@ def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(body: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each parameter between tags."""
+    """Yield the name and the value of each ``<parameter>`` tag in the body of a tool call."""
     position = 0
     while opening := _PARAMETER.search(body, position):
         end = body.find("</parameter>", opening.end())
@@ -249,7 +257,8 @@ def _parameters(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and arguments of each tool call that is written as a JSON object alone."""
+    """Yield the name and the arguments of each tool call that is written as a JSON object without
+    any tags around it."""
     position = num = 0
     while (start := _BARE_CALL.search(text, position)) and num < _MOST_BARE_CALLS:
         position, num = start.end() + 1, num + 1
@@ -264,7 +273,7 @@ def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Return ``text`` as JSON, or as it is."""
+    """Parse ``text`` as JSON, and return it unchanged if it is not JSON."""
     try:
         return json.JSONDecoder(strict=False).raw_decode(text.strip())[0]
     except (ValueError, RecursionError):

@@ -1,11 +1,12 @@
-"""Forks: a new run that continues a stored one from a turn of one of its calls.
+"""Forks: new runs that repeat a stored run up to a chosen turn of one of its calls, and then
+continue differently.
 
     events ──> those before the turn, or beside it ──> edited prompt or code ──> the new run
 
-Decides what a fork takes from its origin, where an edit applies, and what the fork may cost. An
-edited prompt is kept in the new run's ``metadata["forked"]``, so that it can be resumed and
-replayed; edited code is kept as the reply of its turn. Not here: repeating what is recorded (see
-``rerun.py``).
+This module decides which events a fork takes from its origin, where an edit applies, and what the
+fork may cost. An edited prompt is kept in the new run's ``metadata["forked"]``, so that it can be
+resumed and replayed; edited code is kept as the reply of its turn. Recorded events are repeated by
+``rerun.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from ramify.types.trajectory import Stop
 
 
 class ForkOptions(RunKeywords, total=False):
-    """Options of a fork: those of a run, and what differs from the origin."""
+    """The keyword options of a fork: all options of a run, and the ones that say how the fork
+    differs from the original run."""
 
     call: str | None
     """Id of the call that continues differently; None for the root."""
@@ -50,7 +52,7 @@ class ForkOptions(RunKeywords, total=False):
 
 
 class ForkCostEstimate(msgspec.Struct, frozen=True):
-    """What a fork may cost, known before it starts."""
+    """An estimate of what a fork may cost, made before the fork starts."""
 
     model: str
     """Model of the call that continues."""
@@ -67,14 +69,16 @@ class ForkCostEstimate(msgspec.Struct, frozen=True):
 
 
 def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
-    """Return the point at which a fork begins, with the edit that ``changes`` asks for. The options
-    ``call``, ``code`` and ``prompt``, which describe the edit, are removed from ``changes``."""
+    """Return the point at which a fork of a stored run begins, with the edit that is made there.
+    The options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
+    ``changes``."""
     call, code = changes.pop("call", None), changes.pop("code", None)
     return ForkPoint(list(events), turn, call=call, code=code, prompt=changes.pop("prompt", None))
 
 
 class ForkPoint:
-    """One turn of a stored run, and what a fork there repeats."""
+    """The turn of a stored run at which a fork begins, the edit that is made there, and the
+    recorded events that the fork repeats."""
 
     def __init__(
         self,
@@ -85,8 +89,8 @@ class ForkPoint:
         code: str | None = None,
         prompt: str | Sequence[str] | None = None,
     ) -> None:
-        """``turn`` counts from 0. Raises ConfigError if the run has no such turn, or several roots,
-        or if the edit does not fit the turn."""
+        """Prepare a fork at the turn with index ``turn``, counted from 0. Raises ConfigError if the
+        run has no such turn or has several root calls, or if the edit does not suit the turn."""
         calls = {event.id: event for event in events if isinstance(event, CallStarted)}
         self.call = _call_of(calls, call)
         self.turn = turn
@@ -129,12 +133,13 @@ class ForkPoint:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages that the turn adds to its prompt, as recorded."""
+        """The messages that were added to the conversation to request this turn, as recorded."""
         return self._recorded[self.turn][0].prompt
 
     @property
     def code(self) -> str | None:
-        """The code that the turn's reply ran, as recorded; None for a plain call."""
+        """The code that was run in this turn, as recorded; None if the call is a plain call, which
+        runs no code."""
         return "\n\n".join(self._codes) if self.call.kind == "rlm" else None
 
     def _check_edit(self, whose: str, code: str | None, texts: Sequence[str]) -> None:
@@ -154,8 +159,9 @@ class ForkPoint:
             raise ConfigError("an edited message of the prompt is empty: give its text")
 
     def config(self) -> dict[str, Any]:
-        """Return the metadata of the new run: entries of the original run's configuration that are
-        not settings, and under ``forked`` the run, the turn and the edit that it comes from."""
+        """Return the metadata of the new run. It contains the entries of the original run's
+        configuration that are not settings and, under the key ``forked``, the original run, the
+        turn and the edit."""
         started = self.recording.started
         known = {*COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
         taken = {name: value for name, value in started.config.items() if name not in known}
@@ -173,8 +179,9 @@ class ForkPoint:
     def estimate(
         self, limits: Limits, clients: Sequence[Client], reply_tokens: int
     ) -> ForkCostEstimate:
-        """What the fork may cost with ``limits``, if a reply has at most ``reply_tokens``. Raises
-        ConfigError for an edited prompt that the model's window or the budget has no room for."""
+        """Estimate what the fork may cost within ``limits``, if a reply has at most
+        ``reply_tokens`` tokens. Raises ConfigError if an edited prompt is too long for the model's
+        window or for the budget."""
         client = next((each for each in clients if each.name == self.call.model), clients[0])
         ledger = BudgetLedger(limits, priced=any(each.price is not None for each in clients))
         tokens = None
@@ -253,8 +260,8 @@ def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where one call stops repeating its record and begins to run again. The forked call and all
-    calls above it have such a place."""
+    """The point at which one call stops repeating its record and runs again. The forked call and
+    all of its ancestors have such a point."""
 
     last_reply: int
     """Last turn whose reply is kept."""
@@ -280,8 +287,9 @@ def _path(
 def _kept_calls(
     events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
 ) -> dict[str, bool]:
-    """Return which calls are repeated from the record instead of being asked again, as a dict from
-    call id to True or False. Covers all calls except the forked one and those above it."""
+    """Return, for each call id, True if the fork repeats that call from the record and False if the
+    call is made again. The forked call and its ancestors are not included, since they are repeated
+    only in part."""
     kept: dict[str, bool] = {}
     for index, event in enumerate(events):
         if isinstance(event, CallStarted) and event.parent is not None and event.id not in path:

@@ -1,11 +1,12 @@
-"""Host side of a cell: answers the calls that its code makes to models, children and tools.
+"""Answer the function calls that session code makes to its host: questions to models, child calls
+that get their own Python session, and tools.
 
     session: llm_query_batched([p, q]) ─> CellHost.answer ─> two concurrent `lm` calls ─> ["…", "…"]
     session: rlm_query("…", part)      ─> CellHost.answer ─> a child with its session  ─> its answer
 
 If a sub-call fails, the session raises ``SubcallError`` with all results once the rest of the batch
 has ended. A reply that was truncated at its limit counts as failed, and its text is in
-``SubcallError.partial``. Not here: how a plain call checks its reply (see ``plain_call.py``).
+``SubcallError.partial``. The reply to a plain call is checked by ``plain_call.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ _MOST_CHARS_PER_TOKEN = 5
 
 
 class CellHost:
-    """Answers the calls of one cell."""
+    """The host of one cell, that is, of one piece of code that a model runs in its Python session.
+    It answers the calls that the code makes to models, child calls and tools."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class CellHost:
         run_child: RunChild,
         closed_by: Stop | None = None,
     ) -> None:
-        """``call`` is the call whose cell is running. ``closed_by`` is the limit that has been
-        reached, if any: the cell can then no longer call a model."""
+        """Create the host of a cell that ``call`` runs in the given turn. If the run has already
+        reached a limit, pass it as ``closed_by``: the cell can then no longer call a model."""
         self._run_child = run_child
         self._closed_by = closed_by
         self._run = run
@@ -81,7 +83,9 @@ class CellHost:
         self._num_tool_calls = 0
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer one function call that the cell's code makes to the host."""
+        """Answer one function call that the cell's code makes to the host. Raises HostCallError,
+        which the session raises in the cell, if there is no such function or its arguments are
+        wrong."""
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,
@@ -132,8 +136,8 @@ class CellHost:
     def _pictures(
         self, images: Any, num_prompts: int, client: Client
     ) -> Sequence[tuple[Picture, ...]]:
-        """Return the pictures for each prompt. Raises HostCallError, before anything is sent, if
-        the model reads none."""
+        """Return the pictures for each prompt of a batch. Raises HostCallError, before anything is
+        sent, if the model cannot read pictures."""
         if images is None:
             return [()] * num_prompts
         if not isinstance(images, list):
@@ -154,8 +158,9 @@ class CellHost:
         return [pictures.of_request(each, f"images[{i}]") for i, each in enumerate(images)]
 
     def _is_blind(self, client: Client) -> bool:
-        """True if no picture may be sent to ``client``. A cell that is repeated asks what it asked
-        before, whether or not the model is the same."""
+        """Return True if pictures must not be sent to the model of ``client``. When a run is
+        repeated, the record decides instead of the model, so that the cell repeats the calls that
+        it made before."""
         recording = self._run.recording
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
             return not recording.has_call(self._call.peek_child(), self._where)
@@ -188,9 +193,9 @@ class CellHost:
         return None if pictures else repeat_plain(self._run, call, prompt, kind)
 
     def _does_not_fit(self, call: LiveCall, prompt: str) -> str:
-        """Return why a prompt must not be sent; empty if it may. A prompt is not sent if it
-        certainly exceeds the model's window, because some servers cut such a prompt silently and
-        bill all of it."""
+        """Return the reason why a prompt is too long to be sent, or an empty string if it may be
+        sent. A prompt that certainly exceeds the model's window is refused here, because some
+        servers truncate it silently and charge for all of it."""
         run, window = self._run, call.client.window
         is_recorded = run.recording is not None and run.recording.request(call.id, 0) is not None
         if len(prompt) <= _MOST_CHARS_PER_TOKEN * window or is_recorded:
@@ -257,7 +262,8 @@ class CellHost:
         return prompt, self._call.context
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
-        """Answer a child at the depth limit with one plain call that gets question and context."""
+        """Answer a child call at the depth limit. Instead of a session, it gets one plain call
+        whose prompt contains both the question and the context."""
         value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
         num_chars = count_text_chars(value)
@@ -277,8 +283,8 @@ class CellHost:
         return await self._plain(call, prompt, None, pictures)
 
     def _context_pictures(self, call: LiveCall) -> tuple[Picture, ...]:
-        """Return the pictures in the context of ``call``. Raises HostCallError if its model cannot
-        get them."""
+        """Return the pictures in the context of ``call``. Raises HostCallError if the call's model
+        cannot read pictures."""
         run = self._run
         if call.context is None or not run.pictures.has_any:
             return ()
@@ -288,7 +294,8 @@ class CellHost:
         return pictures
 
     def _not_asked(self, call: LiveCall, why: str) -> CallOutcome:
-        """Record a call for which nothing was sent."""
+        """Record a call that failed before anything was sent to a model, and return its outcome.
+        ``why`` is the reason."""
         self._run.begin(call)
         outcome = CallOutcome(Stop.ERROR, error=why)
         self._run.end(call, outcome)
@@ -319,8 +326,9 @@ class CellHost:
     async def _by_strategy(
         self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Answer a call by leaf calls. They are children of a call without turns, which is recorded
-        when the first of them begins."""
+        """Answer a function call of the cell with a strategy, which asks models many small
+        questions. They are recorded as children of a call without turns, whose record begins with
+        the first of them."""
         run = self._run
         with _arguments_of(name):
             strategy = _made(tool, args, kwargs)
@@ -352,9 +360,9 @@ class CellHost:
         }
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
-        """Return the calls, tokens and dollars that a strategy started by this cell may use. A
-        strategy whose calls are recorded gets the full limit of the run, since its replies are
-        repeated. A repeated cell gets nothing for a strategy that it did not start before."""
+        """Return the calls, tokens and dollars that a strategy started by this cell may use. In a
+        repeated run, a strategy that was recorded gets the run's full limit, since its replies are
+        repeated, and any other strategy gets nothing."""
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.has_call(call.id, self._where):
             return ledger.limit
@@ -367,8 +375,8 @@ class CellHost:
         return left._replace(calls=ledger.calls_left())
 
     async def _budget(self) -> dict[str, int | float]:
-        """Return the rest of the budget. It is recorded like a tool's result, because a repeated
-        cell must get the same numbers."""
+        """Return the unused part of the call's limits. The numbers are recorded like the result of
+        a tool, because a repeated cell must get the same ones."""
 
         async def left(*_: Any) -> dict[str, int | float]:
             return self._run.budget(self._call)
@@ -383,7 +391,8 @@ class CellHost:
         kwargs: Mapping[str, Any],
         call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
     ) -> Any:
-        """Return the result of a call, taken from the record if the run is being repeated."""
+        """Make a call to a tool and record its result. If the run is being repeated, return the
+        recorded result instead."""
         import hashlib
 
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
@@ -473,7 +482,7 @@ class CellHost:
 
     def _check_room(self, num: int) -> None:
         """Raise HostCallError, before any call is made, if the run's limit does not allow all
-        ``num`` calls. A repeated cell may make the calls that it made before, and no others."""
+        ``num`` calls. A cell that is repeated may make exactly the calls that it made before."""
         recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
         left = self._run.requests.ledger.calls_left()
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
@@ -496,10 +505,11 @@ class CellHost:
         slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
         before: Sequence[CallOutcome] = (),
     ) -> list[Any]:
-        """Run ``calls`` at the same time, each while it holds one of ``slots`` (if given).
-        ``before`` are the outcomes of the calls before them.
+        """Run a batch of calls concurrently and return their answers in order. If any call failed,
+        raise SubcallError with the answers that did arrive.
 
-        Returns the answers in order; if one failed, raises SubcallError with those that arrived.
+        ``slots`` limits how many of the calls run at the same time. ``before`` holds the outcomes
+        of earlier calls of the batch, which precede the new ones.
         """
         new = await asyncio.gather(*(_caught(run, call, slots) for call in calls))
         outcomes = [*before, *new]
@@ -532,8 +542,8 @@ class CellHost:
 
 
 def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Make the strategy with which ``tool`` answers one call. Arguments that the tool refuses raise
-    HostCallError."""
+    """Create the strategy with which ``tool`` answers one call. Raises HostCallError if the tool
+    rejects the arguments."""
     try:
         return tool.strategy(*args, **kwargs)
     except ConfigError as error:
@@ -541,9 +551,8 @@ def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
-    """Run a strategy that code in a session asked for, and return its outcome. If the strategy
-    cannot use the values that the code gave, the failure holds the error that is raised in the
-    cell."""
+    """Run a strategy that session code asked for, and return its outcome. If the strategy cannot
+    use the values that the code passed, the outcome's failure is the error to raise in the cell."""
     try:
         outcome: CallOutcome = await strategy(calls)
         return outcome
@@ -563,24 +572,27 @@ async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
 
 
 def _named(title: str, text: str) -> str:
-    """Return ``text`` with the name of the function that it is about."""
+    """Return the error message ``text`` with the name of the function in front, unless it is
+    already there."""
     return text if text.startswith(title) else f"{title}: {text}"
 
 
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
-    """Return the data of a SubcallError for ``num`` calls, none of which was made."""
+    """Return the data of a SubcallError for a batch of ``num`` calls of which none was made."""
     numbers = range(num)
     failures, kinds = dict.fromkeys(numbers, why), dict.fromkeys(numbers, kind)
     return {"results": [None] * num, "failures": failures, "kinds": kinds}
 
 
 def _partial(outcome: CallOutcome) -> str:
-    """Return the incomplete answer of a child, or the prose of its last message."""
+    """Return the incomplete answer of a failed sub-call: the text of a truncated reply, or the
+    words of the call's last message."""
     return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
 
 
 def failure_kind(outcome: CallOutcome) -> str:
-    """Kind of a failed sub-call, for ``SubcallError.kinds``."""
+    """Return the kind of failure of a sub-call, such as ``"length"`` or ``"refusal"``, for
+    ``SubcallError.kinds``."""
     match outcome.failure:
         case ReplyCut():
             return "length"
@@ -599,7 +611,8 @@ async def _caught(
     call: LiveCall,
     slots: contextlib.AbstractAsyncContextManager[Any] | None,
 ) -> CallOutcome:
-    """Return a failure as data, so that the rest of a batch continues."""
+    """Run one call of a batch, and return a failure as an outcome instead of raising it, so that
+    the other calls continue."""
     try:
         async with slots or contextlib.nullcontext():
             return await run(call)
@@ -618,8 +631,8 @@ def _check_texts(prompts: Any) -> None:
 
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
-    """Turn errors in checking arguments, which the session chose, into the cell's error instead of
-    the run's."""
+    """Turn an error in checking the arguments of function ``name`` into an error that is raised in
+    the cell. The session chose the arguments, so they must not make the run itself fail."""
     try:
         yield
     except (SandboxError, TypeError) as error:  # SandboxError: a context that no session can hold
@@ -629,7 +642,8 @@ def _arguments_of(name: str) -> Iterator[None]:
 
 
 def _schema_check(schema: Any) -> AnswerType:
-    """Return the check for a schema from a session, which is untrusted."""
+    """Return a checker for answers that follow a JSON schema given by session code. Raises
+    HostCallError if the schema, which is untrusted, cannot be used."""
     if not isinstance(schema, dict):
         raise HostCallError(
             "TypeError",

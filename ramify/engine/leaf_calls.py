@@ -1,11 +1,12 @@
-"""What a strategy may do in a run: ask many small questions, each as one recorded plain call.
+"""Let a strategy ask many small questions in a run. Each question is one recorded plain model call,
+a "leaf call".
 
     strategy ── ask_all(leaves) ──> call 0.0, 0.1, 0.2, … of kind "leaf" ──> outcomes, in order
                                     at most two for each slot of the limiter begin at once
 
-Leaves are budgeted, limited, retried, journalled and resumed as the sub-calls of a session. Their
-ids follow the order in which they are given, so a repeated run finds their replies again. Not here:
-which leaves a question needs, which the strategy decides (see ``strategies.py``).
+Leaf calls are budgeted, limited, retried, journalled and resumed like the sub-calls of a session.
+Their ids follow the order in which they are given, so a repeated run finds their replies again.
+Each strategy decides which leaf calls a question needs (see ``strategies.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _BEGUN_PER_SLOT = 2
 
 
 class LeafRequest(msgspec.Struct, frozen=True):
-    """A request for one leaf call, that is, a small question which a strategy asks a model."""
+    """A request for one leaf call, that is, for one small question that a strategy asks a model."""
 
     label: str
     """What it is about, for readers of the record: ``label lines 1-120``."""
@@ -48,14 +49,15 @@ class LeafRequest(msgspec.Struct, frozen=True):
 
 
 class LeafCalls:
-    """Asks the small questions of a strategy, its "leaf calls", each as one recorded plain call."""
+    """Asks the small questions of a strategy, called leaf calls, each as one recorded plain model
+    call."""
 
     def __init__(
         self, run: LiveRun, root: LiveCall, question: Question, rest: BudgetAmount | None = None
     ) -> None:
-        """``root`` is the parent call of all leaf calls. ``rest`` is the budget left to a strategy
-        that code in a session asked for, whose ``root`` is recorded when the first leaf is asked;
-        None for any other strategy."""
+        """Create the interface through which a strategy asks. ``root`` is the parent of all leaf
+        calls. ``rest`` is the remaining budget if code in a session started the strategy, in which
+        case ``root`` is recorded only when the first leaf call begins; otherwise it is None."""
         self.question = question
         self.has_begun = rest is None
         """Whether ``root`` is recorded."""
@@ -66,7 +68,7 @@ class LeafCalls:
 
     @property
     def client(self) -> Client:
-        """The client of the model that answers leaf calls."""
+        """The client of the model that answers the leaf calls."""
         return self._run.models.plain
 
     @property
@@ -75,14 +77,14 @@ class LeafCalls:
 
     @property
     def is_of_session(self) -> bool:
-        """True if these calls serve a strategy that was started by code in a session; False if the
-        strategy answers the run's own question."""
+        """True if the strategy was started by code in a session, and False if it answers the run's
+        own question."""
         return self._rest is not None
 
     @property
     def budget(self) -> BudgetAmount:
-        """Calls, tokens and dollars that the strategy may use: at most the whole budget of several
-        runs, if the run shares one."""
+        """The calls, tokens and dollars that the strategy may use. If several runs share a budget,
+        these are at most the whole shared budget."""
         if self._rest is not None:
             return self._rest
         own = self._run.requests.ledger
@@ -90,12 +92,14 @@ class LeafCalls:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of hidden reasoning that each reply may have in addition."""
+        """The number of tokens that each reply may use for hidden reasoning, in addition to its own
+        limit."""
         return self._run.requests.lengths.reasoning_tokens(self.client)
 
     async def ask_all(self, leaves: Iterable[LeafRequest], num: int) -> list[CallOutcome]:
-        """Ask all ``num`` leaves at the same time, and return their outcomes in order. A leaf that
-        failed, or that a limit did not allow, is an outcome too. Raises ReplayDiverged."""
+        """Ask ``num`` small questions concurrently, and return their outcomes in order. A question
+        that failed or exceeded a limit also yields an outcome. Raises ReplayDiverged if a repeated
+        run differs from its recording."""
         self._step += 1
         if num and not self.has_begun:
             self.has_begun = True
@@ -117,8 +121,9 @@ class LeafCalls:
             outcomes[index] = await self._ask(leaf, self.client)
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
-        """Ask ``leaf``, as a separate step before those of ``ask_all``, and return its
-        outcome. Raises ReplayDiverged."""
+        """Ask one question of the model of the parent call, outside of the batches of ``ask_all``,
+        and return its outcome. Raises ReplayDiverged if a repeated run differs from its
+        recording."""
         outcome = await self._ask(leaf, self._root.client)
         if isinstance(outcome.failure, ReplayDiverged):
             raise outcome.failure
@@ -155,7 +160,8 @@ class LeafCalls:
 
 
 async def _all_done(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all ``works``. If one raises, the others are cancelled first."""
+    """Wait until all coroutines in ``works`` have finished. If one of them raises, cancel the
+    others, wait for them, and raise its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

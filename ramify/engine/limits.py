@@ -1,4 +1,4 @@
-"""Limits of a run, and the ledger that keeps the whole tree of calls within them.
+"""Define the limits of a run, and the budget ledger that keeps its whole tree of calls within them.
 
 Before every attempt to reach a model, the most that it can cost is reserved. Afterwards its actual
 cost is settled. A limit is therefore never exceeded, however many calls are in flight: at all times
@@ -21,7 +21,9 @@ settled. So a run exceeds a limit by at most the excess of the requests that wer
 Several runs may share a budget, as the rows of a map do: the ledger of each run then also reserves
 in the shared ledger, and a request is sent only if it fits both.
 
-Not here: deadlines, which cancel work in flight (see ``live_run.py``).
+Several runs may share a budget, as the rows of a map do. The ledger of each run then also reserves
+in the shared ledger, and a request is sent only if it fits both. Deadlines, which cancel work in
+flight, are enforced by ``live_run.py``.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ _WRAP_UP_S = 10.0
 
 
 class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True):
-    """Limits of one question over its whole tree. Zero is an error, except for ``max_depth`` and
-    ``max_reasoning_tokens``."""
+    """Limits for answering one question, counted over its whole tree of calls. A limit of zero is
+    an error, except for ``max_depth`` and ``max_reasoning_tokens``."""
 
     max_turns: int = 30
     """Requests of one RLM call. Each child counts its own requests."""
@@ -102,25 +104,26 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
 
     @property
     def last_word_s(self) -> float:
-        """Seconds before the deadline at which other work is cancelled, so that the root can still
-        answer. This is only the value until the root's first reply; afterwards, the value follows
-        from the time that replies take."""
+        """How many seconds before the deadline all other work is cancelled, so that the root call
+        can still give a final answer. This initial value is replaced by measured reply times as
+        soon as the root has received a reply."""
         return min(30.0, 0.1 * self.max_seconds)
 
     @property
     def last_word_tokens(self) -> int:
-        """Length of the reply that is reserved for the root's final answer."""
+        """The length in tokens that is reserved for the root call's final reply."""
         return min(self.max_reply_tokens, 4096)
 
     def patience_at(self, last_word: Stop | None) -> float:
-        """Seconds for which a failing request is retried: few for the last word of a run that was
-        asked to finish, since its user does not wait for the end of an outage."""
+        """Return for how many seconds a failing request is retried. The time is short for the final
+        request of a run whose user asked it to finish, because that user is waiting. ``last_word``
+        is the reason for a final request, or None."""
         is_awaited = last_word is Stop.CANCELLED
         return min(self.patience_s, _WRAP_UP_S) if is_awaited else self.patience_s
 
 
 class BudgetAmount(NamedTuple):
-    """Amounts counted for one or more requests."""
+    """An amount of a budget: a number of calls, a number of tokens and a cost in dollars."""
 
     calls: int = 0
     tokens: int = 0
@@ -132,11 +135,11 @@ class BudgetAmount(NamedTuple):
         )
 
     def within(self, limit: BudgetAmount) -> bool:
-        """Return whether the calls, tokens and cost are each at most those of ``limit``."""
+        """Return True if the calls, tokens and cost are each at most those of ``limit``."""
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
     def least(self, other: BudgetAmount) -> BudgetAmount:
-        """Return the smaller number of calls, of tokens and of dollars from the two amounts."""
+        """Return the smaller of the two numbers of calls, of tokens and of dollars."""
         return BudgetAmount(
             min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
         )
@@ -151,7 +154,8 @@ _NOTHING = BudgetAmount()
 
 
 def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> BudgetAmount:
-    """The most that one request can cost, whether or not the provider's cache is involved."""
+    """Return the maximum amount that one request can use. The cost assumes the highest input price,
+    with or without the provider's cache."""
     cost = 0.0
     if price is not None:
         rates = (price.input, price.cached, price.cache_write)
@@ -161,7 +165,8 @@ def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) ->
 
 
 class ReportedExcess(NamedTuple):
-    """Largest usage that one model reported for replies that exceeded their reservations."""
+    """The largest usage that a model has reported for replies that used more than was reserved for
+    them."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -173,7 +178,8 @@ class ReportedExcess(NamedTuple):
     """Dollars of one reply."""
 
     def with_report(self, most: Usage, reported: Usage, cost: float) -> ReportedExcess:
-        """Return the excess with one more reply, whose expected maximum was ``most``."""
+        """Return the excess after one more reply, which used ``reported`` although at most ``most``
+        was expected."""
         return ReportedExcess(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
@@ -183,8 +189,8 @@ class ReportedExcess(NamedTuple):
         )
 
     def raised(self, most: Usage) -> Usage:
-        """Return a request's expected maximum usage ``most``, raised to allow for the excess that
-        earlier replies have shown."""
+        """Return ``most``, the expected maximum usage of a request, increased by as much as earlier
+        replies of the model have exceeded it."""
         return msgspec.structs.replace(
             most,
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
@@ -196,7 +202,8 @@ _NO_EXCESS = ReportedExcess()
 
 
 class BudgetLedger:
-    """Spending of one question's tree, over all of its calls. Lives on one event loop."""
+    """The budget of one question: what its whole tree of calls has spent, reserved and may still
+    spend. An instance belongs to one event loop."""
 
     def __init__(
         self,
@@ -206,8 +213,9 @@ class BudgetLedger:
         shared: BudgetLedger | None = None,
         owner: str = "run",
     ) -> None:
-        """``shared`` is the budget of several runs, in which each amount is reserved, too.
-        ``owner`` says in errors whose limit is reached."""
+        """Open a ledger for the given limits. ``priced`` is True if any model has a price.
+        ``shared`` is the ledger of a budget that several runs share, in which each amount is
+        reserved too. ``owner`` names the owner of the limits in error messages."""
         max_cost = (
             limits.max_cost
             if limits.max_cost is not None
@@ -234,7 +242,7 @@ class BudgetLedger:
         self._waiting: deque[tuple[BudgetAmount, asyncio.Future[None]]] = deque()
 
     def _first_exceeded(self, total: BudgetAmount) -> Stop | None:
-        """Return the first limit that ``total`` would exceed."""
+        """Return the first limit (calls, tokens or cost) that ``total`` exceeds, or None."""
         limit = self.limit
         if total.calls > limit.calls:
             return Stop.MAX_CALLS
@@ -244,21 +252,22 @@ class BudgetLedger:
         return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
     def would_pass(self, amount: BudgetAmount) -> Stop | None:
-        """Return the limit that ``amount`` exceeds even if everything outstanding turns out to be
-        free."""
+        """Return the limit that ``amount`` would exceed even if all outstanding requests turned out
+        to be free, or None."""
         return self._first_exceeded(self._committed().plus(amount))
 
     def _committed(self) -> BudgetAmount:
         return self.spent.plus(self.held)
 
     def calls_left(self) -> int:
-        """Requests that may still be sent; those held or outstanding do not count."""
+        """Return how many more requests may be sent, not counting those that are in flight or kept
+        for the final answer."""
         own = self.limit.calls - self._committed().plus(self.outstanding).calls
         return own if self.shared is None else min(own, self.shared.calls_left())
 
     def hold(self, amount: BudgetAmount) -> Stop | None:
-        """Hold ``amount`` for the final answer, replacing what was held. Returns the limit that it
-        exceeds, if any."""
+        """Hold back ``amount`` for the final answer, in place of what was held before. If it
+        exceeds a limit, change nothing and return that limit."""
         committed = self.spent.plus(self.outstanding)
         exceeded = self._first_exceeded(committed.plus(amount))
         if exceeded is None:
@@ -269,11 +278,13 @@ class BudgetLedger:
 
     @property
     def is_waiting_for_excess(self) -> bool:
-        """True while a reply that used more than was reserved keeps requests from being sent."""
+        """True while no request may be sent because a reply has used more than was reserved for
+        it."""
         return self.is_draining or (self.shared is not None and self.shared.is_draining)
 
     async def reserve(self, amount: BudgetAmount) -> None:
-        """Reserve ``amount``, first come, first served. Raises LimitReached if it can never fit."""
+        """Wait until ``amount`` fits into the budget, and reserve it. Waiting requests are served
+        in order. Raises LimitReached if the amount can never fit."""
         await self._reserve(amount)
         if self.shared is None:
             return
@@ -286,7 +297,8 @@ class BudgetLedger:
             raise
 
     def reserve_sent(self, amount: BudgetAmount) -> None:
-        """Reserve what an earlier process has sent, whether or not it fits."""
+        """Reserve the amount of a request that an earlier process has already sent, whether or not
+        it fits."""
         if self.shared is not None:
             self.shared.reserve_sent(amount)
         self.outstanding = self.outstanding.plus(amount)
@@ -313,15 +325,15 @@ class BudgetLedger:
             raise
 
     def is_excess(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> bool:
-        """Whether a reply used more than was reserved for it."""
+        """Return True if a reply used more than was reserved for it."""
         if usage.total_tokens > reserved.tokens:
             return True
         is_dear = cost is not None and cost > reserved.cost * (1 + 1e-9)
         return is_dear and math.isfinite(self.limit.cost)
 
     def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
-        """Convert a reservation into spending. If the reservation was too small, other outstanding
-        ones may be too small as well, so no request is admitted until they are settled."""
+        """Replace a reservation by what was actually used. If the reservation was too small, others
+        may be too, so no request is admitted until all outstanding ones are settled."""
         if self.shared is not None:
             self.shared.settle(reserved, usage, cost)
         self.outstanding = self.outstanding.minus(reserved)
@@ -329,8 +341,9 @@ class BudgetLedger:
         self._book(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
-        """Book spending that was not reserved here: the replies that a resumed run had already
-        received. A shared budget has counted it already if it ``is_recorded``."""
+        """Count spending that was not reserved in this ledger, such as replies that a resumed run
+        had already received. If ``is_recorded`` is True, a shared budget is not charged, because it
+        has counted the spending before."""
         if self.shared is not None and not is_recorded:
             self.shared.charge(usage, cost)
         self._book(usage, cost)
@@ -343,7 +356,7 @@ class BudgetLedger:
         self._admit()
 
     def release_unspent(self, reserved: BudgetAmount) -> None:
-        """Return a reservation that cost nothing."""
+        """Release a reservation whose request cost nothing."""
         if self.shared is not None:
             self.shared.release_unspent(reserved)
         self._free(reserved)
@@ -353,7 +366,8 @@ class BudgetLedger:
         self._admit()
 
     def _admit(self) -> None:
-        """Admit waiting requests that fit now, in order, and refuse those that never will."""
+        """Admit waiting requests that now fit the budget, in order, and refuse those that can never
+        fit."""
         self.is_draining = self.is_draining and self.outstanding.calls > 0
         while self._waiting:
             amount, admission = self._waiting[0]
@@ -407,8 +421,8 @@ class BudgetLedger:
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
     def state(self) -> list[tuple[str, float, float]]:
-        """(name, spent, limit) for each finite limit: for budget bars and for messages to the
-        model."""
+        """Return the name, the amount spent and the limit of each finite limit, for progress bars
+        and for messages to the model."""
         rows = [
             ("calls", self.spent.calls, self.limit.calls),
             ("tokens", self.spent.tokens, self.limit.tokens),
@@ -422,11 +436,12 @@ class BudgetLedger:
 
 
 class Reservation:
-    """Reserves the maximum usage of one request in a ledger, separately for each attempt. The
-    maximum takes the model's earlier reports into account."""
+    """The budget reservation of one request, which is repeated for each attempt. It grows if the
+    model has reported more usage than expected for earlier requests."""
 
     def __init__(self, ledger: BudgetLedger, model: str, most: Usage, price: Price | None) -> None:
-        """``most`` is the upper bound if the model respects the limits in the request."""
+        """Prepare a reservation in ``ledger``. ``most`` is the maximum usage of the request if the
+        model respects the limits that the request states."""
         self.usage = most
         """Usage to record for an attempt that reports none."""
         self.amount = BudgetAmount()
@@ -440,13 +455,13 @@ class Reservation:
 
     @property
     def cost(self) -> float | None:
-        """Dollars to record for an attempt that reports no usage; None if the model has no
-        price."""
+        """The cost in dollars to record for an attempt that reports no usage; None if the model has
+        no price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def update(self) -> bool:
-        """Recompute the amount if the model has reported a larger excess since the last time.
-        Returns True if the amount has changed."""
+        """Recompute the reserved amount if the model has reported a larger excess since the last
+        time. Return True if the amount has changed."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         if excess is self._excess:
             return False
@@ -458,7 +473,8 @@ class Reservation:
         return self.amount != before
 
     async def reserve(self) -> None:
-        """Reserve the amount for one attempt. Raises LimitReached if it can never fit."""
+        """Wait until the amount for one attempt fits the budget, and reserve it. Raises
+        LimitReached if it can never fit."""
         self.update()
         while True:
             reserved = self.amount
@@ -470,19 +486,21 @@ class Reservation:
             )  # a report in the meantime showed that it is too small
 
     def is_enough(self) -> bool:
-        """True if the reservation still covers an attempt. If not, the reservation is released."""
+        """Return True if the attempt may still be sent with this reservation. Otherwise release the
+        reservation, because another reply has used more than was reserved for it."""
         if not self._ledger.is_waiting_for_excess:
             return True
         self.release_unspent()
         return False
 
     def release_unspent(self) -> None:
-        """Return the reservation of an attempt that cost nothing."""
+        """Release the reservation of an attempt that cost nothing."""
         self._ledger.release_unspent(self.amount)
 
     def settle(self, usage: Usage, cost: float | None, request: str) -> str:
-        """Record the usage of an attempt, or the upper bound if the usage is unknown. If the report
-        exceeds the reservation, returns a sentence that says so; ``request`` names the request."""
+        """Record the usage of an attempt, or the upper bound if the usage is unknown. If the
+        attempt used more than was reserved, return a sentence that says so, in which ``request``
+        names the request."""
         if usage.unknown_calls:
             usage, cost = self.usage, self.cost
         reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)
@@ -492,7 +510,7 @@ class Reservation:
         return self._ledger.last_excess if is_excess else ""
 
     def expect(self, usage: Usage, cost: float | None, request: str) -> None:
-        """Make later requests to the model reserve as much as this attempt used."""
+        """Make later requests to the model reserve at least as much as this attempt has used."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (

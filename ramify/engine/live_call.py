@@ -1,9 +1,9 @@
-"""A call in progress, and its history: the conversation so far, and what is known about its length
-in tokens.
+"""Represent a call in progress and its history: the messages of the conversation so far, and their
+length in tokens as far as it is known.
 
-A fork of a call, and the next question of a conversation, continue with a copy of the history. Not
-here: what the turns of a call ask and run (``rlm_call.py``), and what all calls of a run share
-(``live_run.py``).
+A fork of a call, and the next question of a conversation, continue with a copy of the history. What
+the turns of a call ask and run is decided in ``rlm_call.py``; what all calls of a run share is in
+``live_run.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class CallMessageHistory(msgspec.Struct):
-    """The conversation of a call so far: messages, and their tokens as far as they are known."""
+    """The conversation of a call so far: its messages, and their token counts and token ids as far
+    as they are known."""
 
     keeps_ids: bool = True
     """If False, replies are recorded without token ids."""
@@ -44,7 +45,8 @@ class CallMessageHistory(msgspec.Struct):
     """(number of messages, number of ids) up to and including each reply of the path."""
 
     def copy(self) -> CallMessageHistory:
-        """Return a copy of the history, so that the conversation can be continued in two ways."""
+        """Return an independent copy of the history, so that the conversation can be continued in
+        two ways."""
         return msgspec.structs.replace(
             self,
             messages=list(self.messages),
@@ -54,8 +56,8 @@ class CallMessageHistory(msgspec.Struct):
         )
 
     def up_to(self, num_messages: int, num_turns: int) -> CallMessageHistory:
-        """Return a copy that ends after the first ``num_messages`` messages and ``num_turns``
-        turns. The later messages must have been appended to these."""
+        """Return a copy that contains only the first ``num_messages`` messages and ``num_turns``
+        turns. This is correct only if no later turn has changed earlier messages."""
         if num_messages == len(self.messages):
             return self.copy()
         replies = [each for each in self.replies if each[0] <= num_messages]
@@ -71,9 +73,9 @@ class CallMessageHistory(msgspec.Struct):
         )
 
     def max_input_tokens(self, reused: int, new: Request) -> int:
-        """Upper bound on the prompt of a request that has the first ``reused`` messages before
-        those of ``new``: the server's own count for the messages it has seen, and bytes for the
-        others."""
+        """Return an upper bound on the prompt tokens of a request that consists of the first
+        ``reused`` messages of the history and the messages of ``new``. The server's own count is
+        used for messages that it has seen, and the number of bytes for the others."""
         num_new = new.max_input_tokens()
         by_bytes = self._max_tokens_of_first(reused, new.model) + num_new
         if self.counted is None or self.counted[0] != reused:
@@ -83,8 +85,8 @@ class CallMessageHistory(msgspec.Struct):
         return min(by_bytes, self.counted[1] + 4 * reused + num_new)
 
     def _max_tokens_of_first(self, num: int, model: str) -> int:
-        """Upper bound on the tokens of the first ``num`` messages for ``model``. Each message is
-        read once, unless the model is another one."""
+        """Return an upper bound on the tokens of the first ``num`` messages for ``model``. The
+        result for each message is kept until another model is asked for."""
         if model != self.bounded_for:
             self.bounded_for, self.max_tokens = model, [0]
         bounds = self.max_tokens
@@ -93,21 +95,22 @@ class CallMessageHistory(msgspec.Struct):
         return bounds[num]
 
     def known_tokens(self) -> int:
-        """Tokens of the conversation so far as counted by the server; 0 if it did not report
-        them."""
+        """Return the number of tokens in the conversation so far as counted by the server, or 0 if
+        the server did not report it."""
         return self.counted[1] if self.counted else 0
 
     def known_ids(self, reused: int) -> KnownPrefix | None:
-        """Ids of the longest prefix of the first ``reused`` messages that ends with a reply."""
+        """Return the token ids of the longest known prefix of the conversation that ends with a
+        reply and lies within its first ``reused`` messages. Return None if there is none."""
         for num_messages, num_ids in reversed(self.replies):
             if num_messages <= reused:
                 return KnownPrefix(num_messages, self.ids[:num_ids])
         return None
 
     def without_path(self, reply: Reply) -> tuple[Reply, int]:
-        """Remove token ids from ``reply`` that the call has already stored. Returns the reply with
-        only the new prompt ids, and the number of prompt ids that were removed. If the call does
-        not keep ids, all per-token data is removed."""
+        """Remove the prompt token ids from ``reply`` that the call has already stored. Return the
+        shortened reply and the number of ids removed. If the call does not keep token ids, all
+        per-token data is removed."""
         if not self.keeps_ids:
             names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
             per_token = dict.fromkeys((*names, "top_logprobs"))
@@ -118,8 +121,9 @@ class CallMessageHistory(msgspec.Struct):
         return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
 
     def add_turn(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
-        """Add a turn. Its prompt was the first ``reused`` messages followed by ``new``; ``reply``
-        comes from ``without_path``."""
+        """Add a turn to the history. The prompt of the turn was the first ``reused`` messages of
+        the history followed by ``new``. Both ``reply`` and ``reused_ids`` come from
+        ``without_path``."""
         self.messages = [*self.messages[:reused], *new, reply.message]
         del self.max_tokens[reused + 1 :]
         logprobs = reply.logprobs
@@ -142,7 +146,8 @@ class CallMessageHistory(msgspec.Struct):
 
 
 class LiveCall:
-    """A call in progress: what it was asked, its place in the tree, and its history."""
+    """A call in progress: its question, its place in the tree of calls, and its conversation so
+    far."""
 
     def __init__(
         self,
@@ -156,8 +161,8 @@ class LiveCall:
         context: SharedContext | None = None,
         history: CallMessageHistory | None = None,
     ) -> None:
-        """``history`` holds the messages of an earlier call that this one continues. The new call
-        owns it from now on."""
+        """Create a call that has not taken a turn yet. If it continues an earlier call, ``history``
+        holds the messages of that call, and the new call may change it."""
         self.id = id
         self.kind = kind
         self.client = client
@@ -177,13 +182,13 @@ class LiveCall:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Prompt and reply of every turn so far."""
+        """All messages of the conversation so far: the prompt and the reply of every turn."""
         return self.history.messages
 
     @property
     def surprisals(self) -> Sequence[float | None]:
-        """Mean negative log-probability per sampled token (nats) of each reply so far; None for a
-        reply without log-probabilities."""
+        """The surprisal of each reply so far: the mean negative log-probability per sampled token,
+        in nats; None for a reply without log-probabilities."""
         return self.history.surprisals
 
     @property
@@ -191,18 +196,20 @@ class LiveCall:
         return ":" in self.id
 
     def next_child(self) -> str:
-        """Return the id of the next child. Ids follow the order of creation, which a replay
-        repeats; the order of completion is not reproducible."""
+        """Return the id for the next child call. Ids are assigned in the order in which children
+        are created, because a replay can repeat that order, but not the order in which they
+        finish."""
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
     def peek_child(self) -> str:
-        """Return the id that the next child will get, without using it."""
+        """Return the id that the next child call will get, without assigning it."""
         return f"{self.id}.{self.num_children}"
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
-        """Return a fork of this call: from here, or from the end of its first ``num_turns`` turns,
-        at which it had ``num_messages`` messages."""
+        """Return a fork of this call, which continues from the current state. If ``num_turns`` is
+        given, the fork instead continues from the end of that turn, at which the call had
+        ``num_messages`` messages."""
         self.num_forks += 1
         num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(
@@ -222,8 +229,8 @@ class LiveCall:
     def finish_turn(
         self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int
     ) -> None:
-        """Add a turn to the history (see ``CallMessageHistory.add_turn``) and begin the next
-        one."""
+        """Add a finished turn to the history and begin the next one. The arguments are those of
+        ``CallMessageHistory.add_turn``."""
         self.history.add_turn(reused, new, reply, reused_ids)
         self.turn += 1
 

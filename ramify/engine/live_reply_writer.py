@@ -1,12 +1,12 @@
-"""Decides when a run writes the unfinished part of its replies to a file, for web pages that follow
-the run live.
+"""Write the unfinished replies of a run to a file while they arrive, for web pages that show the
+run live.
 
     no page:   two looks per second for the file that a page creates, and nothing per piece
     a page:    replies under way ── at most four times a second ──> ``store/live_text.py``
 
 Pages read the run's journal, which records a reply only once it is complete. The file shows the
-part that has arrived so far, and is deleted when the run ends. Not here: showing replies as they
-arrive within this process (see ``progress.watch_text``).
+part that has arrived so far, and is deleted when the run ends. Within this process,
+``progress.watch_text`` shows replies as they arrive.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _TAIL_CHARS = 2 * MAX_CHARS
 
 
 class LiveReplyWriter:
-    """Writes the replies of one run as they arrive. Lives on the run's event loop."""
+    """Writes the unfinished replies of one run to a file, several times per second while a web page
+    is following the run. An instance belongs to the run's event loop."""
 
     def __init__(
         self, replies: Callable[[], Sequence[ArrivingReply]], file: LiveReplyFileWriter
     ) -> None:
-        """``replies`` returns the replies that have arrived only in part."""
+        """Start to check whether a page follows the run. ``replies`` is a function that returns the
+        replies that have only partly arrived."""
         self._replies = replies
         self._file = file
         self._num_ticks = 0
@@ -39,7 +41,7 @@ class LiveReplyWriter:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
 
     def close(self) -> None:
-        """Stop writing, and end the file. Call this after every reply has been recorded."""
+        """Stop writing, and delete the file. Call this after every reply has been recorded."""
         self._timer.cancel()
         self._file.end()
 
@@ -59,8 +61,8 @@ class LiveReplyWriter:
 
 
 def arriving_reply(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
-    """Join the pieces of an unfinished reply, and return the end of its text and of its reasoning.
-    The reasoning is left out if a long text has followed it."""
+    """Join the pieces of an unfinished reply, and return the last part of its text and of its
+    reasoning. The reasoning is omitted if it is followed by a long text."""
     texts: list[str] = []
     thoughts: list[str] = []
     num_chars = num_thoughts = 0

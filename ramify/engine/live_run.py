@@ -1,13 +1,14 @@
-"""What all calls of a run share while it is in progress: budget, models, tools, contexts, prompts.
+"""Hold what all calls of a run share while it is in progress: budget, models, tools, contexts and
+prompts.
 
     RLM.start ──> RunHandle ──> RlmCall (root) ──> ModelRequests.ask ──> recorded?
                                     │                    ^               └──> RateLimitedClientPool
                                     └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmCall
 
-Not here: how the run begins and what its result is (see ``run_handle.py``), which call answers it
-(see ``answering.py``), a call and its history (see ``live_call.py``), when the run ends (see
-``run_ending.py``), requests and their budget (see ``model_requests.py``), and the record of events
-(see ``event_recorder.py``).
+The beginning and the result of a run are handled by ``run_handle.py``, the choice of the call that
+answers it by ``answering.py``, a call and its history by ``live_call.py``, the end of the run by
+``run_ending.py``, requests and their budget by ``model_requests.py``, and the record of events by
+``event_recorder.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.
 
 
 class LiveRun:
-    """A run in progress, as its calls see it. Lives on one event loop."""
+    """A run in progress: the budget, models, tools, contexts and prompts that all of its calls
+    share. An instance belongs to one event loop."""
 
     def __init__(
         self,
@@ -106,8 +108,9 @@ class LiveRun:
         return self.setup.scaffold
 
     def pass_limit(self, call: LiveCall) -> None:
-        """Continue past the limit that ended the recorded run at this turn of ``call``. What
-        followed is charged, but no longer counts."""
+        """When a resumed run has higher limits, continue ``call`` past the turn at which a limit
+        ended the recorded run. Events that the recorded run had after that turn remain charged, but
+        are otherwise ignored."""
         for gone in self.recording.forgotten(call.id, call.turn) if self.recording else ():
             for event in gone.events:
                 self.recorder.emit(event, is_written=True)
@@ -123,8 +126,8 @@ class LiveRun:
             self.recorder.emit(resumed, is_written=gone.is_recorded)
 
     def must_stop(self, call: LiveCall) -> Stop | None:
-        """Return why ``call`` may not take another turn, or None. A repeated run stops where the
-        recorded one stopped."""
+        """Return the reason why ``call`` may not take another regular turn, or None if it may. A
+        repeated run stops at the turn at which the recorded run stopped."""
         if self.recording is not None:
             recorded = self.recording.request(call.id, call.turn)
             if recorded is not None:
@@ -134,19 +137,20 @@ class LiveRun:
         return self.ending.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
 
     def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
-        """True if the run is repeated and the recorded run was closing at this point, so the cell
-        was skipped."""
+        """Return True if the recorded run skipped this cell because it was about to end, so that a
+        repeated run must skip it too."""
         return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
 
     def standing(self) -> list[tuple[str, float, float]]:
-        """Return (name, spent, limit) for each limit that all calls share."""
+        """Return the name, the amount spent and the limit of each limit that all calls share,
+        including the time in seconds."""
         most = self.setup.limits.max_seconds
         spent = most - self.ending.seconds_left()
         return [*self.requests.ledger.state(), ("seconds", spent, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
-        """Return the rest of each limit for ``call``, without the part that is kept for the root's
-        final reply."""
+        """Return what ``call`` has left of each limit, by name. The part that is kept for the root
+        call's final reply is not included."""
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
         seconds = self.ending.seconds_left() - self.ending.last_word_s
@@ -195,8 +199,9 @@ class LiveRun:
         )
 
     def reason(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
-        """Return one sentence on why a call with ``num_turns`` turns ended, with the numbers of
-        the limit that ended it; empty for a final answer."""
+        """Return one sentence that explains why a call with ``num_turns`` turns ended, with the
+        numbers of the limit that it reached. Return an empty string if the call ended with a final
+        answer."""
         limits, stop, ending = self.setup.limits, outcome.stop, self.ending
         if stop is Stop.FINAL:
             return ""
@@ -227,7 +232,8 @@ class LiveRun:
         return self.requests.ledger.refusals.get(stop) or outcome.error or ""
 
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
-        """Log a limit once: each call has its own turns, and all calls share the other limits."""
+        """Log a warning when a call ends at a limit. Each limit is reported once, although all
+        calls share most limits and therefore end at them together."""
         limit = (stop, call.id if stop is Stop.MAX_TURNS else "")
         reported = self.requests.ledger.reported
         if stop not in _LIMITS or limit in reported:
@@ -241,8 +247,9 @@ class LiveRun:
         self.recorder.note(call.id, text)
 
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
-        """Return the message that opens ``call``. ``is_next`` is True if the call continues a
-        conversation in which an earlier question was asked."""
+        """Return the first message of ``call``, which presents its question and its context.
+        ``is_next`` is True if the call continues a conversation in which an earlier question was
+        asked."""
         scaffold = self.setup.scaffold_at(call.depth)
         if is_next and not scaffold.first:
             return f"The next question: {call.question}"
@@ -251,8 +258,8 @@ class LiveRun:
         return scaffold.first_message(call.question, value, facts, about)
 
     def context_facts(self, call: LiveCall) -> ContextFacts:
-        """Return the facts about the context of ``call``, gathered once, because children share
-        large contexts."""
+        """Return facts about the context of ``call``, such as its size. They are computed once per
+        context, because child calls often share a large one."""
         context = call.context
         if context is None:
             return ContextFacts()
@@ -267,8 +274,8 @@ class LiveRun:
         return self._contexts[key]
 
     def system_prompt(self, call: LiveCall) -> str:
-        """Return the system message of ``call``, written once for all calls of its depth whose
-        contexts look the same."""
+        """Return the system message of ``call``. Calls at the same depth whose contexts look alike
+        share one message, which is created only once."""
         place = call.depth, self.context_facts(call)
         if place not in self._system_prompts:
             self._system_prompts[place] = self._new_system_prompt(call)
@@ -289,8 +296,8 @@ class LiveRun:
         return self.setup.scaffold_at(call.depth).system_prompt(facts)
 
     def _has_pictures(self, depth: int) -> bool:
-        """True if sessions at ``depth`` can show pictures to a model. Known before the run starts,
-        because a repeated run must get the same prompts."""
+        """Return True if sessions at ``depth`` can show pictures to a model. This depends only on
+        what is known before the run starts, because a repeated run must get the same prompts."""
         has_tool = PAGE_PICTURE in self.tools_at(depth).functions
         sees = any(self.models.sees(client) is not False for client in self.models.all)
         return sees and (self._context_has_pictures or has_tool)
@@ -301,7 +308,7 @@ class LiveRun:
         return self._tools[min(depth, len(self._tools) - 1)]
 
     async def keep_context(self, context: SharedContext) -> None:
-        """Store a child's context with the run, before it is used."""
+        """Store the context of a child call with the run, before the child uses it."""
         blobs = self.setup.blobs
         if blobs is None:
             return
@@ -311,5 +318,5 @@ class LiveRun:
             blobs.put(context.buffer(), context.digest)
 
     async def open_session(self, call: LiveCall) -> Session:
-        """Open a new session over the context of ``call``."""
+        """Open a new Python session that contains the context of ``call``."""
         return await self._resources.sandbox().open(context=call.context, seed=call.id)

@@ -1,4 +1,5 @@
-"""Tools of MCP servers for a session, through the official SDK (the extra ``mcp``).
+"""Give a session the tools of MCP servers as Python functions, through the official MCP SDK (the
+extra ``mcp``).
 
     with ramify.McpTools("uvx mcp-server-git", "https://host/mcp") as tools:
         ramify.RLM("openai:gpt-5-mini", tools=tools).completion("What changed last week?")
@@ -50,11 +51,11 @@ _TYPES: dict[str, type] = {
 
 
 class McpTools(Mapping[str, Callable[..., Any]]):
-    """The tools of one or more MCP servers by name, for ``RLM(tools=…)``, alone or as ``{**tools,
-    "own": own}``.
+    """A mapping from names to the tools of one or more MCP servers. Pass it as ``RLM(tools=…)``,
+    alone or combined with other tools as ``{**tools, "own": own}``.
 
-    The constructor connects and blocks until it has (in an event loop, use ``await
-    asyncio.to_thread(McpTools, …)``). The connection lasts until ``close``.
+    Creating it connects to the servers and blocks until all are connected (in an event loop, use
+    ``await asyncio.to_thread(McpTools, …)``). The connections last until ``close``.
 
     Example:
         with ramify.McpTools("uvx mcp-server-git", timeout_s=60) as tools:
@@ -62,7 +63,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
     """
 
     def __init__(self, *servers: str, timeout_s: float = 300.0, start_s: float = CONNECT_S) -> None:
-        """Connect to ``servers``.
+        """Connect to the given MCP servers and wait until all of them have listed their tools.
 
         A server is an ``http(s)://`` address, or a command that may be preceded by ``NAME=VALUE``
         for its environment (``NAME=`` uses the value of this process). ``timeout_s`` limits each
@@ -94,7 +95,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         return len(self._functions)
 
     def close(self) -> None:
-        """Disconnect. Idempotent."""
+        """Disconnect from all servers. Calling it again has no effect."""
         self._finalizer()
 
     def __enter__(self) -> McpTools:
@@ -114,8 +115,8 @@ class McpTools(Mapping[str, Callable[..., Any]]):
 
 
 class _McpConnection:
-    """One connection, in its own task, because the SDK requires the task that opened it to close
-    it."""
+    """One connection to an MCP server. It is held by a separate task, because the SDK requires that
+    a connection is closed by the task that opened it."""
 
     def __init__(self, server: str, timeout_s: float, start_s: float) -> None:
         self._server = server
@@ -128,7 +129,8 @@ class _McpConnection:
         self._stop: asyncio.Event | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect and list the tools. Raises ConfigError."""
+        """Connect to the server and return the list of its tools. Raises ConfigError if that
+        fails."""
         ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task = asyncio.ensure_future(self._hold_open(ready))
@@ -163,14 +165,16 @@ class _McpConnection:
             self._task.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call ``tool``. Must run on the connection's loop."""
+        """Call ``tool`` on the server and return its result. Must run on the event loop of the
+        connection."""
         if self._client is None:
             raise RuntimeError(f"the MCP server {recorded(self._server)} is not connected any more")
         return await self._client.call_tool(tool, arguments, read_timeout_seconds=self._timeout_s)
 
 
 def need_extra(what: str) -> None:
-    """Raise ConfigError if the SDK is not installed."""
+    """Raise ConfigError if the MCP SDK is not installed. ``what`` names the feature that requires
+    it."""
     from importlib.util import find_spec
 
     if find_spec("mcp") is None:
@@ -178,8 +182,9 @@ def need_extra(what: str) -> None:
 
 
 def recorded(server: str) -> str:
-    """``"TOKEN=abc serve --x"`` -> ``"TOKEN= serve --x"``; an address loses parts that may be
-    secret."""
+    """Return the server's command or address without its secrets, for the record of a run. For
+    example, ``"TOKEN=abc serve --x"`` becomes ``"TOKEN= serve --x"``, and an address loses its user
+    and query."""
     if _is_address(server):
         return re.sub(r"//[^/@]*@", "//", server).partition("?")[0]
     variables, words = _split(server)
@@ -187,7 +192,8 @@ def recorded(server: str) -> str:
 
 
 def function_name(tool: str) -> str:
-    """``"git-log"`` -> ``"git_log"``: convert a tool's name to one that a session can use."""
+    """Convert the name of a tool to a valid name for a function in a session; ``"git-log"`` becomes
+    ``"git_log"``."""
     name = re.sub(r"\W", "_", tool, flags=re.ASCII) or "tool"
     name = f"_{name}" if name[0].isdigit() else name
     return f"{name}_" if keyword.iskeyword(name) or name in RESERVED else name
@@ -198,7 +204,8 @@ def _is_address(server: str) -> bool:
 
 
 def _split(server: str) -> tuple[dict[str, str], list[str]]:
-    """Split a command into the variables before it and its words."""
+    """Split a server's command line into the environment variables set in front of it and the words
+    of the command. Raises ConfigError if the command itself is missing."""
     try:
         words = shlex.split(server)
     except ValueError as error:
@@ -238,7 +245,7 @@ def _client(server: str, errors: Any) -> Client:
 
 
 async def _all_tools(client: Client) -> list[Tool]:
-    """Return all tools, fetched page by page."""
+    """Return all tools of a server, which lists them page by page."""
     tools: list[Tool] = []
     cursor: str | None = None
     for _ in range(100):
@@ -269,8 +276,8 @@ def _unreachable(server: str, error: BaseException, errors: Any, start_s: float)
 def _function(
     owner: McpTools, connection: _McpConnection, tool: Tool, name: str
 ) -> Callable[..., Any]:
-    """Return the function that the session calls. It references its ``owner``, which keeps the
-    connection open."""
+    """Return the function through which a session calls an MCP tool. The function holds a reference
+    to ``owner``, so that the connection stays open as long as the function exists."""
     schema = tool.input_schema
     signature = _signature(schema)
 
@@ -290,7 +297,8 @@ def _function(
 
 
 def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
-    """Required parameters come first. Names that are invalid in Python are passed in ``**more``."""
+    """Return the Python signature of a tool with the given JSON schema. Required parameters come
+    first, and names that are invalid in Python are passed in ``**more``."""
     required = set(schema.get("required", ()))
     fields = schema.get("properties", {})
     usable = [
@@ -313,7 +321,7 @@ def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
-    """Return one paragraph that describes the tool and its parameters."""
+    """Return one paragraph that describes a tool and its parameters to the model."""
     about = " ".join((tool.description or tool.title or "a tool of an MCP server").split())
     fields = [
         (name, field.get("description")) for name, field in schema.get("properties", {}).items()
@@ -326,7 +334,8 @@ def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _value(result: CallToolResult, tool: Tool) -> Any:
-    """Return the result for the session. Raises RuntimeError with the tool's text if it failed."""
+    """Return the result of a tool as a Python value for the session. Raises RuntimeError with the
+    tool's message if the tool failed."""
     texts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise RuntimeError("\n".join(texts) or "the tool failed without a word")

@@ -1,12 +1,13 @@
-"""Requests of a run's calls to their models: answered from a recording or the cache, or sent.
+"""Handle the requests that the calls of a run make to their models. Each one is answered from the
+recording of an earlier run or from the cache, or is sent to the model.
 
     ask ──> recorded? ──> cached? ──> reserve ── announce ── send ── settle ──> reply
                                          └─ retried, rate limited: ``RateLimitedClientPool``
 
-A call holds a slot of the limiter only while a request is in flight, never while it waits for its
-children, so any depth makes progress. ``RequestStarted`` is recorded when a request is first sent:
-one that still waits for a slot cannot have been billed, and the journal must not say that it may
-have been. Not here: limits and their ledger (see ``limits.py``).
+A call holds a slot of the rate limiter only while a request is in flight, never while it waits for
+its children, so calls at any depth make progress. ``RequestStarted`` is recorded when a request is
+first sent: one that still waits for a slot cannot have been billed, and the journal must not say
+that it may have been. Limits and the budget ledger are defined in ``limits.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _LEAST_REPLY_TOKENS = 512
 
 
 class ModelRequests:
-    """The only way from a run's calls to a model."""
+    """The only way from the calls of a run to a model. It reserves the budget of each request,
+    records it, sends it, and records the reply."""
 
     def __init__(
         self,
@@ -64,10 +66,11 @@ class ModelRequests:
         cache: ReusableReplies | None,
         read_picture: Callable[[str], bytes] | None = None,
     ) -> None:
-        """``cache`` maps the hash of a request to the reply of an earlier run. ``read_picture``
-        returns the bytes of one of the run's pictures. The constructor's
-        caller shares ``under_way``, which lists requests that may have been sent and have no
-        recorded outcome."""
+        """Prepare to make the requests of one run.
+
+        ``cache`` finds replies of earlier runs to equal requests. ``read_picture`` returns the
+        bytes of one of the run's pictures, given its digest. ``under_way`` is a set shared with the
+        caller: the requests that may have been sent and whose outcome is not recorded yet."""
         clients = models.all
         self.setup = setup
         self.models = models
@@ -106,12 +109,13 @@ class ModelRequests:
         known: KnownPrefix | None = None,
         asked: Sampling | None = None,
     ) -> Reply:
-        """Take the next turn of ``call``, whose prompt is its first ``reused`` messages (default:
-        all) followed by ``new``.
+        """Take the next turn of ``call``: send a request, and return the model's reply. The prompt
+        consists of the first ``reused`` messages of the call (all if None) and the messages in
+        ``new``.
 
-        ``known`` has the ids of the prompt's first messages, if they are more than those of the
-        call so far. ``asked`` is the sampling that an outside agent asks for, of which
-        ``max_tokens``, ``stop`` and ``top_logprobs`` count.
+        ``known`` holds the token ids of the first messages of the prompt, if more of them are known
+        than the call itself has stored. ``asked`` is the sampling that an external agent asks for,
+        of which ``max_tokens``, ``stop`` and ``top_logprobs`` are used.
 
         ``last_word`` names the limit at which this is the final request, whose cost was held back.
         ``longer`` multiplies the reply's maximum length. Raises ModelError if the model gave no
@@ -181,8 +185,8 @@ class ModelRequests:
         return reply
 
     def _sampling(self, call: LiveCall, max_tokens: int, asked: Sampling | None) -> Sampling:
-        """Return the run's sampling for a reply of at most ``max_tokens``. The stop texts of
-        ``asked`` are in addition to those of the run."""
+        """Return the sampling options for a reply of at most ``max_tokens`` tokens. The stop texts
+        that an external agent asked for are added to those of the run."""
         sampling = self.lengths.sampling_of(call.client)
         if asked is not None:
             stop = tuple(dict.fromkeys([*sampling.stop, *asked.stop]))
@@ -193,7 +197,7 @@ class ModelRequests:
         return sampling
 
     def arriving(self) -> list[ArrivingReply]:
-        """The replies that have arrived in part."""
+        """Return the replies of which a part has arrived."""
         return [
             arriving_reply(turn.call.id, turn.call.turn, turn.arrived)
             for turn in self.under_way
@@ -201,29 +205,30 @@ class ModelRequests:
         ]
 
     def over(self, turn: TurnRequest) -> None:
-        """Remove ``turn`` from the requests in progress, now that its outcome is recorded."""
+        """Remove ``turn`` from the requests that are under way, because its outcome is now
+        recorded."""
         self.under_way.discard(turn)
         self.ending.suspend_if_quiet()
 
     def warn_of_excess(self, call: LiveCall, text: str) -> None:
-        """Record that a reply used more than was reserved. Only the first time is a warning,
-        because a model may do this at every reply."""
+        """Record a note that a reply used more than was reserved. Only the first such note is a
+        warning, because some models do this with every reply."""
         is_first, self._has_excess = not self._has_excess, True
         prefix = "warning: " if is_first else ""
         note = f"{prefix}{text}; later requests to it reserve as much"
         self.recorder.note(call.id, note, is_warning=is_first)
 
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
-        """Maximum tokens of a reply of ``call``, hidden reasoning included. ``longer`` multiplies
-        the part that is not reasoning."""
+        """Return the maximum number of tokens in a reply of ``call``, including hidden reasoning.
+        ``longer`` multiplies the part that is not reasoning."""
         full = longer * self.visible_reply_token_limit(call)[0] + self.lengths.reasoning_tokens(
             call.client
         )
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def visible_reply_token_limit(self, call: LiveCall) -> tuple[int, str]:
-        """Return the maximum number of tokens in a reply of ``call``, without hidden reasoning, and
-        the name of the setting that determines it."""
+        """Return the maximum number of tokens in a reply of ``call``, not counting hidden
+        reasoning, and the name of the setting that determines this maximum."""
         is_plain = call.kind in ("lm", "leaf") and call.parent is not None
         return self.lengths.visible_reply_token_limit(call.client, call.depth, is_plain)
 
@@ -235,11 +240,13 @@ class ModelRequests:
     def hold_last_word(
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
     ) -> Stop | None:
-        """Reserve the cost of the root's final request after the turn that asks ``new``. Returns
-        the limit that this exceeds, if any.
+        """Before the root call takes its next turn, hold back the cost of the final request that
+        may have to follow it. ``new`` holds the messages of the next turn. Return the limit that
+        the two would exceed, or None.
 
-        The final prompt will also contain this turn's reply and its observation. In a small budget,
-        the turn's reply is shortened, and the final prompt will do without the observation.
+        The prompt of the final request will also contain the reply and the observation of the next
+        turn. If the budget is small, that reply is shortened and the observation is left out of the
+        final prompt.
         """
         before, call.shrunk = call.shrunk, None
         output = self.setup.scaffold.max_output_chars
@@ -262,10 +269,9 @@ class ModelRequests:
     def _hold(
         self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
     ) -> Stop | None:
-        """Reserve budget for the root's final request, which may follow the next turn.
+        """Hold back budget for the root's final request, which may follow the next turn.
         ``reply_tokens`` and ``output_tokens`` are the maximum sizes of that turn's reply and of the
-        output of its code. Returns the limit that the reservation or the turn would exceed, if
-        any."""
+        output of its code. Return the limit that either request would exceed, or None."""
         asked = Request(tuple(new), model=call.client.name)
         prompt = call.history.max_input_tokens(len(call.messages), asked)
         most = Usage(
@@ -287,8 +293,9 @@ class ModelRequests:
         return Reservation(self.ledger, call.client.name, most, call.client.price)
 
     def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
-        """Return how many tokens the reply to ``prompt`` may have within the run's budget, at most
-        ``limit``. Returns ``limit`` itself if the budget does not even allow a short reply."""
+        """Return how many tokens, up to ``limit``, the budget allows for the reply to ``prompt``.
+        If it does not even allow a short reply, return ``limit``, so that the request fails with
+        the usual error."""
         asked = Request(tuple(prompt), self.sampling, model=call.client.name)
         tokens, given = limit, asked.max_input_tokens()
         while tokens >= _LEAST_REPLY_TOKENS:
@@ -301,14 +308,15 @@ class ModelRequests:
         return limit
 
     def raise_last_word(self) -> None:
-        """Reserve more budget for the root's final answer, because a reply has used more than was
-        reserved for it and the final answer may do so too."""
+        """Hold back more for the root's final answer. Called when a reply has used more than was
+        reserved, because the final answer may do the same."""
         if self.ledger.held.calls and self._last_word is not None and self._last_word.update():
             self.ledger.hold(self._last_word.amount)
 
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
-        """Return (reply, number of reused ids) from the recorded run or from the cache, or None.
-        Raises the error that the recorded run met instead of a reply."""
+        """Return the reply to this turn from the recorded run or from the cache, with the number of
+        its reused token ids. Return None if there is no such reply. If the recorded run got an
+        error instead, raise it."""
         call, recording = turn.call, self.recording
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
@@ -335,8 +343,8 @@ class ModelRequests:
         return None
 
     def _repeat_attempts(self, recording: RecordedRunIndex, turn: TurnRequest) -> None:
-        """Repeat the recorded attempts of this turn that failed or were in flight, because they may
-        have been billed.
+        """Record and charge the recorded attempts of this turn that failed or were in flight,
+        because they may have been billed.
 
         This happens once per turn, even if the turn has several prompts because the first did not
         fit the window.
@@ -352,16 +360,16 @@ class ModelRequests:
             turn.charge_in_flight()
 
     def _check_open(self, turn: TurnRequest) -> None:
-        """Raise LimitReached if nothing may be sent any more, and release what was held back for a
-        final request of the root."""
+        """Raise LimitReached if the run is about to end and this is not a final request. For the
+        final request of the root call, release the budget that was held back."""
         if self.ending.closing is not None and not turn.last_word:
             raise closed(self.ending.closing)
         if turn.last_word and turn.call.parent is None:
             self.ledger.held = BudgetAmount()
 
     def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
-        """Complete a reply that was sent, and add it to the cache. Returns (reply with only its new
-        prompt ids, number of reused ids)."""
+        """Complete a reply that has just arrived, and add it to the cache. Return the reply without
+        the token ids that are already stored, and their number."""
         reply = recordable(reply, self.setup.scaffold.stop, turn.most())
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
@@ -369,7 +377,8 @@ class ModelRequests:
 
 
 class TurnRequest:
-    """The request of one turn: reserves its budget and records its attempts and its reply."""
+    """The request of one turn. It reserves budget for each attempt, and records the attempts and
+    the reply."""
 
     def __init__(
         self,
@@ -379,7 +388,9 @@ class TurnRequest:
         reused: int,
         last_word: Stop | None,
     ) -> None:
-        """The first ``reused`` messages of the prompt are those of the call so far."""
+        """Create the request of the next turn of ``call``. The first ``reused`` messages of its
+        prompt are already part of the conversation. ``last_word`` is the reason if this is the
+        final request of the call."""
         self.call = call
         self.last_word = last_word
         self.request = request
@@ -406,10 +417,9 @@ class TurnRequest:
         """A sentence, if the reply used more than was reserved."""
 
     def adopt(self, recording: RecordedRunIndex) -> None:
-        """Use the recorded prompt in place of this one if the two differ only in the limits that
-        they state. If the limits of the run have changed, system messages are not compared at all:
-        everything else in them follows from settings, which were compared when the run was
-        repeated."""
+        """Use the recorded prompt instead of the new one if the two differ only in the limits that
+        they mention. If the limits of the run have changed, system messages are not compared,
+        because the rest of their text follows from settings that have already been compared."""
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:
             return
@@ -444,7 +454,7 @@ class TurnRequest:
 
     def answered(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
         """Record ``reply`` and finish the turn. ``reused_ids`` is the number of token ids at the
-        start of the prompt that are stored with earlier turns."""
+        start of the prompt that are already stored with earlier turns."""
         call, recorder = self.call, self._requests.recorder
         recorder.emit(
             ReplyReceived(
@@ -461,8 +471,8 @@ class TurnRequest:
         call.finish_turn(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
-        """Report a part of a reply that has arrived. The reply is recorded once it is complete or
-        the attempt fails."""
+        """Report a piece of the reply that has just arrived to those who follow the run live. The
+        reply itself is recorded once it is complete or the attempt has failed."""
         if piece.text or piece.reasoning:
             run, call = self._requests.recorder.id, self.call
             is_first = not self.arrived
@@ -501,7 +511,7 @@ class TurnRequest:
         self._attempted(error, usage, cost)
 
     def book_recorded(self, reply: Reply) -> None:
-        """Count a reply that the run had received before it was interrupted."""
+        """Charge the budget for a reply that the run received before it was interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
         if not usage.unknown_calls and ledger.is_excess(
             self._reservation.amount, usage, reply.cost
@@ -510,14 +520,14 @@ class TurnRequest:
         ledger.charge(usage, reply.cost, is_recorded=True)
 
     def charge_in_flight(self) -> None:
-        """Charge the upper bound of the recorded attempt that was in flight when the run was cut
-        off: it was not reserved here, and may have been billed."""
+        """Charge the maximum cost of an attempt that was in flight when the recorded run was
+        interrupted, because the provider may have billed it."""
         usage, cost = self.most()
         self._requests.ledger.charge(usage, cost)
         self._attempted("in flight when the run was cut off; sent again", usage, cost)
 
     def most(self) -> tuple[Usage, float | None]:
-        """Return everything that was reserved, as an upper bound."""
+        """Return the usage and the cost that are reserved, which are upper bounds."""
         return self._reservation.usage, self._reservation.cost
 
     @property
@@ -541,14 +551,15 @@ class TurnRequest:
 
 
 def _free(reply: Reply) -> Reply:
-    """Return ``reply`` with zero usage and zero cost, because it was not paid for again."""
+    """Return a copy of ``reply`` without usage and cost, because it is reused and not paid for
+    again."""
     cost = None if reply.cost is None else 0.0
     return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
 
 def prompt_hash(model: str, request: Request) -> str:
-    """Hash of model, prompt, sampling, schema and tools. Requests with the same hash are the
-    same."""
+    """Return a hash of everything that determines the reply to a request: the model, the prompt,
+    the sampling options, the schema and the tools."""
     import hashlib
 
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
@@ -556,8 +567,8 @@ def prompt_hash(model: str, request: Request) -> str:
 
 
 def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
-    """Return the error for a reply of ``call`` that was truncated at its token limit after
-    ``text``."""
+    """Return the error for a reply of ``call`` that was truncated at its token limit. ``text`` is
+    the part that arrived."""
     limit, (for_text, name) = requests.reply_tokens(call), requests.visible_reply_token_limit(call)
     if not text.strip() and limit > for_text:
         name = "max_reasoning_tokens"
@@ -568,7 +579,7 @@ def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
 
 def reply_cut(model: str, limit: int, setting: str, text: str) -> ReplyCut:
     """Return the error for a reply of ``model`` that was truncated at ``limit`` tokens. ``setting``
-    is the option that the user can raise, and ``text`` is what arrived."""
+    names the option that raises this limit, and ``text`` is the part that arrived."""
     return ReplyCut(
         f"{model}: the reply was cut at its limit of {limit} tokens; ask for less, or raise "
         f"{setting}",
@@ -577,9 +588,9 @@ def reply_cut(model: str, limit: int, setting: str, text: str) -> ReplyCut:
 
 
 def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]) -> Reply:
-    """Prepare a reply for the record. Characters that cannot be encoded are replaced. A closing tag
-    that the server cut off because it is in ``stop`` is put back. If the server reported no usage,
-    the upper bound ``most`` (usage, cost) is recorded."""
+    """Prepare a reply for the record: replace characters that cannot be encoded, and restore a
+    closing tag that the server removed as a stop text. If the server reported no usage, use the
+    upper bounds in ``most``."""
     message = sendable(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
         message = msgspec.structs.replace(
@@ -590,7 +601,8 @@ def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | N
 
 
 def filtered(model: str, reply: Reply) -> ReplyFiltered:
-    """Return the error for a reply that a content filter or a refusal stopped."""
+    """Return the error for a reply that was stopped by a content filter or in which the model
+    refused to answer."""
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
         quote = f": {text[:200]!r}" if text else ""
@@ -607,7 +619,8 @@ def filtered(model: str, reply: Reply) -> ReplyFiltered:
 
 
 def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
-    """Raise ConfigError for a cost limit that cannot be enforced."""
+    """Raise ConfigError if there is a cost limit but a model without a known price, so that the
+    limit could not be enforced."""
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(

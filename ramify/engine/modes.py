@@ -1,12 +1,13 @@
-"""The mode of a question: which way it is answered, who chose the way, and why.
+"""Choose the mode of a question, that is, whether a session, a plan or one plain call answers it.
+Record the choice and the reason for it.
 
     RLM.completion(text, query, mode="auto")
         chooser(ModeFacts) ─┬─> ModeChoice      by rules: nothing is asked
                             └─> ModeChoiceCall  one bounded call of the run ──> ModeChoice
         ModeChosen in the journal ──> plain call, session or strategy; a resumed run does the same
 
-Decides what a chooser knows and how its choice is applied. Not here: the names of modes
-(``strategies.py``) and the rules of ``auto`` and ``plan``, which know the plans.
+This module decides what a chooser knows and how its choice is applied. The names of the modes are
+in ``strategies.py``. The rules of ``auto`` and ``plan`` belong to the code of the plans.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xl
 
 
 class ModeFacts(msgspec.Struct, frozen=True):
-    """What a chooser knows of a question. Nothing has been asked yet."""
+    """The facts about a question that are known before any model has been asked. The mode of the
+    question is chosen from them."""
 
     question: Question
     root: Client
@@ -61,7 +63,7 @@ class ModeFacts(msgspec.Struct, frozen=True):
 
 
 class ModeChoice(msgspec.Struct, frozen=True):
-    """The mode of a question, and why it was chosen."""
+    """The mode that was chosen for a question, and the reason for the choice."""
 
     mode: str
     """``free``, ``plan`` or ``direct``."""
@@ -71,7 +73,8 @@ class ModeChoice(msgspec.Struct, frozen=True):
 
 
 class ModeChoiceCall(msgspec.Struct, frozen=True):
-    """One bounded call that chooses the mode, because the rules do not decide."""
+    """A single model call that chooses the mode of a question, used if the rules alone cannot
+    decide."""
 
     leaf: LeafRequest
     choice: Callable[[object, str], ModeChoice]
@@ -79,14 +82,16 @@ class ModeChoiceCall(msgspec.Struct, frozen=True):
 
 
 def _kinds_of_sources(question: Question) -> set[str]:
-    """Return the kinds of the sources; none if the record lists only some of them."""
+    """Return the kinds of the question's sources, such as ``csv``. Return an empty set if the
+    record lists only some of the sources."""
     items = question.read.get("items", ())
     is_whole = question.read.get("num_items", 0) == len(items)
     return {item["kind"] for item in items} if is_whole else set()
 
 
 def _has_texts_of_tables(question: Question) -> bool:
-    """Whether the sources have tables, and the rows of all of them are texts of the context."""
+    """Return True if the sources contain tables and the context contains the rows of all of them as
+    text."""
     kinds = _kinds_of_sources(question)
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
@@ -104,9 +109,9 @@ def choose_direct(_facts: ModeFacts) -> ModeChoice:
 async def first_choice(
     setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
 ) -> ModeChoice | ModeChoiceCall | None:
-    """Return the choice of the question's mode, or the call that chooses; None without a mode, and
-    in a conversation, which is held in a session. A resumed run takes the recorded choice. Raises
-    ConfigError for a mode that the question cannot have."""
+    """Choose the mode of a question before the run starts, or return the call in which a model will
+    choose. A resumed run keeps its recorded choice. Return None if the question has no mode. Raises
+    ConfigError if the mode cannot be used for this question."""
     if question.mode is None or (is_conversation and question.mode in ("free", "auto")):
         return None
     if is_conversation:
@@ -125,8 +130,8 @@ async def first_choice(
 
 
 def recorded_choice(question: Question) -> ModeChoice | None:
-    """Return the mode that the repeated run chose at its first attempt; None if the record has no
-    choice."""
+    """Return the mode that was chosen when the run was first started, or None if no choice is
+    recorded."""
     recorded = question.chosen_mode
     if recorded is None:
         return None
@@ -142,7 +147,8 @@ def applied(question: Question, choice: ModeChoice) -> Question:
 def make_mode_chosen_event(
     choice: ModeChoice, at_s: float, *, is_asked: bool = False
 ) -> ModeChosen:
-    """Return the journal's record of ``choice``."""
+    """Return the event that records ``choice`` in the journal. ``is_asked`` is True if a model made
+    the choice."""
     strategy = {} if choice.strategy is None else record_of(choice.strategy)
     return ModeChosen(
         at_s=at_s, mode=choice.mode, reason=choice.reason, strategy=strategy, is_asked=is_asked

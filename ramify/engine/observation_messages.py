@@ -1,4 +1,5 @@
-"""Messages that the engine writes to a model after its first: observations and the final request.
+"""The texts of the messages that a model receives after the first one: the results of its code,
+warnings and the request for a final answer.
 
 Prompts only grow, so everything that changes from turn to turn (the turn count, the remaining
 limits) is stated here.
@@ -82,11 +83,12 @@ CONTINUE = "Summary of the work so far (the session and its variables are as you
 
 
 def cut(text: str, max_chars: int, length: int, where: str) -> str:
-    """Return the head and tail of ``text`` with its true length stated, or ``text`` unchanged if it
-    fits.
+    """Truncate a long text in the middle, and state how many characters were cut and where the
+    whole text is. A text of at most ``max_chars`` characters is returned unchanged. ``length`` is
+    the true length, in case ``text`` itself is already incomplete.
 
-    >>> cut("abcdefghij", 4, 10, "in outputs[1]") 'ab\\n[… 6 of 10 characters cut; the whole is in
-    outputs[1] …]\\nij'
+    >>> cut("abcdefghij", 4, 10, "in outputs[1]")
+    'ab\\n[… 6 of 10 characters cut; the whole is in outputs[1] …]\\nij'
     """
     if length <= max_chars:
         return text
@@ -96,10 +98,12 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
 
 
 def shortened(message: Message, share: int, terse_chars: int) -> Message:
-    """Return ``message`` with its content shortened to one part in ``share``: only the head if
-    observations are terse, otherwise head and tail, with the true length stated.
+    """Return ``message`` with its content shortened to 1 / ``share`` of its length. The head and
+    the tail remain, with a note on the true length; with ``terse_chars`` set, only the head
+    remains.
 
-    >>> shortened(Message("user", "abcdefgh"), 4, 90).content 'ab'
+    >>> shortened(Message("user", "abcdefgh"), 4, 90).content
+    'ab'
     """
     text = message.content
     if share == 1:
@@ -117,8 +121,8 @@ def shortened(message: Message, share: int, terse_chars: int) -> Message:
 
 
 def cell_report(cell: Cell) -> str:
-    """Return the text that the model sees after a cell has run. The cell's ``stdout`` must be
-    truncated already."""
+    """Return the text that the model sees after a piece of its code (a cell) has run: the output,
+    the value of the last expression and the error. The output must be truncated already."""
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [f"=> {cell.value}"] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []
@@ -133,8 +137,8 @@ NO_LAST_CELL = (Stop.DEADLINE, Stop.CANCELLED, Stop.ERROR)
 
 
 def last_word(stop: Stop, num_deaths: int) -> str:
-    """Return the message that asks the model for its final answer, because the call ends for the
-    reason ``stop``."""
+    """Return the message that asks the model for its final answer. ``stop`` is the reason why the
+    call ends, and ``num_deaths`` the number of sessions that it has lost."""
     reasons = {
         Stop.CANCELLED: "You are asked to finish.",
         Stop.ERROR: LAST_SESSION.format(deaths=num_deaths),
@@ -144,16 +148,17 @@ def last_word(stop: Stop, num_deaths: int) -> str:
 
 
 def nudge(num_idle: int, max_idle: int) -> str:
-    """Return the reminder after ``num_idle`` messages in a row without code and answer, of which
-    ``max_idle`` end the call."""
+    """Return the reminder for a model that has sent ``num_idle`` messages in a row with neither
+    code nor an answer. After ``max_idle`` such messages, the call ends."""
     left = max_idle - num_idle
     more = "one more message" if left == 1 else f"{left} more messages"
     return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
 def kept(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return notes for the model about values of a cell that were kept for it: replies, if the cell
-    ``has_failed`` or a call did, and values that it bound to reserved names."""
+    """Return notes that tell the model where values of its last cell are kept: replies that arrived
+    before the cell or one of its calls failed, and values that the cell assigned to reserved
+    names."""
     texts = []
     replies = note.get("replies")
     match replies:
@@ -171,7 +176,9 @@ def kept(note: Mapping[str, Any], has_failed: bool) -> list[str]:
 def observation(
     reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
 ) -> str:
-    """Return the message after a turn's cells. ``turn`` counts from 1."""
+    """Return the message that the model receives after its cells of one turn have run. It contains
+    their reports, notes, warnings about limits and the turn number, where ``turn`` counts from
+    1."""
     body = (
         "\n".join(f"[cell {n} of {len(reports)}]\n{text}" for n, text in enumerate(reports, 1))
         if len(reports) > 1
@@ -184,10 +191,11 @@ def observation(
 
 
 def terse(cell: Cell, max_chars: int) -> str:
-    """Return what ``cell`` printed and echoed, and the line that names its error, in at most
-    ``max_chars`` characters. The error line gets at least half of them.
+    """Return a short form of a cell's result, in at most ``max_chars`` characters: its output, and
+    the line that names its error. The error line gets at least half of the space.
 
-    >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90) 'ab\\n7\\nValueError: no'
+    >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
+    'ab\\n7\\nValueError: no'
     """
     output = "\n".join(part for part in (cell.stdout.rstrip("\n"), cell.value) if part)
     if not cell.error:
@@ -199,9 +207,10 @@ def terse(cell: Cell, max_chars: int) -> str:
 
 
 def _named(error: str) -> str:
-    """Return the line of a traceback that names the error: the first one after its places.
+    """Return the line of a traceback that names the error, which is the first line after the list
+    of source lines.
 
-    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
+    >>> _named("Traceback …\n  File …\nValueError: no\nsecond line of the message")
     'ValueError: no'
     """
     lines = error.rstrip("\n").split("\n")
@@ -218,9 +227,9 @@ _LAST = {"turns": 1, "calls": 2}
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
-    """Return warnings about limits that are nearly used up, one line each. A limit is mentioned
-    once when a quarter is left, once when a tenth is left, and once when it allows only one more
-    turn. ``told`` maps each limit to the level of its last warning, and is updated."""
+    """Return warnings for the model about limits that are nearly used up, one line each. Each limit
+    is mentioned when a quarter is left, when a tenth is left, and when only one more turn is
+    possible. ``told`` records which warnings have been given, and is updated."""
     lines = []
     for name, spent, limit in standing:
         left = limit - spent
@@ -250,7 +259,8 @@ _LIMITS = lazy_pattern(
 
 
 def without_limits(message: Message) -> Message:
-    """Return ``message`` without the limits that the engine states in it."""
+    """Return ``message`` without the numbers that state the limits of the run, so that prompts of
+    runs with different limits can be compared."""
     return msgspec.structs.replace(message, content=_LIMITS.sub("", message.content))
 
 
@@ -259,7 +269,7 @@ def _amount(value: float) -> str:
 
 
 def count_text_chars(value: Any) -> int:
-    """Number of characters of all text in a context."""
+    """Return the number of characters of all texts in a context."""
     if isinstance(value, str | bytes | MappedText):
         return len(value)
     if isinstance(value, Mapping):
@@ -272,7 +282,7 @@ def count_text_chars(value: Any) -> int:
 
 
 def rendered(value: Any) -> str:
-    """Return a context as plain text, for a model that gets it in its prompt."""
+    """Return a context as plain text, for a model that receives it in its prompt."""
     if isinstance(value, str):
         return value
     if digest_in(value) is not None:
@@ -290,6 +300,6 @@ def rendered(value: Any) -> str:
 
 
 def plain_prompt(question: str, value: Any) -> str:
-    """Return question and context in one message."""
+    """Return one message that contains both the context and the question."""
     text = rendered(value) if value is not None else ""
     return f"{text}\n\nQuestion: {question}" if text.strip() else question

@@ -1,11 +1,13 @@
-"""The prompt of a plain call, and how its reply is checked: one request, and up to two repairs.
+"""Build the prompt of a plain model call, which needs no Python session, and check the reply. If
+the reply does not have the required form, the model is asked up to two more times.
 
     question, context ──> messages ──> reply ──┬── fits ──> answer
                               ^                └── "That does not fit the schema: …"
                               └────────────────────┘
 
-This is the same for the plain call of a run, the ``llm_query`` of a session (``host.py``) and the
-calls without a run (``direct_calls.py``). Not here: how a request is sent, recorded and paid for.
+The plain call of a run, the ``llm_query`` of a session (``host.py``) and the calls without a run
+(``direct_calls.py``) all use this module. Each of them sends, records and pays for its requests
+itself.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ LONG_CHARS = 5_000
 def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
-    """Return (messages before the prompt, prompt) of the plain call that answers ``question``.
-    ``text`` and ``examples`` are the instructions and examples of the run."""
+    """Return the prompt of the plain call that answers ``question``, preceded by a list of the
+    messages that come before the prompt. ``text`` and ``examples`` are the user's instructions and
+    examples for the run."""
     prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",
@@ -47,7 +50,8 @@ def direct_prompt(
 
 
 def asked_for(prompt: str, kind: AnswerType | None) -> str:
-    """Return ``prompt`` with a description of the wanted form of the answer."""
+    """Return ``prompt`` followed by a description of the required form of the answer, if there is
+    one."""
     return f"{prompt}\n\n{kind.alone()}" if kind else prompt
 
 
@@ -59,10 +63,12 @@ async def answer_plainly(
     cut: Callable[[str], ReplyCut],
     max_repairs: int = MAX_REPAIRS,
 ) -> CallOutcome:
-    """Ask a model a question without a session. If the reply does not match the answer type
-    ``kind``, show the model the error and ask again. Without an answer type, repeat the request
-    after an empty reply or a tool call. ``first`` holds the messages of the first request. A model
-    that fails gives an outcome with an error; nothing is raised.
+    """Ask a model a question without a Python session, and return the outcome. If the reply does
+    not match the answer type ``kind``, show the model the error and ask again. Without an answer
+    type, ask again after an empty reply or a tool call.
+
+    ``first`` holds the messages of the first request. Nothing is raised if the model fails: the
+    outcome then holds the error.
 
     A reply that was truncated at its token limit is never a complete answer. The outcome then holds
     the partial text, the stop reason ``MAX_TOKENS`` and the error that ``cut`` returns.
@@ -117,6 +123,6 @@ def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:
 
 
 async def _value(kind: AnswerType, text: str) -> Any:
-    """Return the value of a reply. A long reply is checked in a thread, because that may take
-    seconds."""
+    """Parse a reply as a value of the required type. A long reply is parsed in a thread, because
+    that may take seconds."""
     return await asyncio.to_thread(kind.read, text) if len(text) > LONG_CHARS else kind.read(text)

@@ -1,10 +1,11 @@
-"""Gathers the facts for a call's prompt from the settings, models and limits of its run.
+"""Gather the facts that the prompt of a call states from the settings, models and limits of its
+run.
 
     RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
 
-This file decides how many characters the prompt says a model can read. They must fit the model's
+This module decides how many characters the prompt says a model can read. They must fit the model's
 window together with its longest reply. They must also fit half the run's budget, because the engine
-reserves the most that a request can cost. Not here: the sentences (see ``prompt_text.py``).
+reserves the most that a request can cost. The sentences of the prompt are in ``prompt_text.py``.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def facts_of(
     *,
     has_pictures: bool = False,
 ) -> PromptFacts:
-    """Return the facts about a call at ``depth``. ``limit`` is the limit of the whole run.
-    ``has_pictures``: its session has pictures, and a model of the run may read them."""
+    """Return the facts that the prompt of a call at ``depth`` states. ``limit`` is the budget of
+    the whole run. ``has_pictures`` is True if the call's session has pictures and some model of the
+    run may be able to read them."""
     limits = setup.limits
     has_children = depth < limits.max_depth
     roles: dict[int, list[str]] = {}
@@ -93,8 +95,8 @@ def facts_of(
 
 
 def check_instructions(setup: RlmSetup, models: RunModels) -> None:
-    """Raise ConfigError if the user's instructions cannot be added to every prompt, because they
-    exceed a model's window or the scaffold has no system message."""
+    """Raise ConfigError if the user's instructions cannot be added to every prompt: they are too
+    long for a model's window, or the prompt format has no system message."""
     num = len(instructions(setup.instructions, setup.examples))
     if not num:
         return
@@ -123,8 +125,9 @@ def _mounts(spec: SandboxSpec) -> tuple[MountedPath, ...]:
 def _fitting_chars(
     model: ModelFacts, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
-    """Length in characters of the longest prompt that leaves the model room for its reply and costs
-    at most half of the run's budget. The engine reserves a token for each byte."""
+    """Return the length in characters of the longest prompt that the model can read together with
+    its reply, and that costs at most half of the run's budget. The engine reserves one token for
+    each byte."""
     by_window = CHARS_PER_TOKEN * (model.window - reply_tokens)
     by_tokens = limit.tokens // 2 - reply_tokens
     fitting = [by_window, by_tokens]

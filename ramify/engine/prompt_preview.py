@@ -1,11 +1,11 @@
-"""Shows the prompt that a run would send to a model, without sending it.
+"""Show the prompt that a run would send to a model, without sending it.
 
     RLM.prompt(context, query) ──> a run over a pool that sends nothing ──> PromptPreview
 
 A preview is a real run up to its first request: the context is encoded, the facts are gathered, and
-the request is built. The pool keeps that request instead of sending it, so a preview cannot differ
-from the prompt of a run. To reach the prompt of a child, the pool answers the calls above it with a
-cell that calls ``rlm_query``. Not here: the text of prompts (see ``prompt_text.py``).
+the request is built. The client pool keeps that request instead of sending it, so a preview cannot
+differ from the prompt of a run. To reach the prompt of a child call, the pool answers the calls
+above it with code that calls ``rlm_query``. The text of prompts is in ``prompt_text.py``.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ class PromptPreview(msgspec.Struct, frozen=True):
 
     @property
     def estimated_tokens(self) -> int:
-        """Estimated tokens of the prompt, at four bytes per token, as in English text."""
+        """The estimated number of tokens in the prompt, assuming four bytes per token as in English
+        text."""
         return (
             sum(len(message.content.encode("utf-8", "replace")) for message in self.messages) // 4
         )
 
     def text(self) -> str:
-        """Return the messages as text, each under its role."""
+        """Return all messages as one text, each under a line that names its role."""
         parts = [f"[{message.role}]\n{message.content}" for message in self.messages]
         parts += [f"[tool]\n{json.dumps(msgspec.to_builtins(tool))}" for tool in self.tools]
         return "\n\n".join(parts)
@@ -74,7 +75,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return self.text()
 
     def rendered(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Render the messages with the tokenizer's chat template."""
+        """Return the prompt as the tokenizer's chat template renders it."""
         tools: Any = [
             {"type": "function", "function": msgspec.to_builtins(tool)} for tool in self.tools
         ]
@@ -85,25 +86,27 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return str(text)
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the tokens of the prompt."""
+        """Return the token ids of the prompt, rendered with the tokenizer's chat template."""
         ids = tokenizer(self.rendered(tokenizer), add_special_tokens=False)["input_ids"]
         return list(ids)
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
-        """Dollars of one request with these tokens; None if the price is unknown."""
+        """Return the cost of one request with these numbers of tokens, in dollars. Return None if
+        the price is unknown."""
         return None if self.price is None else self.price.of(Usage(input_tokens, output_tokens))
 
 
 class _PreviewEnd(ModelError):
-    """Raised to end the run once its request is recorded."""
+    """Raised to end the preview's run as soon as the wanted request is known."""
 
 
 class _PreviewPool(RateLimitedClientPool):
-    """Pool that sends nothing. It records the first request at one depth."""
+    """A client pool that sends nothing. It keeps the first request that a call at a given depth
+    makes."""
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
-        """``depth`` is the depth of the call whose first request is wanted. Calls above that depth
-        get ``reply_above`` in place of a model's reply."""
+        """Create a pool that waits for the first request of a call at ``depth``. Calls above that
+        depth receive ``reply_above`` as the model's reply."""
         super().__init__(max_in_flight=max_in_flight)
         self._depth = depth
         self._reply_above = reply_above
@@ -147,8 +150,8 @@ class _PreviewPool(RateLimitedClientPool):
 
 
 async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPreview:
-    """Return the first request of a call at ``depth``. Raises ConfigError if no call has this
-    depth, and for every setting that a run would reject."""
+    """Return the first request that a call at ``depth`` would send. Raises ConfigError if no call
+    can have this depth, and for every setting that a run would reject."""
     most = setup.limits.max_depth
     if not 0 <= depth <= most:
         raise ConfigError(f"depth {depth} has no calls: max_depth is {most}")

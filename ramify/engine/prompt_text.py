@@ -1,13 +1,14 @@
-"""The prompt of a session: facts about a run, and the sentences that state them to a model.
+"""Write the prompt of a session: this module holds the facts about a run that the prompt may state,
+and the sentences that state them.
 
     PromptFacts ──> sections() ──> {"task": …, "example": …, "models": …}  ──> Scaffold.system
     ContextFacts ──> first_message(): the question, and the context's size, shape, head and tail
 
 A sentence appears only if it is true of this run, and every example runs in its session. The system
-message is ASCII as long as its facts are, because its bytes are counted at each turn. This file
-decides the words, the order of facts and the sizes in the examples. Not here: how the facts are
-gathered (see ``prompt_facts.py``), which markers a system message has (see ``scaffold.py``), and
-what is said after a turn (see ``observation_messages.py``).
+message is ASCII as long as its facts are, because its bytes are counted at each turn. This module
+decides the words, the order of facts and the sizes in the examples. The facts are gathered by
+``prompt_facts.py``, the markers in a system message are defined in ``scaffold.py``, and the
+messages after a turn are written by ``observation_messages.py``.
 
 The texts of this file are part of the models' behavior. ``benchmarks/prompts.py`` measures them:
 scripted readers do exactly what they show and say.
@@ -78,7 +79,7 @@ _DATABASE = "SQLite database "
 
 
 class ContextFacts(msgspec.Struct, frozen=True):
-    """Facts about the context of one call."""
+    """Facts about the context of one call, such as its type, size and structure."""
 
     kind: ContextKind = "none"
     chars: int = 0
@@ -96,7 +97,8 @@ class ContextFacts(msgspec.Struct, frozen=True):
 
 
 class PromptModelFacts(msgspec.Struct, frozen=True):
-    """One model of a run."""
+    """One model of a run, as the prompt describes it: its name, the sizes that it can read and
+    write, its price and its roles."""
 
     alias: str
     """Short name that ``model=`` accepts."""
@@ -113,7 +115,7 @@ class PromptModelFacts(msgspec.Struct, frozen=True):
 
 
 class BudgetFacts(msgspec.Struct, frozen=True):
-    """Limits of a run, as a call sees them when it starts."""
+    """The limits of a run that the prompt of a call states, as they are when the call starts."""
 
     turns: int = 30
     """Turns of this call."""
@@ -128,14 +130,15 @@ class BudgetFacts(msgspec.Struct, frozen=True):
 
 
 class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question, and the answer that the user wants for questions of this kind."""
+    """An example for the prompt: a question, and the answer that the user wants for such a
+    question."""
 
     question: str
     answer: Any
 
 
 class MountedPath(msgspec.Struct, frozen=True):
-    """One of the user's files or folders that the session can read."""
+    """One of the user's files or folders that code in the session can read."""
 
     path: str
     """Its path in the session."""
@@ -171,8 +174,8 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
 
 def examples_of(given: object) -> tuple[PromptExample, ...]:
-    """Return examples that were given as pairs, dicts or ``PromptExample`` objects. Raises
-    ConfigError for one without a question or an answer."""
+    """Convert the user's examples to ``PromptExample`` objects. They may be given as pairs, as
+    dicts or as such objects. Raises ConfigError for an example without a question or an answer."""
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
@@ -215,9 +218,9 @@ def context_facts(
     tools: Collection[str] = (),
     packages: Collection[str] = (),
 ) -> ContextFacts:
-    """Return the facts about a context with ``chars`` characters of text, which take ``num_bytes``.
-    ``tools`` are the names of the session's tools: a database needs ``sql``. With pandas among
-    ``packages``, a table is a DataFrame."""
+    """Return facts about the context ``value``, which has ``chars`` characters of text in
+    ``num_bytes`` bytes. The session's tools and packages matter because a database is queried with
+    the tool ``sql``, and a table becomes a DataFrame if pandas is available."""
     if value is None:
         return ContextFacts()
     density = min(4.0, max(1.0, round(num_bytes / max(chars, 1), 1))) if chars >= 1000 else 1.0
@@ -378,7 +381,8 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
 
 
 def _items(value: Sequence[Any]) -> str:
-    """Describe the types and lengths of the items, if they can be inspected quickly."""
+    """Describe the types and lengths of the items of a list. Return an empty string for a list that
+    is too long to be inspected quickly."""
     if not value or len(value) > _MANY_ITEMS:
         return ""
     types = list(dict.fromkeys(type(item).__name__ for item in value))
@@ -398,14 +402,16 @@ def _short(item: Any, most: int = _HEAD_CHARS) -> str:
 
 
 def many(number: int, noun: str) -> str:
-    """``many(1, "entry")`` is "1 entry", ``many(2000, "entry")`` is "2,000 entries"."""
+    """Return a number with its noun in the singular or plural: ``many(1, "entry")`` is "1 entry",
+    and ``many(2000, "entry")`` is "2,000 entries"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
 
 
 def first_message(question: str, context: ContextFacts, about: str = "") -> str:
-    """Return the first message of a call: the question, and what the context looks like."""
+    """Return the first message of a call. It contains the question and a description of the
+    context."""
     parts = [f"Question: {question}"]
     if context.kind != "none":
         parts.append(f"`context` is {context.shape}")
@@ -416,7 +422,8 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 
 
 def sections(facts: PromptFacts) -> dict[str, str]:
-    """Return the text for each marker of a system message; empty if the marker has no text."""
+    """Return the text that replaces each marker of a system message. The text is empty if it does
+    not apply to this run."""
     return {
         "task": _task(facts),
         "example": fenced(first_example(facts)),
@@ -452,7 +459,8 @@ def fenced(code: str) -> str:
 
 
 def first_example(facts: PromptFacts) -> str:
-    """Return the first code to run: a look at this kind of context."""
+    """Return the first code example of the prompt, which takes a first look at the given kind of
+    context."""
     context = facts.context
     match context.kind:
         case "none":
@@ -543,8 +551,8 @@ def _names(facts: PromptFacts) -> str:
 
 
 def _mapped(context: ContextFacts) -> str:
-    """Return the prompt's explanation of which str operations work on a large text that stays in
-    its file. Empty if the context has no such text."""
+    """Return the part of the prompt that explains which str operations work on a large text that
+    stays in its file. Return an empty string if the context has no such text."""
     if not context.mapped:
         return ""
     what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"
@@ -656,7 +664,7 @@ def _method(facts: PromptFacts) -> str:
 
 
 class _Parts(NamedTuple):
-    """How the example code in the prompt cuts the context into parts."""
+    """The numbers in the prompt's example code that cuts the context into parts."""
 
     size: int
     """Characters of one part."""
@@ -665,9 +673,9 @@ class _Parts(NamedTuple):
 
 
 def _parts(facts: PromptFacts) -> _Parts | None:
-    """Choose the size and number of parts for the example code in the prompt, so that the model
-    behind ``llm_query`` can read a part and the budget covers all of them. None if that is not
-    possible."""
+    """Choose the size and the number of parts for the example code in the prompt, so that the model
+    behind ``llm_query`` can read a part and the budget covers all of them. Return None if that is
+    impossible."""
     sub, budget = facts.model_of("`llm_query`"), facts.budget
     if sub is None or budget is None or sub.chars < 2000:
         return None
@@ -686,7 +694,8 @@ def _parts(facts: PromptFacts) -> _Parts | None:
 
 
 def round_down_to_two_digits(number: int) -> int:
-    """Round down to two leading digits: ``round_down_to_two_digits(23_456)`` is 23,000."""
+    """Round a number down to two significant digits: ``round_down_to_two_digits(23_456)`` is
+    23,000."""
     unit: int = 10 ** max(0, len(str(number)) - 2)
     return number // unit * unit
 
@@ -710,8 +719,9 @@ _TEXTS: dict[ContextKind, str] = {
 
 
 def batch_example(facts: PromptFacts) -> str:
-    """Return the worked example of chunk, batch and combine, with sizes that fit; empty if no sizes
-    fit."""
+    """Return the worked example of the prompt, which cuts the context into parts, asks about all
+    parts at once and combines the replies. Return an empty string if no size of parts suits the
+    budget."""
     parts = _parts(facts)
     if parts is None:
         return ""
@@ -744,8 +754,8 @@ _COMBINE = (
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
-    """Return example code, line by line, that cuts excerpts around a word out of texts that may be
-    larger than memory."""
+    """Return lines of example code that take excerpts around a word from texts that may be larger
+    than memory."""
     most = parts.most or 100
     if context.kind == "text":
         return [
@@ -782,7 +792,8 @@ def _limits(facts: PromptFacts) -> str:
 
 
 def instructions(text: str, examples: Sequence[PromptExample]) -> str:
-    """Return the user's instructions and examples as they are added to any prompt."""
+    """Return the user's instructions and examples in the form in which they are added to a
+    prompt."""
     parts = []
     if text.strip():
         parts.append(f"Instructions of the user:\n{text.strip()}")

@@ -1,10 +1,10 @@
-"""Finds strings, comments and brackets of Python code in arbitrary text.
+"""Find the strings, comments and brackets of Python code that is embedded in arbitrary text.
 
     call_end('3) (approx)', 0)           1: the parenthesis that closes the call
     call_end('"a) b", [1])', 0)          11
     call_end('it is "unclosed)', 0)      None: Python cannot read it
 
-This file decides where a call ends, and whether a position is inside a string. It makes one pass
+This module decides where a call ends, and whether a position is inside a string. It makes one pass
 over the text with ``re``. The standard ``tokenize`` takes about 60 times as long, and its reading
 of invalid text depends on the version of Python, so replays would depend on it, too. Both agree on
 text that ``tokenize`` can read (``tests/engine/test_action.py``).
@@ -50,8 +50,9 @@ _MAX_DEPTH = 200
 
 
 def call_end(text: str, start: int) -> int | None:
-    """Return the index of the parenthesis that closes a call whose arguments begin at ``start``.
-    Returns None if the call is not closed, or if the text in between is not valid Python."""
+    """Return the index of the parenthesis that closes a function call whose arguments begin at
+    ``start``. Return None if the call is not closed, or if the text in between is not valid
+    Python."""
     expected = [")"]
     position = start
     while position < len(text):
@@ -80,7 +81,8 @@ def call_end(text: str, start: int) -> int | None:
 
 
 class StringScanner:
-    """Tells whether positions in a text are inside string literals. The code begins at ``start``.
+    """Determines whether positions in a text are inside Python string literals. The Python code
+    begins at the position ``start``.
 
     Positions must be queried in ascending order. After the start of a triple-quoted string that
     never ends, every position counts as outside, because the rest is not Python.
@@ -91,7 +93,8 @@ class StringScanner:
         self._position = start
 
     def is_inside(self, place: int) -> bool:
-        """True if the position ``place`` is inside a string literal."""
+        """Return True if the position ``place`` is inside a string literal. Positions must be given
+        in ascending order."""
         text = self._text
         while self._position < place:
             if unquoted := _UNQUOTED.match(text, self._position, place):

@@ -1,4 +1,4 @@
-"""The question of a run and the options with which it is asked, built from the user's arguments.
+"""Build the question of a run, and the options with which it is asked, from the user's arguments.
 
 completion(text, "how many?")          context = text, question = "how many?"
 completion("How many days has May?")   no context: the question is answered directly
@@ -6,7 +6,7 @@ completion(very_long_prompt)           context = the prompt, question = "do what
 completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
 completion(frame, "…")                 context = a table, with ``sql`` over it
 
-Not here: what values of other libraries become (``sources/convert_to_context.py``).
+Values of other libraries, such as data frames, are converted by ``sources/convert_to_context.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 @runtime_checkable
 class SourceContext(Protocol):
-    """Interface of the object that ``ramify.load`` returns."""
+    """The interface of the object that ``ramify.load`` returns: a context, tools to query it, and a
+    description of it for the model."""
 
     @property
     def context(self) -> Any: ...
@@ -71,15 +72,15 @@ ALWAYS: Literal["always"] = "always"
 
 
 class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_only=True):
-    """How a question is asked. Methods of ``RLM`` take these options as keyword arguments, as one
-    object, or both; a keyword replaces a field of the object.
+    """The options with which a question is asked. Methods of ``RLM`` accept them as keyword
+    arguments, as one object, or both; a keyword replaces a field of the object.
 
         strict = ramify.RunOptions(cite=True, limits=ramify.Limits(max_turns=5))
         rlm.completion(text, "Which host failed?", strict)
         rlm.completion(text, "Which hosts failed?", strict, answer_type=list[str])
 
-    Options that ``RLM(…)`` or ``conversation`` gets are the defaults of all its questions. A field
-    of the object that has its own default value leaves them as they are.
+    The options passed to ``RLM(…)`` or ``conversation`` are the defaults for all of its questions.
+    A field of a later object overrides them only if it differs from the field's own default value.
     """
 
     model: ModelSpec | Sequence[ModelSpec] | None = None
@@ -128,9 +129,9 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     def updated(
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
     ) -> RunOptions:
-        """Return a copy with the options that are set in ``options``, and then with ``changes``.
-        Raises ConfigError for an unknown name, and suggests the nearest option or keyword in
-        ``more``."""
+        """Return a copy in which the options that are set in ``options``, and then those in
+        ``changes``, replace the current ones. Raises ConfigError for an unknown name, and suggests
+        the nearest option or keyword in ``more``."""
         if options is not None and not isinstance(options, RunOptions):
             raise ConfigError(
                 f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
@@ -159,8 +160,8 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """Return advice about an unknown option: where ``name`` belongs if it is a field of another
-    option, or else the options with similar names."""
+    """Return advice for an error about an unknown option: the option to which ``name`` belongs as a
+    field, or else known options with similar names."""
     for option, kind in (("limits", Limits), ("sampling", Sampling)):
         if name in kind.__struct_fields__:
             return f"give {option}=ramify.{kind.__name__}({name}=…)"
@@ -170,7 +171,8 @@ def _place_of(name: str, more: Iterable[str]) -> str:
 
 
 def _check_kinds(options: RunOptions) -> None:
-    """Raise ConfigError if an option has a value of a wrong type."""
+    """Raise ConfigError if an option has a value of the wrong type or one that contradicts another
+    option."""
     for name, is_right, needed in _KINDS:
         value = getattr(options, name)
         if value is not None and not is_right(value):
@@ -198,7 +200,7 @@ def _check_kinds(options: RunOptions) -> None:
 
 
 class RlmKeywords(TypedDict, total=False):
-    """Fields of ``RunOptions`` as keyword arguments of ``RLM``."""
+    """The fields of ``RunOptions`` that ``RLM`` accepts as keyword arguments."""
 
     sub_model: ModelSpec | Sequence[ModelSpec] | None
     limits: Limits | None
@@ -218,20 +220,21 @@ class RlmKeywords(TypedDict, total=False):
 
 
 class RunKeywords(RlmKeywords, total=False):
-    """Fields of ``RunOptions`` as keyword arguments of one question."""
+    """The fields of ``RunOptions`` that may be given as keyword arguments with one question."""
 
     model: ModelSpec | Sequence[ModelSpec] | None
 
 
 def _set_fields(options: RunOptions) -> dict[str, Any]:
-    """Return the fields of ``options`` that do not have their default value."""
+    """Return the fields of ``options`` that differ from their default values."""
     defaults = RunOptions()
     fields = {name: getattr(options, name) for name in options.__struct_fields__}
     return {name: value for name, value in fields.items() if value is not getattr(defaults, name)}
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question, ready to run."""
+    """One question with everything that is needed to answer it, such as its context, its tools and
+    the type of its answer."""
 
     text: str
     context: Any
@@ -276,8 +279,8 @@ class Question(msgspec.Struct, frozen=True):
 
     @property
     def has_session_tools(self) -> bool:
-        """True if the question comes with tools that are needed to answer it, and that only a
-        session can offer."""
+        """True if the question comes with tools that are needed to answer it. Only a session can
+        offer tools, so one plain call is then not enough."""
         return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
 
     def asked_with(self, options: RunOptions) -> Question:
@@ -288,8 +291,9 @@ class Question(msgspec.Struct, frozen=True):
         )
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
-        """True if the context is small enough for one direct call and nothing requires a
-        session. Raises ConfigError if something does, and ``direct`` is ``always``."""
+        """Return True if one plain model call can answer the question: its context is small enough
+        and nothing requires a session. Raises ConfigError if the question demands a plain call but
+        requires a session."""
         needs_session = (
             self.needs_session or has_tools or self.has_session_tools or self.on_session is not None
         )
@@ -308,8 +312,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def source_or_value(prompt: Any) -> Any:
-    """Return a prompt as what ``load`` returns, or as a value that a session can hold. A path or an
-    open file is read now."""
+    """Convert a prompt to a value that a session can hold. The result of ``ramify.load`` is
+    returned unchanged; a path or an open file is read now."""
     # The columns of a DataFrame are attributes, and could be called like those of a source.
     is_frame = hasattr(type(prompt), "__arrow_c_stream__")
     if isinstance(prompt, str) or (isinstance(prompt, SourceContext) and not is_frame):
@@ -321,13 +325,14 @@ def source_or_value(prompt: Any) -> Any:
 
 
 async def read_prompt(prompt: Any) -> Any:
-    """Read a prompt that is a path or an open file, in a thread. Any other prompt is returned
+    """Read a prompt that is a path or an open file, in a thread. Return any other prompt
     unchanged."""
     return await asyncio.to_thread(source_or_value, prompt) if is_opened(prompt) else prompt
 
 
 class _SourceFacts(NamedTuple):
-    """What a source says of its context."""
+    """What a loaded source provides for a question in addition to the context: a description,
+    tools, pictures, warnings and the record of where its texts come from."""
 
     about: str = ""
     tools: Mapping[str, Any] = {}
@@ -339,7 +344,7 @@ class _SourceFacts(NamedTuple):
     sources: Mapping[str, Any] = {}
 
     def around(self, inner: _SourceFacts) -> _SourceFacts:
-        """Combine the facts about this source with those about the source that it wraps."""
+        """Combine the facts about this source with those about another source that it wraps."""
         return _SourceFacts(
             f"{self.about}\n{inner.about}".strip(),
             {**inner.tools, **self.tools},
@@ -369,7 +374,8 @@ def _facts_of(source: SourceContext) -> _SourceFacts:
 
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
-    """Return the question of ``completion(prompt, query)``. Raises ConfigError if it is empty."""
+    """Create the question for ``completion(prompt, query)``. Raises ConfigError if the question or
+    the context is empty or has the wrong type."""
     on_session = conduct = None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
@@ -461,8 +467,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
 
 
 def _refuse_pictures(context: Any) -> None:
-    """Raise ConfigError for messages with parts that are not text. A session would receive them as
-    text, which costs thousands of tokens per image."""
+    """Raise ConfigError if the context is a list of chat messages with images or files. A session
+    would receive these as encoded text, which costs thousands of tokens per image."""
     for message in context if isinstance(context, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in [message, *(content if isinstance(content, list) else ())]:
@@ -475,8 +481,8 @@ def _refuse_pictures(context: Any) -> None:
 
 
 def opening(system: str, before: Sequence[Message]) -> list[Message]:
-    """Return the messages before a question. A prompt has only one system message, so ``system``
-    and the system messages in ``before`` are joined."""
+    """Return the messages that precede a question. ``system`` and all system messages in ``before``
+    are joined into one, because a prompt may have only one system message."""
     texts = [system, *(message.content for message in before if message.role == "system")]
     text = "\n\n".join(filter(None, texts))
     others = [message for message in before if message.role != "system"]

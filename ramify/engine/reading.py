@@ -1,10 +1,11 @@
-"""Parses a model's reply into an action, without blocking the event loop.
+"""Parse a model's reply into an action, in a helper process if the reply is long, so that the event
+loop is never blocked.
 
     short reply ─────────────────▶ Scaffold.read ───────────▶ ParsedReply
     long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ParsedReply
 
-A reply is untrusted text, and parsing it searches the whole text several times. This file decides
-which replies are long. Not here: the rules of parsing (see ``action.py``).
+A reply is untrusted text, and parsing it searches the whole text several times. This module decides
+which replies are long. The rules of parsing are in ``action.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Reading(msgspec.Struct, array_like=True):
 
 
 class ParsedReply(msgspec.Struct, array_like=True):
-    """A parsed reply: the action that it asks for, and its prose."""
+    """A parsed model reply: the action that it asks for and, for a long reply, its prose."""
 
     action: ParsedAction
     prose: str | None = None
@@ -38,7 +39,8 @@ class ParsedReply(msgspec.Struct, array_like=True):
 
 
 async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ParsedReply:
-    """Parse a reply. If parsing takes too long, the result has an empty action and no prose."""
+    """Parse a reply. A long reply is parsed in a helper process; if that fails or takes too long,
+    the result has an empty action that states the error."""
     if not _is_long(message):
         return ParsedReply(scaffold.read(message, is_cut))
     try:

@@ -1,9 +1,10 @@
-"""A plain call of a run: its requests are budgeted, recorded and sent as those of every call.
+"""Make a plain model call as part of a run. Its requests are budgeted, recorded and sent like those
+of every other call.
 
     ask_plain(run, call, prompt, kind) ──> answer_plainly ──> run.requests.ask ──> CallOutcome
 
-Used by the direct answer of a run, by ``llm_query`` and by leaves. Not here: how a reply is checked
-and repaired (see ``plain_call.py``).
+The direct answer of a run, ``llm_query`` and the leaf calls of strategies use this module. Replies
+are checked and repaired by ``plain_call.py``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ async def ask_plain(
     sampling: Sampling | None = None,
     max_repairs: int = MAX_REPAIRS,
 ) -> CallOutcome:
-    """Ask the model of ``call`` a plain question (see ``plain_call.py``). ``before`` are the
-    messages before the prompt, which shows ``pictures``. ``sampling`` may shorten the reply. Never
-    raises for a failed model."""
+    """Ask the model of ``call`` one question, without a session, and record the requests in the
+    run. The messages in ``before`` precede the prompt, to which ``pictures`` are attached.
+    ``sampling`` may lower the maximum length of the reply. A failed model does not raise: the
+    outcome holds the error."""
     run.pass_limit(call)
     first = [*before, Message("user", asked_for(prompt, kind), pictures=pictures)]
     schema = kind.enforced if kind else None

@@ -1,14 +1,14 @@
-"""A plain call that a resumed run repeats from its journal, without the steps of a live call.
+"""Repeat a plain model call from the journal of a resumed run, without the full work of a new call.
 
     id, prompt ──> request of the journal with this prompt, its reply and the end of its call
                      ├── all there ──> charged, added to the trajectory ──> CallOutcome
                      └── otherwise ──> None: the call is asked like any other, which also decides
                                        whether the run has diverged
 
-A run of many sub-calls is resumed several times faster in this way. The calls that qualify are
-those with one request that was answered at once, by a reply that is an answer and used no more than
-a live call would have reserved. Their outcome, spending and events are those of ``ask_plain``. Not
-here: all other calls (see ``recorded_plain_call.py``).
+A run with many sub-calls is resumed several times faster in this way. A call qualifies if it had
+one request, which was answered at once by a valid answer that used no more than a new call would
+reserve. Its outcome, spending and events are those of ``ask_plain``. All other calls are handled by
+``recorded_plain_call.py``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def repeat_plain(
     kind: AnswerType | None,
     sampling: Sampling | None = None,
 ) -> CallOutcome | None:
-    """Repeat ``call`` from the journal, from its begin to its end. The arguments are those of
-    ``ask_plain``. Returns None, and changes nothing, if the call must be asked in full."""
+    """Repeat a whole plain call from the journal and return its outcome. Return None, and change
+    nothing, if the call must be made in the regular way. The arguments are those of
+    ``ask_plain``."""
     recording = run.recording
     if recording is None or run.ending.suspension is not None:
         return None
@@ -59,7 +60,8 @@ def repeat_plain(
 
 
 def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
-    """Return the outcome if ``reply`` is an answer of type ``kind``; None if it may not be one."""
+    """Return the outcome if ``reply`` is certainly a complete answer of the type ``kind``, and None
+    otherwise."""
     text = reply.message.content
     if reply.finish != "stop" or len(text) > LONG_CHARS:
         return None
@@ -74,8 +76,8 @@ def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
 def _is_within_reservation(
     run: LiveRun, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
 ) -> bool:
-    """Return True if ``reply`` certainly used no more than is reserved for a request with
-    ``message``, so that later reservations do not depend on it."""
+    """Return True if ``reply`` certainly used no more than would be reserved for its request. Only
+    then can later reservations not depend on it."""
     limit, usage = run.requests.reply_tokens(call), reply.usage
     if sampling is not None:
         limit = min(limit, sampling.max_tokens)
@@ -94,8 +96,8 @@ def _record(
     replied: ReplyReceived,
     outcome: CallOutcome,
 ) -> None:
-    """Charge the call, and add it to the record of the run. Events are made only if someone
-    receives them, since the journal has them already."""
+    """Charge the repeated call and add it to the record of the run. The events are emitted one by
+    one only if a listener receives them, since the journal already has them."""
     recorder, reply, ledger = run.recorder, replied.reply, run.requests.ledger
     if recorder.needs_events:
         run.begin(call)

@@ -1,11 +1,12 @@
-"""Reuse of replies that earlier runs of a store recorded, for ``cache=True``.
+"""Reuse replies that earlier runs of the same store have recorded, for the option ``cache=True``.
 
     request ──> key ──> the cache of replies ──> the journals of all runs ──> None: it is sent
 
-Every journal has its run's requests and replies, so a reply is found whether or not its run used
-the cache. The key omits what limits change: the maximum length of a reply, and the limits that
-the engine states in prompts. A reply that was truncated at its length is reused for an identical
-request only. Not reused are replies with token ids, whose prompt ids are recorded in parts.
+Every journal contains the requests and replies of its run, so a reply is found whether or not that
+run used the cache. The key of a request does not include what limits change: the maximum length of
+a reply, and the limits that prompts state. A reply that was truncated is reused only for an
+identical request. Replies with token ids are not reused, because their prompt ids are recorded in
+parts.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _REDACTED = "«redacted ".encode()
 
 
 class ReusableReplies:
-    """The replies that a store has recorded."""
+    """The replies that the runs of a store have recorded, for reuse by later runs."""
 
     def __init__(self, store: Store) -> None:
-        """Read the journals that have grown since the last time."""
+        """Open the cache of replies, and add the replies from journals that have grown since the
+        last time."""
         self._cache = CallCache(store)
         self._runs = store.root / "runs"
         for path in sorted(self._runs.glob("*.jsonl")):
@@ -51,7 +53,8 @@ class ReusableReplies:
                 self._cache.add_run(path.stem, size, _places(path))
 
     def find(self, prompt_hash: str, model: str, request: Request) -> Reply | None:
-        """The reply to ``request``, or to one that differs only in its limits."""
+        """Return the recorded reply to the same request, or to one that differs only in its limits.
+        Return None if there is none."""
         for key in (prompt_hash, request_key(model, request.messages, request.sampling)):
             reply = self._cache.get(key) or self._recorded(key)
             if reply is not None:
@@ -59,7 +62,7 @@ class ReusableReplies:
         return None
 
     def keep(self, prompt_hash: str, model: str, request: Request, reply: Reply) -> None:
-        """Add the reply to a request that was sent."""
+        """Add the reply to a request that was just sent, so that later requests can reuse it."""
         is_whole = reply.finish != "length" and reply.token_ids is None
         key = request_key(model, request.messages, request.sampling) if is_whole else prompt_hash
         self._cache.put(key, reply)
@@ -79,7 +82,8 @@ class ReusableReplies:
 
 
 def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -> str:
-    """Hash of a request without its limits."""
+    """Return a hash that identifies a request regardless of its limits, such as the maximum length
+    of the reply."""
     asked = [observation_messages.without_limits(message) for message in messages]
     sampled = msgspec.structs.replace(sampling, max_tokens=0)
     data = msgspec.json.encode(("without limits", model, asked, sampled))
@@ -87,7 +91,8 @@ def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -
 
 
 def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
-    """(key, place) of each reply in a journal that can be reused, up to the first damaged line."""
+    """Yield the key and the position of each reusable reply in a journal. Stop at the first damaged
+    line."""
     run, replies, offset, chain = FileStoredRun(path), _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(run.lines(), 1):
@@ -101,7 +106,8 @@ def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
 
 
 class _RepliesOfRun:
-    """Follows the events of one run, so that each request is known with its full prompt."""
+    """Follows the events of one run to reconstruct the full prompt of each request. The journal
+    records only the new messages of each turn."""
 
     def __init__(self) -> None:
         self._sampling = Sampling()
@@ -111,7 +117,8 @@ class _RepliesOfRun:
         """Call -> its messages after each turn; the first entry is from before its first turn."""
 
     def add(self, event: Any) -> Iterator[str]:
-        """Take the next event; gives the keys of a reply that can be reused."""
+        """Process the next event. If it is a reply that can be reused, yield the keys under which
+        it can be found."""
         match event:
             case RunStarted():
                 self._sampling = _sampling_of(event.config)

@@ -1,10 +1,10 @@
-"""Decides how long a reply may be: the smallest limit of the run, the model and the depth, plus the
-hidden reasoning of the model.
+"""Decide how long a reply may be: the smallest of the limits of the run, the model and the depth,
+plus the tokens that the model may use for hidden reasoning.
 
     limits.max_reply_tokens, sampling.max_tokens of the model, max_reply_tokens of the depth
         ──> text_limit = the smallest        + reasoning_tokens of a model that reasons
 
-Not here: the budget, from which that length is reserved (see ``limits.py``).
+The budget from which this length is reserved is kept in ``limits.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _REASONING_TOKENS = 16_384
 
 
 class ReplyTokenLimits:
-    """The sampling options and the maximum lengths of the replies of a run's models."""
+    """The sampling options and the maximum reply lengths of all models of a run."""
 
     def __init__(self, setup: RlmSetup, models: RunModels, limit: BudgetAmount) -> None:
-        """``limit`` is the budget of the run."""
+        """Derive the sampling options from the settings of the run. ``limit`` is the budget of the
+        run, which bounds the tokens for hidden reasoning."""
         self.sampling = msgspec.structs.replace(
             setup.sampling,
             max_tokens=min(setup.sampling.max_tokens, setup.limits.max_reply_tokens),
@@ -46,7 +47,7 @@ class ReplyTokenLimits:
         """Model -> tokens of hidden reasoning that a reply may have."""
 
     def sampling_of(self, client: Client) -> Sampling:
-        """Return the sampling of the replies of ``client``."""
+        """Return the sampling options for the replies of the model behind ``client``."""
         found = self._of_client.get(id(client))
         if found is None:
             found = self._models.sampling(client, self.sampling)
@@ -56,9 +57,9 @@ class ReplyTokenLimits:
     def visible_reply_token_limit(
         self, client: Client, depth: int, is_plain: bool
     ) -> tuple[int, str]:
-        """Return the maximum tokens of a reply without its hidden reasoning, and the name of the
-        setting that gives this limit. ``depth`` is the call's depth in the tree; ``is_plain`` is
-        True for an ``llm_query`` call from a session."""
+        """Return the maximum tokens of a reply, not counting hidden reasoning, and the name of the
+        setting that determines this limit. ``depth`` is the depth of the call in the tree;
+        ``is_plain`` is True for an ``llm_query`` call from a session."""
         place = id(client), depth, is_plain
         found = self._text_limits.get(place)
         if found is None:
@@ -66,13 +67,15 @@ class ReplyTokenLimits:
         return found
 
     def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
-        """Return (maximum tokens of a reply, additional tokens of hidden reasoning)."""
+        """Return the maximum number of tokens in a reply and, separately, the number of additional
+        tokens for hidden reasoning."""
         return self.visible_reply_token_limit(client, depth, is_plain)[0], self.reasoning_tokens(
             client
         )
 
     def reasoning_tokens(self, client: Client) -> int:
-        """Return how many tokens of hidden reasoning a reply of ``client`` may have."""
+        """Return how many tokens of hidden reasoning a reply of the model behind ``client`` may
+        have."""
         if client.name not in self._reasoning:
             self._reasoning[client.name] = self._estimated_reasoning(client)
         return self._reasoning[client.name]
