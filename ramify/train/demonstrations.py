@@ -1,5 +1,5 @@
-"""Training data of supervised fine-tuning: demonstrations and stored trajectories, as token
-sequences.
+"""Prepares the training data of supervised fine-tuning: converts demonstrations and stored
+trajectories to token sequences.
 
 Demonstrations may come from a file of conversations: rows of JSONL, Parquet or ``hf:NAME`` with
 ``messages``.
@@ -7,10 +7,11 @@ Demonstrations may come from a file of conversations: rows of JSONL, Parquet or 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
      "reward": 1.0}
 
-The replies of the assistant are learned, except those with ``"weight": 0``. ``reward``, or
-``rewards`` by name, is what ``sft.algorithm.min_reward`` compares with. Messages are learned as
-they are: the first one should be in the form that the scaffold gives a rollout. An error names the
-row. Not here: how conversations are tokenized (``sft_data.py``) and packed (``pack.py``).
+Only replies of the assistant are learned, except those with ``"weight": 0``. A row may have one
+``reward``, or several named ``rewards``; ``sft.algorithm.min_reward`` is compared with them.
+Messages are learned exactly as they are, so the first one should have the form that the scaffold
+uses in rollouts. If a row is invalid, the error names it. Conversations are tokenized in
+``sft_data.py`` and packed in ``pack.py``.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class _Row(msgspec.Struct):
 
 
 def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
-    """The first ``num`` rows of ``source`` as demonstrations. Raises ConfigError for a row in
-    another form, and SourceError for a file that cannot be read."""
+    """Yield the first ``num`` conversations of a file or data set as demonstrations. Raises
+    ConfigError for a row that is not a conversation, and SourceError if the file cannot be read."""
     for number, row in enumerate(islice(iter(rows_of(source)), num)):
         try:
             yield _trajectory(f"{number}", msgspec.convert(row, _Row))
@@ -116,7 +117,8 @@ _EXPERT = "expert:function"
 
 
 class DemonstrationSet(NamedTuple):
-    """Trajectories from one source."""
+    """Demonstrations from one source, as trajectories, with the folder that caches their token
+    ids."""
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
@@ -125,7 +127,8 @@ class DemonstrationSet(NamedTuple):
 
 
 class StoredRuns(list[Trajectory]):
-    """Runs that are kept in the store at ``root``."""
+    """A list of demonstrations that are also kept as runs in the store at ``root``, so their token
+    ids can be cached there."""
 
     def __init__(self, runs: Iterable[Trajectory], root: Path) -> None:
         super().__init__(runs)
@@ -133,7 +136,8 @@ class StoredRuns(list[Trajectory]):
 
 
 def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[DemonstrationSet]:
-    """The trajectories to imitate: newly made demonstrations, then stored trajectories."""
+    """Return the trajectories that supervised fine-tuning imitates: first the demonstrations made
+    for this run, then the stored trajectories that the configuration names."""
     spec = run.sft
     sets: list[DemonstrationSet] = []
     if spec is not None and spec.demos:
@@ -146,8 +150,8 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
 
 
 def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> DemonstrationSet:
-    """Return the demonstrations that ``spec.demos`` names: conversations read from a file or data
-    set, or those that a function makes."""
+    """Return the demonstrations that ``spec.demos`` names. They are either conversations read from
+    a file or data set, or made by a registered function."""
     with report_progress("demonstrations", spec.num, "items") as work:
 
         def taken(each: Any) -> Trajectory:
@@ -167,8 +171,8 @@ def _made(
     scaffold: Scaffold,
     taken: Callable[[Any], Trajectory],
 ) -> DemonstrationSet:
-    """Call the function that ``spec.demos`` names, and return the demonstrations that it makes.
-    Raises ConfigError if it fails."""
+    """Call the registered function that ``spec.demos`` names, and return the demonstrations that it
+    makes. Raises ConfigError if the function fails."""
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
@@ -186,8 +190,8 @@ def _made(
 
 
 def num_demonstrated(spec: SftSpec | None) -> int:
-    """Return how many items, from the beginning of the training split, are used for demonstrations.
-    It is 0 if the demonstrations come from a file, or if there are none."""
+    """Return how many items at the beginning of the training split are used for demonstrations. It
+    is 0 if there are no demonstrations, or if they come from a file."""
     if spec is None or not spec.demos or spec.shows_conversations:
         return 0
     return spec.num
@@ -204,13 +208,14 @@ def demonstrate(
     concurrency: int = 8,
     store: str | Path | None = None,
 ) -> list[Trajectory]:
-    """Runs of ``expert`` on the first ``num`` training items, with rewards, for ``sft.demos``.
+    """Run an expert on the first ``num`` training items and return its scored runs as
+    demonstrations, for use in a function that ``sft.demos`` names.
 
-    ``expert`` is a model, ``provider:model``, or a function from the messages of a call to its next
-    reply. Its code runs in real sessions. The runs of a model are kept in the folder ``store``
-    (None: the user's store), and a later start takes them from there. Set
-    ``sft.algorithm.min_reward`` to learn only from good runs. Runs that failed are left out; raises
-    ConfigError if all of them did.
+    ``expert`` is a model (``provider:model``), or a function that maps the messages of a call to
+    the next reply. Its code runs in real sessions. The runs of a model are kept in the store at
+    ``store`` (None: the user's store) and reused if the function is called again. Set
+    ``sft.algorithm.min_reward`` to learn only from good runs. Failed runs are left out; ConfigError
+    is raised if all of them failed.
 
     Example:
         def demos(task, num, seed, scaffold):
@@ -261,7 +266,8 @@ def demonstrate(
 
 
 def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
-    """Return the stored run of an attempt, with its rewards."""
+    """Load the stored run of one evaluation attempt, with its rewards. If the attempt has no run,
+    return an empty trajectory that contains the error."""
     if not outcome.run:
         return Trajectory("", "", task=outcome.item, errors=[outcome.error])
     trajectory = store.load(outcome.run)
@@ -277,8 +283,8 @@ def tokenised(
     renderer: Renderer,
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
-    """Return the trajectories of all sets with token ids. Stored ids are reused, and new ones are
-    stored for the next run."""
+    """Return the trajectories of all sets with token ids. Ids in the cache are reused, and newly
+    computed ones are added to the cache for the next run."""
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0
@@ -314,8 +320,9 @@ def sft_rows(
     scaffold: Scaffold,
     weights: Mapping[str, float],
 ) -> list[TokenSequence]:
-    """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError if
-    nothing is left to learn."""
+    """Return the token sequences of ``demonstrations``. Sequences that are longer than the policy's
+    context window are left out with a warning. Raises ConfigError if there is nothing to learn
+    from."""
     groups = [
         Group(trajectory.task, [trajectory])
         for trajectory in tokenised(

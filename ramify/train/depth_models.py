@@ -1,15 +1,18 @@
-"""Models by depth: which model answers the calls of each depth of a rollout, and which are trained.
+"""Chooses which model answers the calls at each depth of a rollout, and keeps the budgets of models
+that are not trained.
 
     Run.depths = (DepthSpec(), DepthSpec(model="openai:gpt-5-mini"))          a frozen model below
     Run.depths = (DepthSpec(model="anthropic:…"), DepthSpec(temperature=0.8))       a frozen root
     Run.depths = (DepthSpec(), DepthSpec(model="children"))      two policies: see ``Run.policies``
 
-``policy`` is ``Run.policy``, and a name without a colon one of ``Run.policies``: each learns from
-its own calls, as if the others were frozen. Other models are frozen: their replies lose their token
-ids before the engine records them, so no loss can reach them, while the tree shows which model
-answered each call. Every request to a frozen model is reserved in two ledgers before it is sent,
-that of the step and that of the run, so neither budget is ever exceeded. Retries and rate limits
-are those of the engine's pool, as in ``ask``. Not here: credit (``advantages/``).
+The model ``policy`` is ``Run.policy``, and a name without a colon is one of ``Run.policies``. Each
+policy learns from its own calls, as if the others were frozen. All other models are frozen: their
+token ids are removed before the engine records their replies, so no loss can use them, but the tree
+still shows which model answered each call.
+
+Before a request is sent to a frozen model, its cost is reserved in the budgets of the step and of
+the run, so neither is ever exceeded. The engine's client pool handles retries and rate limits, as
+in ``ask``. Credit assignment is done in ``advantages/``.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _TOTALS = ("frozen/cost_total", "frozen/calls_total", "frozen/tokens_total")
 
 
 class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model of the calls at one depth, and how it samples.
+    """The model that answers the calls at one depth, and its sampling settings.
 
     >>> train.DepthSpec(model="openai:gpt-5-mini", max_reply_tokens=512).model
     'openai:gpt-5-mini'
@@ -84,7 +87,8 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Budgets of all frozen models together. Retries and failures that may be billed count."""
+    """The budget that all frozen models (models that are not trained) share. Retries, and failed
+    requests that may be billed, count too."""
 
     step_cost: float | None = None
     """Dollars for a step and the evaluation before it; None: no limit but the run's."""
@@ -104,7 +108,8 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         return self.step_cost is not None or self.run_cost is not None
 
     def ledger(self, of: str) -> BudgetLedger:
-        """A ledger with the limits of a ``step`` or of the ``run``."""
+        """Return a new ledger that enforces the limits of one step (``of="step"``) or of the whole
+        run (``of="run"``)."""
         cost, calls = getattr(self, f"{of}_cost"), getattr(self, f"{of}_calls")
         limits = Limits(
             max_calls=calls or BUDGET.max_calls,
@@ -117,8 +122,9 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def check_depths(
     depths: Sequence[DepthSpec], max_depth: int, policies: Sequence[str], *, has_workers: bool
 ) -> None:
-    """Raise ConfigError if a model is unknown, if a policy would not be trained, or if rollouts run
-    in other processes. ``policies``: names of the policies in addition to ``policy``."""
+    """Raise ConfigError if a depth names an unknown model, if a policy would never be trained, or
+    if frozen models are combined with rollout workers, which cannot share their budget.
+    ``policies``: names of the policies other than ``policy``."""
     if not depths and not policies:
         return
     # The second model also answers ``llm_query``, whatever the depth.
@@ -150,7 +156,8 @@ def check_depths(
 
 
 def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
-    """Raise ConfigError for a scaffold that cannot be combined with the run's."""
+    """Raise ConfigError if the scaffold of a depth cannot be combined with the run's scaffold: both
+    need the same protocol and stop texts."""
     for depth, spec in enumerate(depths):
         if spec.scaffold is None:
             continue
@@ -169,8 +176,8 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
 
 
 def check_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
-    """Raise ConfigError if a frozen model has no key, or if costs are limited and its price is not
-    known."""
+    """Raise ConfigError if the API key of a frozen model is missing, or if costs are limited and
+    the model's price is unknown."""
     pool = RateLimitedClientPool()
     for spec in depths:
         if spec.is_frozen and not is_in_process(spec.model):
@@ -189,7 +196,8 @@ def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModel
 
 
 class DepthModels:
-    """The models of one run by depth, and what the frozen ones have spent."""
+    """The clients that answer calls at each depth of a run's rollouts. It also enforces the budgets
+    of the frozen models (the ones that are not trained)."""
 
     def __init__(
         self,
@@ -200,10 +208,13 @@ class DepthModels:
         pool: RateLimitedClientPool | None = None,
         others: Mapping[str, Client] | None = None,
     ) -> None:
-        """``policy`` is the client of the trained policy; ``others`` holds the clients of further
-        policies, by name. ``before`` holds the latest metrics of a run that is resumed: they tell
-        what it has spent. ``pool`` connects the frozen models; by default a new one is created.
-        Raises ConfigError for a model without a known price if costs are limited."""
+        """Create the client of each depth.
+
+        ``policy`` is the client of the trained policy; ``others`` holds the clients of further
+        policies by name. If the run is resumed, ``before`` holds its latest metrics, from which the
+        amount already spent is read. ``pool`` connects the frozen models; by default a new pool is
+        created. Raises ConfigError for a model without a known price if costs are limited.
+        """
         # The engine's pool retries; each of its attempts is one attempt here.
         self._pool = pool or RateLimitedClientPool(max_attempts=1)
         self._spec = spec
@@ -221,8 +232,8 @@ class DepthModels:
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask(self, client: Client, request: Request) -> Reply:
-        """Ask a frozen model once, within the budgets of the step and of the run. Raises Refused if
-        a budget is exhausted, and ModelError if the attempt fails."""
+        """Send one request to a frozen model, within the budgets of the step and of the run. Raises
+        Refused if a budget is exhausted, and ModelError if the attempt fails."""
         budget = LedgerBudget(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
         try:
@@ -238,8 +249,9 @@ class DepthModels:
             raise
 
     def step_metrics(self) -> dict[str, float]:
-        """Return metrics of what the frozen models did since the last call of this function, and
-        start a new step budget. Empty as long as they have not received any request."""
+        """Return the cost, calls and failures of the frozen models since the last call of this
+        function, and start the budget of a new step. Returns an empty dict as long as no frozen
+        model has been asked."""
         step, run = self._step, self._run
         if not run.spent.calls and not any(run.refusals):
             return {}
@@ -258,7 +270,8 @@ class DepthModels:
 
 
 class DepthPolicyClient:
-    """The policy, as it samples at one depth. Implements ``Client``."""
+    """A client that samples from the policy with the temperature of one depth. Implements
+    ``Client``."""
 
     def __init__(self, client: Client, spec: DepthSpec) -> None:
         self.name = client.name
@@ -272,11 +285,12 @@ class DepthPolicyClient:
         return await self._client.complete(_sampled_by(request, self._spec))
 
     async def close(self) -> None:
-        """Does nothing: the policy belongs to the run."""
+        """Do nothing, since the policy's client belongs to the run and is closed with it."""
 
 
 class FrozenClient:
-    """A model that is not trained: its replies have no token ids. Implements ``Client``."""
+    """A client of a model that is not trained. It removes token ids from the replies, so that
+    nothing can be learned from them. Implements ``Client``."""
 
     def __init__(self, client: Client, spec: DepthSpec, models: DepthModels) -> None:
         self.name = client.name
@@ -294,11 +308,12 @@ class FrozenClient:
         return _without_ids(reply)
 
     async def close(self) -> None:
-        """Does nothing: ``DepthModels`` closes all of them."""
+        """Do nothing, since ``DepthModels`` closes the pool that all frozen models share."""
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
-    """``request`` at the temperature of ``spec``. A greedy request stays greedy."""
+    """Return ``request`` with the sampling temperature of ``spec``. A greedy request (temperature
+    0) stays greedy."""
     if spec.temperature is None or request.sampling.temperature == 0:
         return request
     sampling = msgspec.structs.replace(request.sampling, temperature=spec.temperature)
@@ -306,9 +321,9 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
 
 
 def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
-    """Return the sampling temperature of calls: a function of the call if a depth sets its own
-    temperature, and otherwise ``usual``, the temperature of the rollouts. ``names`` maps each
-    policy to the model name under which it answers calls."""
+    """Return the sampling temperature of calls, for use in the loss. This is the constant ``usual``
+    if no depth sets its own temperature, and otherwise a function from a call to its temperature.
+    ``names`` maps each policy to the model name under which it answers calls."""
 
     def of(call: Call) -> float:
         by_depth = depths[min(call.depth, len(depths) - 1)]
@@ -321,8 +336,8 @@ def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: f
 
 
 class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
-    """An algorithm for one of several policies: it learns from its own calls, as if the models of
-    the others were frozen. Implements ``Algorithm``."""
+    """Wraps an algorithm for one of several policies that are trained together: the policy learns
+    only from its own calls, as if the other models were frozen. Implements ``Algorithm``."""
 
     outcome: Any
     """The algorithm."""
@@ -344,8 +359,8 @@ class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
 
 
 def own_calls(groups: Sequence[Group], model: str) -> list[Group]:
-    """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids. All
-    other calls lose theirs, so nothing is learned from them."""
+    """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids. The ids
+    of all other calls are removed, so nothing is learned from those calls."""
     return [
         msgspec.structs.replace(
             group,

@@ -1,9 +1,10 @@
-"""Evaluating the policy during training: attempts at the items of a split, and metrics by name.
+"""Evaluates the policy during training: attempts the items of a split and summarises the results as
+metrics.
 
 Scores only include attempts that could be judged. An attempt that failed for reasons outside the
 policy (no session, a lost engine, an error in the score; see ``evaluate/attempt.py``) is counted in
-``SPLIT/failed`` and excluded from every mean. If too many failed, the remaining attempts no longer
-represent the split, and the score is omitted, so no checkpoint can become the best by it.
+``SPLIT/failed`` and excluded from every mean. If too many attempts failed, the others no longer
+represent the split, so the score is omitted and cannot make a checkpoint the best one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _log = ComponentLogger("train")
 async def evaluate(
     run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str
 ) -> dict[str, float]:
-    """Mean reward on the first items of ``split``: overall, by kind, and by part of a mixture, if
-    enough attempts could be judged. ``workers``: processes that run the rollouts; None: this
-    process."""
+    """Let the policy attempt the first items of ``split``, and return the mean reward: overall, by
+    kind of item, and by task of a mixture. The score is omitted if too many attempts failed.
+    ``workers`` are the processes that run the rollouts; None: this process."""
     spec = run.evaluate
     options = msgspec.structs.replace(
         run.rl.rollout if run.rl is not None else RolloutOptions(),
@@ -63,12 +64,12 @@ def report(
     *,
     max_failed: float,
 ) -> dict[str, float]:
-    """Mean reward of the rollouts that were scored, overall with its 95 % interval and by kind of
-    item.
+    """Return the mean reward of the rollouts that could be scored: overall with its 95 % confidence
+    interval, and by kind of item.
 
-    It also contains pass@k up to k = n if there are n > 1 attempts per item, and the metrics of the
-    task's score. If a larger share than ``max_failed`` failed, it only contains the number of
-    failures. Failures are logged.
+    The result also contains the metrics of the task's score, and pass@k for k up to n if there are
+    n > 1 attempts per item. If the share of failed attempts exceeds ``max_failed``, it contains
+    only the number of failures. Failures are logged.
     """
     trees = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for trajectory in trees if not trajectory.rewards]
@@ -108,7 +109,8 @@ def report(
 
 
 def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
-    """Report an environment in which no text was an action, since it rewards nothing then."""
+    """Log a warning if none of the policy's texts was a valid action in its environment, since such
+    an environment gives no reward."""
     rejected = metrics.get(f"{split}/metric {REJECTED}", 0.0)
     if rejected and not metrics.get(f"{split}/metric steps"):
         text = (
@@ -120,7 +122,7 @@ def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
 
 
 def _scored(groups: Sequence[Group]) -> Iterator[Group]:
-    """Yield the groups with only those attempts that could be judged. Groups without any such
+    """Yield each group with only those attempts that could be judged. Groups without any such
     attempt are left out."""
     for group in groups:
         judged = [trajectory for trajectory in group.trajectories if trajectory.rewards]
@@ -129,9 +131,9 @@ def _scored(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
-    """Return the mean over all attempts with its confidence interval. If each item has one attempt
-    with reward 0 or 1, it is the interval of a proportion. Otherwise it is computed from the items'
-    mean rewards by resampling."""
+    """Return the mean of all rewards with its confidence interval. ``rewards`` holds the rewards of
+    each item's attempts. If each item has one attempt with reward 0 or 1, the interval is that of a
+    proportion. Otherwise it is computed by resampling the items' mean rewards."""
     every = [reward for attempts in rewards for reward in attempts]
     if len(every) == len(rewards) and set(every) <= {0.0, 1.0}:
         return share_with_interval(round(sum(every)), len(every))
@@ -142,8 +144,8 @@ def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
 def _failure_message(
     split: str, failed: Sequence[Trajectory], num: int, passed: float | None
 ) -> str:
-    """Message about failed attempts. ``passed``: the permitted share that was exceeded; None if it
-    was not."""
+    """Return the warning about failed attempts. ``passed`` is the permitted share of failures if it
+    was exceeded, and None otherwise."""
     first = next(
         (trajectory.errors[-1] for trajectory in failed if trajectory.errors),
         "no error was reported",
@@ -160,7 +162,7 @@ def _failure_message(
 
 
 def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of each metric over the rollouts that have it."""
+    """Return the mean of each metric over the rollouts that have that metric."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
     values = {
         name: [

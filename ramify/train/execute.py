@@ -1,4 +1,5 @@
-"""Execute a run: open everything that it needs, and train from scratch or from a checkpoint."""
+"""Executes a training run: opens everything that the run needs, and trains from the beginning or
+from a checkpoint."""
 
 from __future__ import annotations
 
@@ -65,17 +66,19 @@ def train(
     listener: Callable[[StepMetrics], None] | None = None,
     on_stall: Callable[[str], None] | None = None,
 ) -> CheckpointState:
-    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint; returns the
+    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint, and return the
     final state.
 
-    ``resume`` is a run's folder or one of its checkpoints; fields of ``run`` may differ from it
-    (``lineage.py``). Raises RunInUse while another process trains in ``out``, ConfigError for
-    mistakes in the run before anything is trained, StoreError for a damaged checkpoint, and
-    TrainError if training cannot continue. In the main thread, SIGINT, SIGTERM and SIGHUP (unless
-    it is ignored, as under nohup) first save the steps so far, and then raise KeyboardInterrupt or
-    SystemExit; a second signal ends the run at once. ``on_stall`` is called if nothing progresses
-    for ``run.stall_s``: an error follows, but a stuck thread may keep this function from returning.
-    Records of the ``ramify`` loggers are also written to ``OUT/run.log``.
+    ``resume`` is the folder of a run or one of its checkpoints; some fields of ``run`` may differ
+    from the resumed run (``lineage.py``). Raises RunInUse while another process trains in ``out``,
+    ConfigError for mistakes in the run before anything is trained, StoreError for a damaged
+    checkpoint, and TrainError if training cannot continue.
+
+    In the main thread, SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) first save the
+    steps so far, and then raise KeyboardInterrupt or SystemExit; a second signal ends the run at
+    once. ``on_stall`` is called if nothing progresses for ``run.stall_s`` seconds. An error
+    follows, but a stuck thread may keep this function from returning. Records of the ``ramify``
+    loggers are also written to ``OUT/run.log``.
 
     Example:
         state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
@@ -114,7 +117,7 @@ def _train(
     on_stall: Callable[[str], None] | None,
     log: FileLogHandler,
 ) -> CheckpointState:
-    """``train`` in the process that holds the folder's lock."""
+    """Train the run, in the process that holds the lock of its folder."""
     resolved = resolve(run, resume)
     run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
@@ -162,9 +165,10 @@ def _train(
 def _in_new_loop(
     work: Coroutine[Any, Any, CheckpointState], stop: Callable[[], bool]
 ) -> CheckpointState:
-    """Run ``work`` in its own event loop, and in its own thread if this one has a loop already, as
-    in a notebook. There an interrupt calls ``stop`` in the new loop; a second one, or one for which
-    there is nothing to stop (``stop`` returns False), cancels ``work``."""
+    """Run ``work`` in a new event loop. If the current thread already has a running loop, as in a
+    notebook, a new thread is used. In that case an interrupt calls ``stop`` in the new loop. A
+    second interrupt, or one for which ``stop`` returns False (there is nothing to stop), cancels
+    ``work``."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -199,8 +203,8 @@ def _in_new_loop(
 
 @contextlib.contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
-    """Have signals stop ``trainer``, which saves first; a second one has the effect that it had
-    before."""
+    """Stop ``trainer`` on the first signal that ends a run, so that it saves a checkpoint. A second
+    signal has its original effect. Outside the main thread, signals are not handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -229,7 +233,8 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def _stopped(out: Path, how: str) -> str:
-    """The sentence that says what is saved of a run that was stopped, and how to continue."""
+    """Return a sentence that says up to which step a stopped run is saved, and how to continue
+    it."""
     latest = CheckpointStore(out).latest()
     if latest is None:
         return f"{how} before its first checkpoint, so there is nothing to resume"

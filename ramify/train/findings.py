@@ -1,13 +1,16 @@
-"""Faults of a training run, and the metrics that show them: one small function for each finding.
+"""Detects faults of a training run, such as divergence or collapse, from its metrics. There is one
+small function for each kind of finding.
 
     values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
 
-A finding names a cause and the option to change, in one sentence. It needs its sign in
-``num_steps`` consecutive steps, since single steps are noisy. Comparisons are with the first
-steps of the stage. Decides the signs, their thresholds and the sentences. Not here: which findings
-are reported again, and what follows from them (``run_doctor.py``).
+A finding names a cause and the option to change, in one sentence. Since single steps are noisy, a
+fault is only reported if it shows in ``num_steps`` consecutive steps. Values are compared with
+those of the first steps of the stage. This module defines the signs of each fault, their thresholds
+and the sentences; which findings are reported again, and what follows from them, is decided in
+``run_doctor.py``.
 
-Findings in ``CONSEQUENCES`` follow from a divergence: in the steps after one they are not reported.
+The findings in ``CONSEQUENCES`` usually result from a divergence, so they are not reported in the
+steps after one.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ Values = Mapping[str, float]
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thresholds at which a training step is reported as a sign of collapse. None switches that
-    report off."""
+    """Thresholds at which a training step is reported as a sign of collapse. A threshold of None
+    switches off its report."""
 
     zero_variance: float | None = 0.9
     """Share of groups whose rollouts all have the same reward. From this share on, almost nothing
@@ -74,7 +77,7 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Finding(NamedTuple):
-    """One fault of a run."""
+    """A fault that was detected in a run, with a sentence about its cause and remedy."""
 
     name: str
     text: str
@@ -86,7 +89,7 @@ class Finding(NamedTuple):
 
 
 class StageStepHistory(NamedTuple):
-    """Earlier steps of the stage, with which a step is compared."""
+    """Values from earlier steps of the training stage, with which the current step is compared."""
 
     first: Values
     """Means over the first steps of the stage; ``peak_reward`` and its standard error
@@ -115,7 +118,7 @@ _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "reject
 
 
 class _FindingRule(NamedTuple):
-    """The rule for one kind of finding."""
+    """The rule that decides whether a step shows one kind of fault."""
 
     says: Callable[[Values, StageStepHistory, float], str]
     """The sentence, or empty if a step does not show it."""
@@ -134,7 +137,8 @@ _FINDING_RULES: dict[str, _FindingRule] = {}
 def findings(
     values: Values, history: StageStepHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
-    """Yield the name of each finding that can be judged, with the finding if ``values`` show it."""
+    """Check every finding whose metrics are available. Yields the name of each, with the finding
+    itself if ``values`` show the fault, and None otherwise."""
     for name, rule in _FINDING_RULES.items():
         limit = getattr(alarms, rule.limit) if rule.limit else 0.0
         if limit is None or any(need not in values for need in rule.needs):
@@ -145,8 +149,8 @@ def findings(
 
 
 def metrics_of(name: str) -> tuple[str, ...]:
-    """Return the names of the metrics behind an alarm. ``name`` is the name of a finding, or of a
-    limit that the user sets (``max_kl``, ``min_entropy``)."""
+    """Return the names of the metrics that an alarm is based on. ``name`` is the name of a finding,
+    or of a limit that the user sets (``max_kl``, ``min_entropy``)."""
     rule = _FINDING_RULES.get(name)
     return rule.needs if rule is not None else _OTHER_METRICS.get(name, ())
 
@@ -414,7 +418,8 @@ def _clipped(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 class ValidationScore(NamedTuple):
-    """A validation reward with its 95 % interval, and the training reward of the step before it."""
+    """A validation reward with its 95 % interval, and the training reward of the step before the
+    evaluation."""
 
     reward: float
     low: float
@@ -425,7 +430,8 @@ class ValidationScore(NamedTuple):
 
     @classmethod
     def of(cls, values: Values, trained: float | None, error: float) -> ValidationScore | None:
-        """The score in the metrics of an evaluation; None if it has none."""
+        """Read the score from the metrics of an evaluation. Returns None if they contain no
+        score."""
         reward = values.get("validation/reward")
         if reward is None:
             return None
@@ -440,8 +446,8 @@ _CLEAR = 3.0
 def of_evaluation(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
 ) -> Iterator[Finding]:
-    """Return the findings of an evaluation. ``best`` is the earlier evaluation with the highest
-    reward."""
+    """Yield the findings of an evaluation: a fall of the validation reward, or a training reward
+    that contradicts it. ``best`` is the earlier evaluation with the highest reward."""
     trained, before = now.trained, None if best is None else best.trained
     noise = _CLEAR * now.error
     # An interval without width is that of a single item, which proves nothing.

@@ -1,14 +1,14 @@
-"""Publish a trained policy: a Hugging Face folder with a model card, a repository on the hub, and
-artefacts of the trackers that followed the run.
+"""Publishes a trained policy as a Hugging Face folder with a model card, and optionally as a
+repository on the hub and as an artefact of the run's experiment trackers.
 
     RUN/policy ─────────┐
     RUN/policy.json     ├─> DEST/ config.json, *.safetensors, tokenizer, README.md, ramify.json
     RUN/checkpoints ────┤        adapter/: LoRA in peft's format, if adapters were trained
     RUN/metrics.jsonl ──┘
 
-The card states facts of the run: where the weights come from, the data, scores with intervals, the
-prompt that the policy was trained on, limits and licence. Paths of this machine and keys do not
-reach it. Not here: training, and how a tracker sends a folder (``trackers/``).
+The card states facts of the run: the origin of the weights, the data, scores with intervals, the
+prompt that the policy was trained on, limits and licence. Paths of this machine and keys never
+appear in it. How a tracker sends a folder is defined in ``trackers/``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = ComponentLogger("train")
 
 
 class PublicationResult(NamedTuple):
-    """The places to which a policy was published.
+    """The places to which a policy was published: a folder, a repository on the hub, and trackers.
 
     Example:
         train.publish("runs/mine", "hf://me/mine").url
@@ -69,9 +69,9 @@ def publish(
     """Publish the policy of ``run_folder`` to ``dest``, a folder or ``hf://OWNER/NAME``.
 
     ``licence`` is the licence's identifier on the hub, such as ``apache-2.0``. ``base`` is the hub
-    name of the policy that training began with; by default the recipe's, if that is not a folder.
-    ``trackers`` are names of trackers of the run. Raises ConfigError for a folder without a trained
-    policy, and for a hub or a tracker that refuses it.
+    name of the model that training began with; by default the one in the recipe, unless that is a
+    local folder. ``trackers`` are names of the run's trackers that should receive the policy too.
+    Raises ConfigError if the folder has no trained policy, or if the hub or a tracker refuses it.
 
     Example:
         train.publish("runs/mine", "hf://me/mine", licence="apache-2.0")
@@ -102,7 +102,8 @@ def publish(
 
 
 def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
-    """Read the trained policy in ``source``. Raises ConfigError if there is none."""
+    """Read the trained policy of the run in ``source``, with its checkpoint's state and its
+    configuration. Raises ConfigError if there is none."""
     try:
         kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=KeptPolicy)
         checkpoint = source / FOLDER / kept.checkpoint
@@ -125,8 +126,8 @@ def _write(
     licence: str,
     base: str,
 ) -> None:
-    """Write the published policy to ``folder``: its weights, its configuration and its card. Raises
-    ConfigError if the folder is in use for something else."""
+    """Write the published policy to ``folder``: its weights, its configuration and its model card.
+    Raises ConfigError if the folder contains anything else than an earlier publication."""
     card = folder / _CARD
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder, or hf://OWNER/NAME")
@@ -154,7 +155,8 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")
 
 
 def _without_folders(text: str) -> str:
-    """``/data/mine/rows.jsonl`` -> ``rows.jsonl``: such paths are of no use elsewhere."""
+    """Remove folders from absolute paths in ``text``: ``/data/mine/rows.jsonl`` becomes
+    ``rows.jsonl``. Such paths are of no use on other machines."""
     return _FOLDERS.sub("", text)
 
 
@@ -162,7 +164,8 @@ def _without_folders(text: str) -> str:
 
 
 def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
-    """Write the adapters of a run of one process, whose matrices are in its backend's state."""
+    """Save the LoRA adapters of a run that trained in a single process, whose matrices are stored
+    in the backend's checkpoint."""
     import torch
 
     from ramify.train.backends import adapters
@@ -183,7 +186,7 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
 
 
 def _name_base(folder: Path, base: str) -> None:
-    """Write the name of the model that the adapters belong to into their configuration."""
+    """Write the name of the base model into the configuration file of the adapters."""
     path = folder / "adapter_config.json"
     config = msgspec.json.decode(path.read_bytes()) | {"base_model_name_or_path": base}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
@@ -263,7 +266,8 @@ def _data(run: Run) -> Iterator[str]:
 
 
 def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
-    """A table of rewards with 95 % intervals, after training and before it."""
+    """Return a Markdown table of the rewards with their 95 % intervals, after training and before
+    it."""
     if not kept.scores:
         return "The run evaluated nothing."
     rows = ["| items | reward | 95 % interval | before training |", "|---|---|---|---|"]
@@ -277,7 +281,8 @@ def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
 
 
 def _prompt(run: Run) -> str:
-    """The messages before the first reply of a validation item."""
+    """Return the prompt section of the model card: the messages that precede the first reply to a
+    validation item."""
     from ramify.clients.function_client import FunctionClient
     from ramify.engine.rlm import RLM
     from ramify.engine.scaffold import scaffold_of
@@ -324,8 +329,8 @@ def _licence(licence: str, base: str) -> str:
 
 
 def _push(folder: Path, repository: str, private: bool, kept: KeptPolicy) -> str:
-    """Send ``folder`` to the hub and return the repository's address. Raises ConfigError with the
-    hub's own reason."""
+    """Upload ``folder`` to the hub and return the repository's address. Raises ConfigError with the
+    hub's own reason if it refuses."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

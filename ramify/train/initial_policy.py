@@ -1,12 +1,13 @@
-"""The policy that a run begins with: its device, its weights and its tokenizer.
+"""Creates the policy that a run begins with: chooses its device, and loads or initialises its
+weights and its tokenizer.
 
     policy.path   a checkpoint, or its shapes alone if only ranks and engines hold weights
     policy.shape  random weights, and a tokenizer trained on the demonstrations
     neither       a shape that follows from the demonstrations (``policy_defaults.shape_for``)
 
-Also decides whether the engine of this process serves the trained policy itself or a copy of it.
-Not here: options that follow from the policy (``policy_defaults.py``), and how its files are read
-(``models/load.py``).
+This module also decides whether the engine in this process serves the trained policy itself or a
+copy. Options that follow from the policy are set in ``policy_defaults.py``, and its files are read
+by ``models/load.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ NUM_TOKENIZER_TEXTS = 3000
 
 
 def device_of(run: Run) -> str:
-    """Kind of the device that the policy is trained on."""
+    """Return the kind of device that the policy is trained on, such as ``cuda`` or ``cpu``."""
     import torch
 
     kind = run.policy.device.partition(":")[0]
@@ -51,7 +52,8 @@ def device_of(run: Run) -> str:
 
 
 def stored_precision(run: Run) -> str:
-    """Precision of the checkpoint's weights; float32 without a checkpoint."""
+    """Return the precision of the weights that the run loads, such as ``bfloat16``. It is float32
+    if the policy is trained from scratch."""
     if not run.policy.path:
         return "float32"
     from ramify.models.load import read_config, stored_dtype
@@ -66,9 +68,9 @@ def policy_of(
     checkpoint: Path | None = None,
     tools: Sequence[Tool] = (),
 ) -> Policy:
-    """Return the initial policy of ``run`` in precision ``dtype``. If the tokenizer was trained and
-    a ``checkpoint`` is given, the tokenizer is read from it. ``tools`` are the native tools of the
-    scaffold."""
+    """Return the initial policy of ``run`` in precision ``dtype``. If the run trained its own
+    tokenizer and continues from a ``checkpoint``, the tokenizer is read from there. ``tools`` are
+    the native tools of the scaffold."""
     import torch
     from transformers import AutoConfig
 
@@ -114,9 +116,9 @@ def policy_of(
 
 
 def card_of(run: Run, policy: Policy) -> TrainedPolicySettings:
-    """Return the card that is stored with the trained policy, so that it can later be asked as it
-    was trained: its scaffold and the limits that differ from the defaults. A user's own scaffold is
-    left out, since its file may be elsewhere by then."""
+    """Return the settings that are stored with the trained policy, so that it can later be used as
+    it was trained: its scaffold, and the limits that differ from the defaults. A user's own
+    scaffold is left out, since its file may no longer be there."""
     usual = Limits()
     own = {
         name: getattr(run.limits, name)
@@ -137,8 +139,9 @@ def _shape(
     checkpoint: Path | None,
     tools: Sequence[Tool],
 ) -> dict[str, Any]:
-    """The shape that follows from the demonstrations, or that of the checkpoint, since a resumed
-    run may have other demonstrations."""
+    """Return the model configuration for a policy trained from scratch. Its sizes are chosen to fit
+    the demonstrations. A resumed run takes them from the checkpoint, since it may have other
+    demonstrations."""
     from ramify.models.load import read_config
     from ramify.models.renderer import renderer_of
 
@@ -163,9 +166,9 @@ def _shape(
 
 
 def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
-    """The policy that the engine serves. It is the trained one itself, or a copy that each
-    publication renews: if the trained one has another precision or adapters, or is trained while
-    rollouts continue."""
+    """Return the policy that the engine serves. It is the trained policy itself or a copy, which is
+    updated each time weights are published. A copy is needed if the trained policy has another
+    precision or adapters, or if it is trained while rollouts continue."""
     from ramify.train.backends.lora import attach
 
     lora = run.policy.lora
@@ -189,8 +192,8 @@ def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
 
 
 def set_deterministic(policy: Policy) -> None:
-    """Raise ConfigError if the policy cannot compute in fixed shapes. On a GPU, choose only kernels
-    that repeat themselves."""
+    """Prepare the policy for reproducible computation; on a GPU, select only deterministic kernels.
+    Raises ConfigError if the model cannot compute in fixed shapes."""
     import torch
 
     from ramify.models.trunk import fixed_shape_trunk
@@ -202,7 +205,8 @@ def set_deterministic(policy: Policy) -> None:
 
 
 def adapters_of(run: Run) -> Any:
-    """The ``AdapterSpec`` of a run; None without adapters."""
+    """Return the specification of the run's LoRA adapters, or None if it trains without
+    adapters."""
     from ramify.train.backends.adapters import AdapterSpec
 
     lora = run.policy.lora
@@ -212,8 +216,8 @@ def adapters_of(run: Run) -> Any:
 
 
 def sharded_checkpoint_folder(run: Run) -> Path | None:
-    """The folder from which each rank can read its own part of the policy; None if this process
-    has to read all of it."""
+    """Return the checkpoint folder from which each rank can read only its own shard of the policy.
+    Returns None if this process has to read the whole policy."""
     from ramify.models.load import read_config
     from ramify.models.model_config_files import model_folder
     from ramify.models.stored_weights import is_read_in_parts
@@ -225,8 +229,8 @@ def sharded_checkpoint_folder(run: Run) -> Path | None:
 
 
 def needs_no_weights(run: Run) -> bool:
-    """Whether this process needs no weights: ranks read theirs from the checkpoint, engines are
-    other processes, and no signal scores with the policy here."""
+    """Return True if this process does not need the policy's weights: ranks read theirs from the
+    checkpoint, engines are other processes, and no signal scores with the policy here."""
     return (
         not BACKENDS.of(run.compute.backend).is_here
         and run.inference is not None
@@ -242,6 +246,6 @@ def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _calls(trajectory: Trajectory) -> Iterator[list[str]]:
-    """Yield the messages of each call of ``trajectory``, as texts."""
+    """Yield the message texts of each call of ``trajectory``."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

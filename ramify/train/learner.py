@@ -1,4 +1,5 @@
-"""One policy that a run trains: it learns from the data of a step, and the engines get its weights.
+"""Trains one policy of a run: it learns from the data of each step, and its new weights are sent to
+the inference engines.
 
     prepare    compute the streams that the rows need: old, reference, values
     learn      pack ─ forward_backward ─ optim_step, for each minibatch
@@ -14,9 +15,9 @@ What the engines have:
            └──────────── publish ──── ASLEEP
 
 A run has one learner for ``Run.policy`` and one for each of ``Run.policies``. All functions of
-``Learner`` but ``paths`` are called in the training thread. Not here: the order of all this
-(``trainer.py``), how weights travel (``inference/weight_sync``), and what is compared
-(``selfcheck.py``).
+``Learner`` except ``paths`` are called in the training thread. The order of the operations is
+decided in ``trainer.py``, weights are transferred by ``inference/weight_sync``, and engines are
+checked in ``selfcheck.py``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ T = TypeVar("T")
 
 
 class PolicyPaths(NamedTuple):
-    """Paths of one policy's parts, relative to the run's folder or to a checkpoint."""
+    """Where the parts of one policy are stored, as paths relative to the run's folder or to a
+    checkpoint."""
 
     policy: str
     backend: str
@@ -83,16 +85,16 @@ class PolicyPaths(NamedTuple):
 
 
 def paths_of(name: str) -> PolicyPaths:
-    """Return where a run's folder and its checkpoints store a policy. ``name`` is the policy's name
-    in ``Run.policies``, or empty for ``Run.policy``."""
+    """Return the paths at which a policy is stored in a run's folder and in its checkpoints.
+    ``name`` is the policy's name in ``Run.policies``, or empty for ``Run.policy``."""
     if not name:
         return PolicyPaths("policy", "backend", REFERENCE)
     return PolicyPaths(f"policies/{name}", f"backends/{name}", f"{REFERENCE}-{name}")
 
 
 class Learner:
-    """One policy that is trained: its backend, its reference policy and the publisher of its
-    weights."""
+    """Trains one policy. It holds the training backend, the reference policy for a KL penalty, and
+    the publisher that sends the weights to engines."""
 
     def __init__(
         self,
@@ -104,10 +106,14 @@ class Learner:
         model: str = "",
         control_ids: Collection[int] = (),
     ) -> None:
-        """``reference_of`` loads a saved policy as the reference of a KL. ``source`` returns the
-        initial weights of a policy that starts as a copy of another one. The policy answers calls
-        under the name ``model``, or all trained calls if that is empty. ``control_ids`` are special
-        tokens that no reply should contain."""
+        """Create the learner of the policy that ``publisher`` publishes. ``backend_of`` creates the
+        training backend of a stage.
+
+        ``reference_of`` loads a saved policy as the reference of a KL penalty. ``source`` returns
+        the initial weights of a policy that starts as a copy of another one. The policy learns from
+        calls that were answered under the name ``model``, or from all calls if that is empty.
+        ``control_ids`` are special tokens that no reply should contain.
+        """
         self.publisher = publisher
         self.paths = paths_of(publisher.name)
         self._backend_of = backend_of
@@ -127,13 +133,13 @@ class Learner:
         return own_calls(groups, self._model) if self._model else groups
 
     def measured(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return ``values`` with metric names that tell policies apart: they have the prefix
-        ``policy.NAME/``, except for ``Run.policy``."""
+        """Return ``values`` with metric names that tell the run's policies apart: each gets the
+        prefix ``policy.NAME/``, except for the main policy ``Run.policy``."""
         prefix = f"policy.{self.name}/" if self.name else ""
         return {prefix + name: each for name, each in values.items()}
 
     def begin(self, stage: TrainingStage) -> None:
-        """Begin ``stage``, with a new optimizer."""
+        """Begin ``stage`` with a new backend and a new optimizer."""
         backend = self._backend_of(stage)
         if self._source is not None:
             backend.load_weights(dict(self._source()))
@@ -142,8 +148,8 @@ class Learner:
     def restore(
         self, stage: TrainingStage, checkpoint: Path, *, is_open: bool, lr_scale: float = 1.0
     ) -> None:
-        """Restore the weights, and the optimizer if the stage continues (``is_open``), with
-        ``lr_scale`` times the configured learning rate."""
+        """Restore the weights from ``checkpoint``. If the stage continues (``is_open``), its
+        optimizer is restored too, with ``lr_scale`` times the configured learning rate."""
         self._lr_scale = lr_scale
         scaled = stage
         if lr_scale != 1:
@@ -155,13 +161,15 @@ class Learner:
             self.publisher.backend = backend
 
     def save_policy(self, folder: Path) -> None:
-        """Save the current policy with checksums, which are verified when it is loaded."""
+        """Save the current policy to ``folder``, with checksums that are verified when it is
+        loaded."""
         checksums.drop(folder)
         self.publisher.policy.save(folder)
         checksums.write(folder)
 
     def parts(self) -> dict[str, Write]:
-        """What a checkpoint holds of this policy."""
+        """Return the parts of a checkpoint that belong to this policy, as functions that write
+        them, by path."""
         assert self.publisher.backend is not None
         return {
             self.paths.backend: self.publisher.backend.save,
@@ -169,8 +177,9 @@ class Learner:
         }
 
     def load_reference(self, out: Path, *, is_new: bool) -> None:
-        """Load the policy that rollouts began with, which is stored next to the checkpoints.
-        ``is_new`` is True if rollouts begin now, so that it must be saved first."""
+        """Load the reference policy: the one that rollouts began with, which is stored next to the
+        checkpoints. ``is_new`` is True if rollouts begin now, so that it must be saved first.
+        Raises TrainError if it is missing."""
         folder = out / self.paths.reference
         if is_new:
             self.save_policy(folder)
@@ -187,7 +196,8 @@ class Learner:
         self._reference = self._reference_of(folder)
 
     def prepare(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Compute the streams that the rows of a step need before its first minibatch."""
+        """Compute the per-token values that the loss needs, such as old and reference
+        log-probabilities, before the first minibatch of a step. Returns metrics."""
         backend = self.publisher.backend
         assert backend is not None
         with working("forward_backward"):
@@ -210,16 +220,16 @@ class Learner:
         return stage.finish(rows)
 
     def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
-        """Score a sample of the step's calls with the policy before it learns. None if there is no
-        sample."""
+        """Score a sample of the step's calls with the policy before it learns, so that the effect
+        of the update can be measured. Returns None if nothing was sampled."""
         assert self.publisher.backend is not None
         with working("forward_backward"):
             rows = stage.probed(self.own(work.groups), step)
             return UpdateProbe.taken(rows, self.publisher.backend)
 
     def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
-        """Metrics of all tokens that this policy sampled for a step, before it learns from them.
-        Call it after ``prepare``, which completes the advantages."""
+        """Return metrics of all tokens that this policy sampled for a step, before it learns from
+        them. Call it after ``prepare``, which completes the advantages."""
         with working("credit"):
             own = self.own(work.groups)
             rows = [row for part in work.parts for row in part.rows]
@@ -227,9 +237,9 @@ class Learner:
             return measured if probe is None else measured | probe.mismatch
 
     def note_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
-        """Store the gaps between trainer and sampler in the rollouts of a step, at the tokens that
-        were scored before it: those of ``old_logprobs``, and of ``probe``. Call it after
-        ``prepare``."""
+        """Store the differences between trainer and sampler log-probabilities in the rollouts of a
+        step. They are known only for tokens that the trainer has scored, for the loss or for
+        ``probe``. Call it after ``prepare``."""
         with working("credit"):
             rows = [row for part in work.parts for row in part.rows]
             note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
@@ -237,7 +247,8 @@ class Learner:
     def measured_after(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
     ) -> dict[str, float]:
-        """Metrics of the update that a step made, or of a step without one."""
+        """Return metrics of the update that a step made. If the step had nothing to learn from,
+        they only tell the learning rate and that nothing moved."""
         backend = self.publisher.backend
         assert backend is not None
         if not work.parts:
@@ -249,8 +260,8 @@ class Learner:
             return {} if probe is None else probe.moved(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
-        """Attach the stream ``staleness``: how many versions the sampling policy lags behind the
-        trained one, per token."""
+        """Attach the staleness of each token to ``rows``: how many versions the policy that sampled
+        the token lags behind the trained one."""
         for row in rows:
             if row.versions is not None:
                 row.streams["staleness"] = np.where(
@@ -258,7 +269,7 @@ class Learner:
                 ).astype(np.float32)
 
     def learn(self, stage: TrainingStage, part: Minibatch) -> dict[str, float]:
-        """Make one optimizer step."""
+        """Make one optimizer step on a minibatch, and return its metrics."""
         backend = self.publisher.backend
         assert backend is not None
         whole = stage.loss.sequence if stage.loss.is_over_sequences else None
@@ -295,7 +306,8 @@ def _attach(
 
 
 class EnginePhase(enum.Enum):
-    """What the engines do, and which weights they have."""
+    """The state of the engines: whether they answer requests, and whether they have the newest
+    weights."""
 
     CURRENT = "current"
     """They answer with the newest weights."""
@@ -306,7 +318,7 @@ class EnginePhase(enum.Enum):
 
 
 class Publisher:
-    """Publishes the policy of a run, and checks that the engines use it."""
+    """Sends the weights of a policy to its engines, and checks that the engines use them."""
 
     def __init__(
         self,
@@ -316,8 +328,9 @@ class Publisher:
         check: EngineConsistencyChecks | None = None,
         name: str = "",
     ) -> None:
-        """``name`` is the name of the policy in ``Run.policies``. It is empty for ``Run.policy``;
-        only its publications are counted in the run's record."""
+        """Create the publisher of ``policy``. ``name`` is the policy's name in ``Run.policies``, or
+        empty for ``Run.policy``, the only one whose publications are counted in the run's
+        record."""
         self.name = name
         self.policy = policy
         self.thread = thread
@@ -330,13 +343,13 @@ class Publisher:
         self._record = record
 
     def learned(self) -> None:
-        """Note that the weights have changed."""
+        """Note that the weights have changed, so the engines no longer have the newest ones."""
         if self.phase is EnginePhase.CURRENT:
             self.phase = EnginePhase.BEHIND
 
     async def sleep(self) -> dict[str, float]:
-        """Have engines on the trainer's devices sleep until weights are published. Returns how long
-        that took."""
+        """Let engines on the trainer's devices sleep until weights are published again. Returns the
+        time it took, as a metric, or an empty dict if no engine sleeps."""
         with under_way("weight_sync"):
             return await self._sleep()
 
@@ -352,7 +365,8 @@ class Publisher:
         return {"sleep_s": time.monotonic() - started}
 
     async def publish(self) -> None:
-        """Publish the newest weights to the engine, and check that it uses them."""
+        """Send the newest weights to the engines, and check that they use them. Does nothing if
+        they already have them."""
         with under_way("weight_sync"):
             await self._publish()
 
@@ -380,8 +394,8 @@ class Publisher:
         await self._check_engine()
 
     async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
-        """Give an engine that is back the current weights (``give``) between two steps, and check
-        it like the others. An error here ends the run."""
+        """Send the current weights to an engine that has come back, by calling ``give`` between two
+        steps, and check the engine like the others. An error here ends the run."""
         try:
             async with self.changing:
                 if await give():
@@ -390,7 +404,7 @@ class Publisher:
             self.thread.watch.fail(error)
 
     async def load(self, folder: Path) -> None:
-        """Load a saved policy, to publish it next."""
+        """Load a saved policy from ``folder``, so that it is the next one to be published."""
         await self.thread.run(self._record.state.step + 1, self.policy.load, folder)
         self.learned()
 
@@ -406,7 +420,8 @@ class Publisher:
 
 
 def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
-    """Wrap ``work`` so that its time counts as weight sync in the account of the step's time."""
+    """Wrap ``work`` so that its duration is counted as weight sync when a step's time is broken
+    down."""
 
     @functools.wraps(work)
     def counted(*arguments: Any) -> T:
@@ -417,7 +432,8 @@ def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
 
 
 class EnginePolicyWeights:
-    """The trained weights in the form that the engine needs: sent, saved and loaded again."""
+    """Converts the trained weights to the form that engines need, and sends, saves and loads
+    them."""
 
     def __init__(
         self,
@@ -426,9 +442,9 @@ class EnginePolicyWeights:
         client: LocalClient | HttpEngines,
         model: TrainedModel,
     ) -> None:
-        """``trained`` is the policy that the trainer changes, and ``serving`` is the one that the
-        engine serves. ``model`` holds the trained weights, which may be in this process or sharded
-        over ranks."""
+        """Create the exchange of weights between the trainer and its engines. ``trained`` is the
+        policy that the trainer changes, and ``serving`` is the one that the engine serves.
+        ``model`` holds the trained weights, which may be in this process or sharded over ranks."""
         from ramify.inference.local.local_client import LocalClient
 
         self._trained = trained
@@ -444,7 +460,7 @@ class EnginePolicyWeights:
 
     @property
     def _is_bare(self) -> bool:
-        """Whether this process has no weights: ranks and engines have them."""
+        """True if this process holds no weights, since only ranks and engines have them."""
         return self._serving.device.type == "meta"
 
     @property
@@ -453,11 +469,12 @@ class EnginePolicyWeights:
 
     @property
     def version(self) -> int:
-        """Version of the weights published last, as the engine reports it for each token."""
+        """The version number of the weights that were published last, as the engine reports it for
+        each token."""
         return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights in the form that the engine needs."""
+        """Return the current weights by name, in the precision that the engine needs."""
         if self._saved is None and self._shares:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
@@ -468,7 +485,7 @@ class EnginePolicyWeights:
         return ((name, weight.to(dtype)) for name, weight in self._model.weights())
 
     async def publish(self) -> None:
-        """Send the trained weights to the engine as the next version."""
+        """Send the current weights to the engine, as the next version."""
         self._trained.version += 1
         if self._engines is not None:
             return await self._engines.update(self._sources(), self._trained.version)
@@ -480,16 +497,16 @@ class EnginePolicyWeights:
         return await self._client.update(weights, self._trained.version)
 
     async def sleep(self) -> bool:
-        """Let engines that share the trainer's devices release their memory until ``publish``;
-        returns whether any do."""
+        """Let engines that share the trainer's devices release their memory until ``publish`` is
+        called. Returns True if there are any."""
         return self._engines is not None and await self._engines.sleep()
 
     def release_memory(self) -> None:
-        """Free cached memory of the trainer, for engines on the same devices."""
+        """Free the trainer's cached memory, so that engines on the same devices can use it."""
         self._model.release_memory()
 
     async def rejoin(self) -> bool:
-        """Send the last published weights to engines that came back; returns whether there were
+        """Send the last published weights to engines that came back. Returns True if there were
         any."""
         if self._engines is None:
             return False
@@ -506,9 +523,9 @@ class EnginePolicyWeights:
         return list(as_checkpoint(self._serving.model, given)) if loads else given
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Return the trained weights, one triple per parameter: its name, the parameter, and a
-        function that computes its full value (it merges a LoRA adapter, or reads the saved tensor).
-        The function is None if the parameter holds its value already."""
+        """Return an iterator with one triple per parameter: its name, the parameter, and a function
+        that computes its full value by merging a LoRA adapter or by reading the saved tensor. The
+        function is None if the parameter already holds its value."""
         from ramify.train.backends.lora import unmerged
 
         if self._saved is not None:
@@ -516,7 +533,8 @@ class EnginePolicyWeights:
         return unmerged(self._serving.model) if self._is_loaded else self._model.unmerged()
 
     def _stored(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-        """The tensors of the saved policy, read when they are needed."""
+        """Yield the parameters of the saved policy, each with a function that reads its tensor from
+        disk when it is needed."""
         from ramify.models.stored_weights import stored_tensors
 
         assert self._saved is not None
@@ -525,7 +543,8 @@ class EnginePolicyWeights:
             yield name, parameter, partial(stored[name].__getitem__, ...)
 
     def _export(self, folder: Path) -> None:
-        """Write configuration and weights, one tensor at a time."""
+        """Write the configuration and the weights to ``folder``, one tensor at a time, so that the
+        whole model never needs to be in memory."""
         from ramify.train.backends.safetensors_export import export_model
 
         tensors = self._stored() if self._saved is not None else self._model.unmerged()
@@ -534,9 +553,9 @@ class EnginePolicyWeights:
         export_model(folder, serving.config, serving.model, shapes, self.weights(), serving.dtype)
 
     def save(self, folder: Path) -> None:
-        """Save the policy that the engine serves, in its precision; the trainer's is in the
-        checkpoint. The saved default is temperature 0, for requests that do not set one: rollouts
-        explore, but users want the likeliest answer."""
+        """Save the policy in the precision in which engines serve it; the trainer's own precision
+        is kept in the checkpoint. The saved sampling default is temperature 0, for requests that do
+        not set a temperature: rollouts explore, but users want the likeliest answer."""
         from ramify.models.load import SamplingDefaults, save_policy
         from ramify.models.weights import load_weights
 
@@ -549,7 +568,8 @@ class EnginePolicyWeights:
         )
 
     def load(self, folder: Path) -> None:
-        """Load a saved policy into the engine's copy."""
+        """Load the saved policy in ``folder``, so that it is published instead of the trained
+        weights."""
         from ramify.models.load import load_into
 
         if self._is_bare:

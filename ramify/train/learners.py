@@ -1,11 +1,12 @@
-"""The policies that a run trains, as one. A run without ``Run.policies`` has one.
+"""Treats all policies that a run trains as one object. Most runs train only one policy;
+``Run.policies`` adds others.
 
     trainer.py ── begin, learn, publish, save, restore ──> Learners ── for each policy ──> Learner
 
-The policies of ``Run.policies`` learn from their own calls in the same rollouts: each has a part
-of the stage (``TrainingStage.others``) and of a step's data (``StepData.others``). Decides their
-order: the first is ``Run.policy``, and all have learnt before the first is published. Not here: how
-one policy learns (``learner.py``), and when (``trainer.py``).
+Other policies learn from their own calls in the same rollouts. Each of them has its own part of the
+stage (``TrainingStage.others``) and of a step's data (``StepData.others``). The policies learn in a
+fixed order, beginning with ``Run.policy``, and none is published before all have learned. How one
+policy learns is in ``learner.py``, and when in ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ T = TypeVar("T")
 
 
 class Learners:
-    """All policies that a run trains."""
+    """All policies that a run trains. Each operation is applied to every policy in turn."""
 
     def __init__(self, learners: Sequence[Learner], record: TrainingRunRecorder) -> None:
-        """``learners`` holds one learner per trained policy, beginning with the learner of
+        """Combine the given learners, one per trained policy. The first must be the learner of
         ``Run.policy``."""
         self._all = learners
         self._record = record
 
     @property
     def thread(self) -> WatchedTrainingThread:
-        """The thread in which all policies compute."""
+        """The thread in which all policies are trained."""
         return self._all[0].publisher.thread
 
     @property
     def has_begun(self) -> bool:
-        """Whether the current stage has begun."""
+        """True if the current stage has begun."""
         return self._all[0].publisher.backend is not None
 
     def _in(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
@@ -56,8 +57,8 @@ class Learners:
     def _of(
         self, stage: TrainingStage, work: StepData
     ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
-        """Yield the policies that learn from ``work``, each with its part of the stage and of the
-        data."""
+        """Yield each policy that learns from the data of a step, with its part of the stage and of
+        the data."""
         for learner, own in self._in(stage):
             if not learner.name:
                 yield learner, own, work
@@ -70,7 +71,8 @@ class Learners:
     # --- a stage
 
     async def begin(self, stage: TrainingStage) -> None:
-        """Begin ``stage`` with new optimizers, or continue it, and load the references."""
+        """Begin ``stage`` with new optimizers, or continue it if it was restored. Reference
+        policies are loaded if the loss needs them."""
         state, is_new = self._record.state, not self.has_begun
         for learner, own in self._in(stage):
             if is_new:
@@ -80,20 +82,21 @@ class Learners:
                 await self._in_torch(loading, self._record.out)
 
     def end(self) -> None:
-        """End the current stage."""
+        """End the current stage by dropping the backends of all policies."""
         for learner in self._all:
             learner.publisher.backend = None
 
     def recall(self, stage: TrainingStage) -> None:
-        """Give the algorithms of ``stage`` the state that the run has recorded."""
+        """Restore the state that the algorithms of ``stage`` keep between steps, from the run's
+        record."""
         for learner, own in self._in(stage):
             own.memory = dict(self._record.state.memory_of(learner.name))
 
     # --- a step
 
     def report(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
-        """Log the notes about a step's data, and which policies have nothing to learn from. Returns
-        these policies as metrics."""
+        """Log the notes about a step's data, and warn about policies that have nothing to learn
+        from. Those policies are also returned, as metrics."""
         values: dict[str, float] = {}
         about = {"step": self._record.state.step + 1, "stage": stage.name}
         for learner, _, own in self._of(stage, work):
@@ -110,8 +113,8 @@ class Learners:
     async def changing(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
-        """Return a context manager in which weights may change: no engine rejoins, and engines on
-        the trainer's devices sleep. Its value is a map of metrics: the staleness of the sampled
+        """Hold a context in which weights may change: no engine rejoins, and engines on the
+        trainer's devices sleep. Its value is a dict of metrics: the staleness of the sampled
         tokens, and how long it took until the engines slept."""
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
@@ -124,7 +127,7 @@ class Learners:
             yield values
 
     async def learn(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Train the policies on the data of a step, and return the metrics."""
+        """Train every policy on its data of a step, and return the metrics."""
         values: dict[str, float] = {}
         for learner, own_stage, own in self._of(stage, work):
             measured = dict(own.metrics) if learner.name else {}
@@ -154,21 +157,21 @@ class Learners:
         return values
 
     def count_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Record that an optimizer step was made, with the state that the algorithms keep between
-        steps."""
+        """Record that a step was made, with the state that the algorithms keep between steps."""
         memories = {learner.name: own.memory for learner, _, own in self._of(stage, work)}
         self._record.count_step(memories.pop(""), memories)
 
     async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
         """Send the weights that a step changed to the engines, if ``stage`` samples from them. Call
-        it within the context of ``changing``."""
+        it inside the context ``changing``."""
         for learner, _, own in self._of(stage, work):
             publisher = learner.publisher
             if stage.samples and (own.parts or publisher.phase is EnginePhase.ASLEEP):
                 await publisher.publish()
 
     def check_ids(self, stage: TrainingStage, work: StepData) -> None:
-        """Compare the token ids of the step's rollouts with those that the engines gave."""
+        """Check that the token ids in the step's rollouts are the ones that the engines
+        returned."""
         for learner, _, _ in self._of(stage, work):
             check = learner.publisher.check
             if check is not None and work.groups:
@@ -177,18 +180,18 @@ class Learners:
     # --- the engines
 
     async def publish(self) -> None:
-        """Publish weights that the engines do not have yet."""
+        """Send the newest weights to all engines that do not have them yet."""
         for learner in self._all:
             async with learner.publisher.changing:
                 await learner.publisher.publish()
 
     async def publish_resumed(self) -> None:
-        """Publish the weights of a run that is resumed: its engines may hold others."""
+        """Publish the weights of a run that is resumed, since its engines may hold others."""
         for learner in self._all:
             await learner.publisher.policy.publish()
 
     async def publish_restored(self, stage: TrainingStage) -> None:
-        """Publish the weights of ``stage`` after they went back to a checkpoint."""
+        """Publish the weights of ``stage`` after they were reset to a checkpoint."""
         for learner, _ in self._in(stage):
             learner.publisher.learned()
             await learner.publisher.publish()
@@ -196,26 +199,27 @@ class Learners:
     # --- checkpoints: all but the last two are called in the training thread
 
     def parts(self, stage: TrainingStage) -> dict[str, Write]:
-        """Return the parts of a checkpoint that belong to the policies of ``stage``, by name, as
-        functions that write them."""
+        """Return the parts of a checkpoint that hold the policies of ``stage``, as functions that
+        write them, by path."""
         parts: dict[str, Write] = {}
         for learner, _ in self._in(stage):
             parts |= learner.parts()
         return parts
 
     def restore(self, stage: TrainingStage, checkpoint: Path, *, is_open: bool) -> None:
-        """Restore the weights, and the optimizers if the stage continues (``is_open``)."""
+        """Restore the weights of all policies from ``checkpoint``, and their optimizers if the
+        stage continues (``is_open``)."""
         lr_scale = self._record.state.lr_scale if is_open else 1.0
         for learner, own in self._in(stage):
             learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
 
     def copy_references(self, checkpoint: Path) -> None:
-        """Copy the references that the run of ``checkpoint`` began with."""
+        """Copy the reference policies from the run of ``checkpoint`` to this run's folder."""
         for learner in self._all:
             self._record.copy_reference(checkpoint, learner.paths.reference)
 
     async def load(self, checkpoint: Path) -> None:
-        """Load the policies of ``checkpoint``, to publish them next."""
+        """Load the policies of ``checkpoint``, so that they are the next ones to be published."""
         for learner in self._all:
             await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
             await learner.publisher.load(checkpoint / learner.paths.policy)
@@ -228,9 +232,9 @@ class Learners:
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's optimizer steps. Counts are summed. Other metrics are
-    averaged over the optimizer steps that report them. The mismatch between trainer and sampler is
-    taken from the first optimizer step, since that step changes the weights."""
+    """Combine the metrics of a step's minibatches. Counts are summed, and other metrics are
+    averaged over the minibatches that report them. The mismatch between trainer and sampler is
+    taken from the first minibatch, since its update already changes the weights."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in measured for name in part):
         values = [part[name] for part in measured if name in part]

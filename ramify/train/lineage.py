@@ -1,5 +1,5 @@
-"""The lineage of a run: the steps at which it was resumed or forked, and the changes of its
-configuration.
+"""Records the lineage of a run: the steps at which it was resumed or forked, and how its
+configuration changed.
 
     OUT/lineage.jsonl   {"step": 40, "checkpoint": "runs/a/checkpoints/step-000040",
                          "changes": [{"field": "rl.steps", "was": 40, "now": 80}]}
@@ -7,9 +7,9 @@ configuration.
     ramify train --resume runs/a rl.steps=80 rl.optim.lr=2e-4              the same run, longer
     ramify train --resume runs/a/checkpoints/step-000040 --out runs/b …    a fork
 
-Decides which fields may differ from those of the checkpoint: all, except those that the
-checkpoint's own content depends on (``_FIXED``) and those of a stage that is over. Not here: what
-a changed field does (``config.py``), and copying files (``run_record.py``).
+This module also decides which fields may differ from the configuration of the checkpoint: all
+except those that the checkpoint's content depends on (``_FIXED``) and those of a stage that is
+over. The fields themselves are defined in ``config.py``, and files are copied by ``run_record.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SCORES = ("task.", "scaffold", "limits.", "evaluate.", "sandbox.", "depths")
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """One field that differs."""
+    """A configuration field whose value changed, with its old and new value."""
 
     field: str
     """Dotted name."""
@@ -62,7 +62,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One place where a run was continued with changes, or forked."""
+    """A point at which a run was continued with changes, or forked from another run."""
 
     step: int
     """Optimizer steps of the run before it."""
@@ -73,18 +73,19 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[ConfigChange] = []
 
     def __str__(self) -> str:
-        """One line: ``from step 40: rl.steps 40 → 80``"""
+        """Return the entry as one line, such as ``from step 40: rl.steps 40 → 80``."""
         how = f"forked from {self.checkpoint}" if self.is_fork else f"from step {self.step}"
         return f"{how}: {', '.join(map(str, self.changes)) or 'nothing changed'}"
 
     @property
     def makes_scores_incomparable(self) -> bool:
-        """True if a change means that validation scores before and after it cannot be compared."""
+        """True if the changes affect evaluation, so that validation scores before and after them
+        cannot be compared."""
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
     def extends(self, stage: str) -> bool:
-        """Return whether the changes mean that a stage should continue although a guard has ended
-        it."""
+        """Return True if the changes show that ``stage`` should continue although a guard has ended
+        it, for example because they raise its number of steps."""
         names = ("guard.", "frozen.", f"{stage}.steps", f"{stage}.epochs")
         return any(change.field.startswith(names) for change in self.changes)
 
@@ -93,8 +94,8 @@ LINEAGE = JsonlRecordFile(FILE, LineageEntry)
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange]:
-    """The fields in which two configurations (as plain data) differ. Redacted values are not
-    compared."""
+    """Return the fields in which two configurations differ. Both are given as plain data. Redacted
+    values are not compared."""
     return [
         change
         for change in differences(was, now)
@@ -103,8 +104,8 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
 
 
 def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming the first field that must not differ from the configuration of the
-    checkpoint, and the reason."""
+    """Raise ConfigError if the configuration ``now`` differs from the checkpoint's in a field that
+    must not change. The error names the first such field and the reason."""
     for change in changes(state.config, now):
         why = _refusal(state, change)
         if why:
@@ -116,7 +117,7 @@ def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
 
 
 def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
-    """Return a copy of ``run`` that keeps the demonstrations of the checkpoint: if the run's task
+    """Return a copy of ``run`` that keeps the demonstrations of its checkpoint: if the run's task
     has changed, demonstrations still come from the task that the checkpoint recorded."""
     recorded = state.config.get("sft")
     if run.sft is None or recorded is None or run.sft.task is not None:
@@ -146,7 +147,8 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
 
 
 def _refusal(state: CheckpointState, change: ConfigChange) -> str:
-    """Why ``change`` is not possible at the checkpoint; empty if it is."""
+    """Return the reason why a field cannot change at this checkpoint, or an empty string if it
+    can."""
     if change.field.startswith("policies."):
         return _policy_refusal(state, change.field)
     reasons = (why for prefix, why in _FIXED.items() if _is_in(change.field, prefix))
@@ -154,9 +156,9 @@ def _refusal(state: CheckpointState, change: ConfigChange) -> str:
 
 
 def _policy_refusal(state: CheckpointState, field: str) -> str:
-    """Return why a field of another trained policy cannot change; empty if it can. Other policies
-    are trained only in the stage ``rl``, so their fields are fixed only if the checkpoint is in
-    that stage."""
+    """Return the reason why a field of an additional policy cannot change, or an empty string if it
+    can. Additional policies are trained only in the stage ``rl``, so their fields are fixed only if
+    the checkpoint is in that stage."""
     _, name, *rest = field.split(".")
     stages = [each for each in STAGES if state.config.get(each) is not None]
     if stages[state.stage : state.stage + 1] != ["rl"]:

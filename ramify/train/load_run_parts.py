@@ -1,10 +1,11 @@
-"""Loading the parts of a run, checked in the order that finds mistakes before anything is spent.
+"""Loads the parts of a run, such as its demonstrations and policy. Checks are ordered so that
+mistakes are found before time is spent.
 
     ResolvedTrainingRun ── device ─ placement ─ precision ─ demonstrations ─ policy ──> RunParts
 
-No process is started and nothing is written. Not here: checks that need no tensor library
-(``resolve.py``), how the policy is made (``initial_policy.py``), and what is done with the parts
-(``build.py``).
+No process is started and nothing is written. Checks that need no tensor library are in
+``resolve.py``, the policy is created in ``initial_policy.py``, and ``build.py`` starts the run from
+these parts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """The parts of one run, loaded, checked and ready to start."""
+    """Everything that a run needs, loaded, checked and ready to start."""
 
     run: Run
     """The configuration, with the number of processes settled."""
@@ -90,16 +91,16 @@ class RunParts:
 
     @property
     def is_placed(self) -> bool:
-        """Whether processes are placed on other machines."""
+        """True if the run starts processes on other machines."""
         return self.run.placement is not None and self.run.placement.kind == "ray"
 
     @property
     def dtype(self) -> str:
-        """Precision of the served policy, such as ``float32``."""
+        """The precision of the served policy, such as ``float32``."""
         return str(self.serving.dtype).removeprefix("torch.")
 
     def save_policy(self, folder: Path) -> None:
-        """Write the initial policy, as engines load it."""
+        """Write the initial policy to ``folder``, in the format that engines load."""
         from ramify.models.load import save_policy
         from ramify.models.model_config_files import model_folder
         from ramify.train.backends.safetensors_export import copy_checkpoint
@@ -114,17 +115,18 @@ class RunParts:
         )
 
     def keep_rows(self, out: Path) -> None:
-        """Write the rows of supervised fine-tuning into the run's folder ``out``."""
+        """Store the token sequences of supervised fine-tuning in the run's folder ``out``, for
+        later resumption."""
         if self.rows:
             write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
 
     def num_members(self, role: str) -> int:
-        """Number of processes of ``role`` that have a slot."""
+        """Return how many processes with the given role have a place on a machine."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
     def check_fits(self, checkpoint: Path) -> None:
-        """Raise ConfigError with the first tensor in which a checkpoint's policy differs from this
-        one."""
+        """Raise ConfigError if a checkpoint's policy does not have the same tensors as this run's
+        policy. The error names the first tensor that differs."""
         from ramify.models.weights import check_weights, read_weights
 
         folder = checkpoint / "policy"
@@ -132,9 +134,9 @@ class RunParts:
 
 
 def assemble(resolved: ResolvedTrainingRun) -> RunParts:
-    """Load the parts of a run. A run that continues from a checkpoint reads its trained tokenizer
-    from the checkpoint, and its rows for supervised fine-tuning from the folder of the earlier run.
-    Raises ConfigError for mistakes in the recipe that cannot be found without a tensor library or
+    """Load and check all parts of a run. A run that continues from a checkpoint reads its trained
+    tokenizer from the checkpoint, and its fine-tuning data from the folder of the earlier run.
+    Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
     the files of the model."""
     task, scaffold, checkpoint = resolved.task, resolved.scaffold, resolved.checkpoint
     run, placement_slots = settled(resolved.run)
@@ -192,7 +194,8 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
-    """Return the rows of supervised fine-tuning that the checkpoint's run has stored."""
+    """Return the fine-tuning data that the checkpoint's run has stored, or None if there is none
+    for these settings."""
     if run.sft is None or checkpoint is None:
         return None
     return read_rows(checkpoint.resolve().parents[1] / ROWS_FILE, _rows_key(run))
@@ -206,8 +209,8 @@ def _rows_key(run: Run) -> str:
 
 
 def _other_parts(parts: RunParts, name: str) -> RunParts:
-    """Return the run's parts for the policy ``name`` of ``Run.policies``, which is trained beside
-    the main policy. ``parts`` belongs to the main policy."""
+    """Return the run's parts for an additional policy, which is trained beside the main one.
+    ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy."""
     run = with_policy_defaults(run_of_policy(parts.run, name))
     check_inference(run)
     check_schedules(run)
@@ -234,7 +237,8 @@ def _other_parts(parts: RunParts, name: str) -> RunParts:
 
 
 def run_of_policy(run: Run, name: str) -> Run:
-    """``run`` as if ``name``, one of its other policies, were its only one."""
+    """Return a copy of ``run`` that trains only the additional policy ``name`` of
+    ``Run.policies``."""
     spec = run.policies[name]
     assert run.rl is not None
     return msgspec.structs.replace(
@@ -249,8 +253,8 @@ def run_of_policy(run: Run, name: str) -> Run:
 
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
-    """Raise ConfigError if the loss does not suit the model, or the backend cannot train it over
-    its mesh. A checkpoint is checked before its weights are read."""
+    """Raise ConfigError if the loss does not suit the model, or if the backend cannot train the
+    model over its device mesh. A checkpoint is checked before its weights are read."""
     from ramify.models.load import read_config
     from ramify.train.backends.mesh import EXPERTS
 
@@ -277,15 +281,15 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
 
 
 def _optims(run: Run) -> list[OptimizerSpec]:
-    """The optimizers of all stages and of a separate critic."""
+    """Return the optimizers of all stages and of a separate critic, if there is one."""
     stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     critic = [] if run.rl is None else [run.rl.critic.optim]
     return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]
 
 
 def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> list[TrainingStage]:
-    """The stages that sample nothing. They are built early, since only they know the number of
-    steps for their schedules."""
+    """Return the stages that need no rollouts: the warm-up and supervised fine-tuning. They are
+    built early, since only they know their number of steps, which learning-rate schedules need."""
     stages: list[TrainingStage] = []
     if run.warmup is not None:
         special = set(policy.tokenizer.all_special_ids)

@@ -1,5 +1,5 @@
-"""What a training run records of each step, in two files of its folder: its metrics, and the
-outcome of each rollout group.
+"""Records the metrics of each training step and the outcome of each rollout group, in two files of
+the run's folder.
 
     metrics.jsonl   {"step": 12, "stage": "rl", "at_s": 41.2,
                      "values": {"reward": 0.46, "sampled_tokens": 8123, …},
@@ -7,9 +7,9 @@ outcome of each rollout group.
     groups.jsonl    {"step": 7, "number": 57, "item": "ledger/train/57", "version": 6,
                      "outcome": "learnt", "rollouts": ["…"], "failed": []}
 
-Live views use a listener; the web page and the terminal view read the same lines. A group is the
-attempts at one item, and is identified by the item's number; its line is written in the step that
-learned from it or gave it up.
+Live views use a listener; the web page and the terminal view read the same lines from the file. A
+group is the set of attempts at one item, and is identified by the item's number. Its line is
+written in the step that learned from the group or gave it up.
 
 Metrics of a step's rollouts, in addition to those of their algorithm:
 
@@ -42,9 +42,10 @@ CPU time of each step's rollouts, as metrics of the step:
     batch16.decode/steps                       steps of the engine with 9 to 16 sequences
     batch16.prefill/cpu_s, …/tokens, …/read    the same for steps that also read prompt tokens
 
-For runs whose engine is in the trainer's process, where all parts share the same cores. CPU time is
-the same on a busy machine. It does not include learning, and work between rollouts, such as
-evaluations and checkpoints. Not here: the rollouts themselves (``OUT/rollouts``).
+The CPU metrics exist only if the engine is in the trainer's process, where all parts share the same
+cores. Unlike wall time, CPU time is the same on a busy machine. Learning and the work between
+rollouts, such as evaluations and checkpoints, are not included. The rollouts themselves are stored
+in ``OUT/rollouts``.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
 
 
 class StepNumberedRecord(Protocol):
-    """A record that belongs to an optimizer step: one line of a run's JSONL file."""
+    """A record that belongs to an optimizer step, stored as one line of a JSONL file of the run."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps of the whole run, including the one that the line is about."""
+        """The number of optimizer steps in the whole run so far, including the step that the record
+        describes."""
         ...
 
 
@@ -92,7 +94,8 @@ class JsonlRecordFile(Generic[R]):
         self._kind = kind
 
     def append(self, folder: Path, records: Sequence[R]) -> None:
-        """Append ``records`` with a single write; without any, nothing is written."""
+        """Append ``records`` to the file with a single write. Nothing is written if there are
+        none."""
         lines = self._encoded(records)
         if not lines:
             return
@@ -104,14 +107,15 @@ class JsonlRecordFile(Generic[R]):
             file.write(lines)
 
     def read(self, folder: Path) -> Iterator[R]:
-        """The records in a run's folder, in order. Yields none if the file is missing."""
+        """Yield the records of the file in a run's folder, in order. Damaged lines are skipped.
+        Yields none if the file is missing."""
         path = folder / self.name
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield msgspec.json.decode(line, type=self._kind)
 
     def cut(self, folder: Path, step: int) -> None:
-        """Drop the records after ``step``."""
+        """Remove the records of all steps after ``step``, by replacing the file atomically."""
         path = folder / self.name
         if path.exists():
             fresh = path.with_suffix(".tmp")
@@ -129,7 +133,7 @@ FILE = "metrics.jsonl"
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that the doctor of a run has found (``run_doctor.py``)."""
+    """A fault that the automatic checks of a run have found (``run_doctor.py``)."""
 
     name: str
     """Name of the finding: ``divergence``, ``too_hard``, …"""
@@ -140,7 +144,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The metrics of one step or evaluation."""
+    """The metrics of one training step or evaluation, stored as one line of ``metrics.jsonl``."""
 
     step: int
     """Optimizer steps of the whole run, including this one: the first is 1."""
@@ -159,7 +163,7 @@ METRICS = JsonlRecordFile(FILE, StepMetrics)
 
 
 class MetricsFile:
-    """The metrics file of a run in progress."""
+    """Writes the metrics of a run in progress to its file, and passes them to a listener."""
 
     def __init__(self, folder: Path, listener: Callable[[StepMetrics], None] | None = None) -> None:
         self._folder = folder
@@ -183,8 +187,8 @@ class MetricsFile:
 
 
 def read_metrics(folder: Path) -> Iterator[StepMetrics]:
-    """The lines in a run's folder, in order. Skips a torn line; yields nothing if there is no
-    file.
+    """Yield the metrics stored in a run's folder, in order. Damaged lines are skipped. Yields
+    nothing if the file is missing.
 
     Example:
         [row.values["reward"] for row in train.read_metrics(Path("runs/tiny")) if row.stage == "rl"]
@@ -193,7 +197,8 @@ def read_metrics(folder: Path) -> Iterator[StepMetrics]:
 
 
 def latest_values(folder: Path) -> dict[str, float]:
-    """The metrics of the last step in a run's folder; empty if there is none."""
+    """Return the metrics of the last training step in a run's folder, or an empty dict if there is
+    none."""
     rows = [row.values for row in read_metrics(folder) if "learn_s" in row.values]
     return rows[-1] if rows else {}
 
@@ -207,7 +212,7 @@ def _rounded(value: float) -> float:
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one group."""
+    """The outcome of one rollout group, stored as one line of ``groups.jsonl``."""
 
     step: int = 0
     """Optimizer steps of the run, including the one that decided the outcome, as in
@@ -231,8 +236,9 @@ GROUPS = JsonlRecordFile("groups.jsonl", GroupRecord)
 def account(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
 ) -> GroupRecord:
-    """The record of one group. ``learnt``: ids of the step's rollouts with an advantage; None if
-    the group was spare. ``given_up``: ids of rollouts without which the group continued."""
+    """Return the record of a group's outcome. ``learnt`` holds the ids of the step's rollouts that
+    have an advantage; it is None if the step had no need of the group. ``given_up`` holds the ids
+    of rollouts that were abandoned while the group continued."""
     scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
     outcome = GroupOutcome.SPARE if learnt is None else GroupOutcome.NO_SIGNAL
     if not scored:
@@ -263,7 +269,7 @@ def _version(group: Group) -> int | None:
 
 
 class DepthMetrics(msgspec.Struct, frozen=True):
-    """Metrics of the calls of one depth and kind, over some rollouts."""
+    """Metrics of all calls of one depth and kind in a set of rollouts."""
 
     depth: int
     kind: str
@@ -281,8 +287,8 @@ class DepthMetrics(msgspec.Struct, frozen=True):
 
 
 def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[DepthMetrics]:
-    """The metrics by depth and kind. ``weights`` are the task's reward weights; the root's reward
-    is the rollout's."""
+    """Return the metrics of calls for each depth and kind. ``weights`` are the task's reward
+    weights. The reward of a root call is that of its rollout."""
     members: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
     for tree in trajectories:
         for call in tree.calls:
@@ -314,9 +320,9 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """Return pass@k by k: for k = 2, 4, 8 and so on, and for the size of the largest group. Each
-    value is the mean over the groups with at least k attempts. A failed rollout is not counted as
-    an attempt: it says nothing about the policy."""
+    """Return pass@k for each k: 2, 4, 8 and so on, and the size of the largest group. Each value is
+    the mean over the groups with at least k attempts. Failed rollouts do not count as attempts,
+    since they say nothing about the policy."""
     right = [
         [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards]
         for group in groups
@@ -335,8 +341,9 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, f
 def of_rollouts(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
-    """pass@k of the scored rollouts, the mean of each reward if there are several, the metrics by
-    depth and kind, and the number of rollouts by the end of their agent, if they have one."""
+    """Return metrics of scored rollouts: pass@k, the mean of each reward if there are several, and
+    the metrics by depth and kind of call. If the rollouts were run by agents, the numbers of agents
+    that failed are included."""
     metrics = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -361,7 +368,8 @@ def of_rollouts(
 
 
 def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Number of rollouts whose agent ended in each way that is a failure. Empty without agents."""
+    """Return how many rollouts ended with each kind of agent failure, or an empty dict if no
+    rollout was run by an agent."""
     ends = Counter(
         AgentOutcome(record["outcome"])
         for tree in trajectories
@@ -373,8 +381,8 @@ def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, flo
 
 
 def of_parts(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of each part of a mixture: its groups, the mean of its weighted rewards, the share of
-    its groups whose scored rollouts have equal ones, and pass@k."""
+    """Return metrics for each task of a mixture: its number of groups, its mean weighted reward,
+    the share of its groups in which all scored rollouts have the same reward, and pass@k."""
     by_part: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_part[part_of(group.task)].append(group)
@@ -397,8 +405,9 @@ def of_parts(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str,
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Staleness of the sampled tokens: how many versions the sampling weights lag behind
-    ``version``, which learns from the tokens. Empty if it is not known."""
+    """Return the mean and maximum staleness of the sampled tokens: how many versions the weights
+    that sampled a token lag behind ``version``, which learns from it. Returns an empty dict if the
+    versions are unknown."""
     spans = [
         (span.end - span.start, version - span.version)
         for group in groups
@@ -417,22 +426,22 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 class CpuMeter:
-    """Measures CPU time between calls of ``restart`` and ``spent``. Call it in the event loop's
-    thread."""
+    """Measures the CPU time that rollouts use between calls of ``restart`` and ``spent``. Call both
+    in the event loop's thread."""
 
     def __init__(self, paces: Callable[[], list[EngineStepTiming]]) -> None:
-        """``paces`` returns the cost of the engine's steps since its last call."""
+        """Create a meter. ``paces`` returns the cost of the engine's steps since its last call."""
         self._paces = paces
         self._loop_s = 0.0
         self._sessions_s = 0.0
 
     def restart(self) -> None:
-        """Start measuring now."""
+        """Start measuring now, and discard what was measured before."""
         self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
 
     def spent(self) -> dict[str, float]:
-        """Metrics of the time since the last call; starts measuring again."""
+        """Return the CPU time since the last call as metrics, and start measuring again."""
         loop_s, sessions_s = self._loop_s, self._sessions_s
         engine = self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), below_s()
@@ -446,7 +455,7 @@ class CpuMeter:
 
 
 def batch_metrics(timing: EngineStepTiming) -> Iterator[tuple[str, float]]:
-    """The metrics of one kind of engine step."""
+    """Yield the metrics of one kind of engine step, with their names."""
     prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
     yield f"{prefix}/steps", float(timing.steps)
     yield f"{prefix}/tokens", float(timing.tokens)
@@ -456,8 +465,8 @@ def batch_metrics(timing: EngineStepTiming) -> Iterator[tuple[str, float]]:
 
 
 def of_times(times: PartTimes) -> dict[str, float]:
-    """The metrics of where a step's time went; ``overhead`` is the share of all parts but sampling
-    and the forward and backward passes."""
+    """Return metrics of how a step's time was divided. ``overhead`` is the share of all parts
+    except sampling and the forward and backward passes."""
     metrics: dict[str, float] = {}
     for kind, parts in (("time", times.wall_s), ("time_cpu", times.cpu_s)):
         metrics |= {f"{kind}/{part}_s": seconds for part, seconds in parts.items()}
@@ -468,13 +477,13 @@ def of_times(times: PartTimes) -> dict[str, float]:
 
 
 def num_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def below_s() -> float:
-    """CPU seconds of all descendant processes, including children that have ended and were waited
-    for; 0 if the system does not report it."""
+    """Return the CPU seconds used by all descendant processes, including children that have ended
+    and were waited for. Returns 0 if the system does not report them."""
     ticks, children = {}, defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile

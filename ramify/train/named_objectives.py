@@ -1,17 +1,18 @@
-"""Objectives by name: ``rl.objective=gspo`` sets the estimator, the policy loss, its reduction and
-clipping, the sequence that it reads and the corrections together.
+"""Defines objectives by name. Setting ``rl.objective=gspo``, for example, sets the estimator, the
+policy loss with its reduction and clipping, the sequence that it reads, and the corrections
+together.
 
     rl.objective=gspo ──> rl.algorithm  grpo, reduction=call      ┐ as the paper has them, or with
                           rl.loss       gspo, 3e-4 / 4e-4, no KL  ┘ --preset NAME as that trainer
     rl.loss.policy.clip_high=1e-3       single fields are changed after it, in any order
 
-Without a preset the options are those of the paper, and what a paper does not decide stays as the
-recipe has it: how a tree's reward reaches its calls (``credit``, ``gamma_tree``), which calls are
-trained, and how length is punished. A sequence of a paper (a response) is a call here.
+Without a preset, the options are those of the paper. What a paper does not decide stays as in the
+recipe: how a tree's reward is divided among its calls (``credit``, ``gamma_tree``), which calls are
+trained, and how length is punished. What a paper calls a sequence or response is a call here.
 
-Decides what each name stands for, and which policies can have it. Not here: what the names stand
-for in other trainers (``other_trainer_presets.py``), and the formulas (``advantages/``,
-``losses/``).
+This module maps each name to its options, and decides which policies can use it. What the names
+mean in other trainers is defined in ``other_trainer_presets.py``, and the formulas are in
+``advantages/`` and ``losses/``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ PLAIN_LOSS: Options = {"corrections": (), "old": "auto", "kl_beta": 0.0, "entrop
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """One objective as its paper defines it."""
+    """A training objective as its paper defines it: the estimator, the policy loss and their
+    options."""
 
     title: str
     """Its full name and its paper."""
@@ -252,9 +254,9 @@ def objective_named(name: str) -> str:
 
 
 def algorithm_of(objective: Objective, recipe: Any) -> Any:
-    """Return the estimator of ``objective``. Options that no paper decides (``KEPT``) are copied
-    from ``recipe``, the estimator before it. Groups of equal rewards count in the denominators
-    unless the paper drops them."""
+    """Return the advantage estimator of ``objective``. Options that no paper decides (``KEPT``) are
+    copied from ``recipe``, the estimator that the recipe had before. Groups with equal rewards
+    count in the denominators unless the paper drops them."""
     built = ALGORITHMS.build({"drop_zero_variance": False, **objective.algorithm})
     fields = {*built.__struct_fields__} & {*getattr(recipe, "__struct_fields__", ())}
     kept = {name: getattr(recipe, name) for name in KEPT if name in fields}
@@ -262,16 +264,17 @@ def algorithm_of(objective: Objective, recipe: Any) -> Any:
 
 
 def loss_of(objective: Objective, recipe: LossSpec) -> LossSpec:
-    """Return the loss of ``objective``. The critic's loss and the options of distillation and
-    routers are copied from ``recipe``."""
+    """Return the loss of ``objective``. The options of the critic, of distillation and of expert
+    routing are copied from the recipe's loss."""
     policy = POLICY_LOSSES.build(objective.policy)
     options = {**PLAIN_LOSS, "sequence": "call", **objective.loss}
     return msgspec.structs.replace(recipe, policy=policy, **options)
 
 
 def within(algorithm: Any, inner: Any) -> Any:
-    """Return a recipe's algorithm with its estimator replaced by ``inner``. A hybrid keeps its
-    terms, and ``by_task`` keeps the estimators of the tasks that it lists."""
+    """Return a recipe's algorithm with its advantage estimator replaced by ``inner``. If the
+    algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
+    ``by_task`` keeps the estimators of the tasks that it lists."""
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return msgspec.structs.replace(algorithm, **{field: inner})
@@ -279,8 +282,8 @@ def within(algorithm: Any, inner: Any) -> Any:
 
 
 def estimator_of(algorithm: Any) -> Any:
-    """Return the advantage estimator of a recipe's algorithm. A hybrid and ``by_task`` contain it
-    in a field; any other algorithm is the estimator itself."""
+    """Return the advantage estimator of a recipe's algorithm. A hybrid or ``by_task`` contains it
+    in a field; any other algorithm is an estimator itself."""
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return getattr(algorithm, field)
@@ -288,9 +291,9 @@ def estimator_of(algorithm: Any) -> Any:
 
 
 def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
-    """Say why a policy cannot be trained with an objective, and what would work: its groups have
-    one rollout, or it has no critic. Empty if it can. ``has_critic`` is True if the backend
-    supports a critic."""
+    """Return the reason why a policy cannot be trained with an objective, and what would work. The
+    reason is that its groups have only one rollout, or that it has no critic. Returns an empty
+    string if training is possible. ``has_critic`` is True if the backend supports a critic."""
     if group == 1 and algorithm.has_group_baseline:
         return (
             f"rl.objective={name} compares the rollouts of a group, and rl.rollout.group=1 has "
@@ -305,6 +308,6 @@ def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -
 
 
 def _alone() -> list[str]:
-    """Objectives that need no second rollout of an item."""
+    """Return the names of all objectives that need only one rollout of each item."""
     built = {name: ALGORITHMS.build(each.algorithm) for name, each in OBJECTIVES.items()}
     return [name for name, each in built.items() if not each.has_group_baseline]

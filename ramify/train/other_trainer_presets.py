@@ -1,17 +1,18 @@
-"""The defaults of other trainers, for a recipe of ours: ``ramify train RECIPE --preset trl``.
+"""Applies the defaults of other trainers to a Ramify recipe, as in ``ramify train RECIPE --preset
+trl``.
 
     recipe ── with_preset(run, "trl") ──> rl.algorithm, rl.loss, rl.optim … as TRL sets them
            ── overrides ────────────────> rl.objective=gspo: GSPO as TRL's code has it
                                           rl.loss.policy=cispo: only the loss, as TRL clips it
 
 A preset sets the objective and the optimizer completely. The task, the model, the limits and the
-number of items and steps stay those of the recipe. Names that an override chooses afterwards have
-the options that they have in the other trainer: those of its code if only the objective's name is
-given there, and nothing else.
+number of items and steps stay those of the recipe. If an override later chooses an objective or a
+loss by name, its options are those of the other trainer too; an objective is set exactly as the
+trainer's code computes it.
 
-Decides what a preset is and how it changes a run. Not here: the numbers of each trainer
-(``extras/studies/other_trainer_presets.py``, or a plug-in of the group ``ramify.presets``), and the
-meaning of an option (``config.py``).
+This module defines what a preset is and how it changes a run. The numbers of each trainer are in
+``extras/studies/other_trainer_presets.py``, or in a plug-in of the group ``ramify.presets``. The
+options themselves are defined in ``config.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ramify.train.override import Choices
 
 
 class PresetObjective(msgspec.Struct, frozen=True):
-    """An objective as the code of the preset's trainer computes it."""
+    """An objective as another trainer computes it, in Ramify's options."""
 
     name: str
     """Its name in the trainer's configuration."""
@@ -45,7 +46,7 @@ class PresetObjective(msgspec.Struct, frozen=True):
 
 
 class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults of one trainer, in our options."""
+    """The defaults of another trainer, expressed in Ramify's options."""
 
     trainer: str
     """The trainer and the version whose defaults these are."""
@@ -81,8 +82,8 @@ ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
 
 
 class PresetObjectBuilder(msgspec.Struct, frozen=True):
-    """Builds the objects that a field's names stand for, with the options that a preset sets for
-    each name."""
+    """Builds the object that a name in a configuration stands for, such as a policy loss, with the
+    options that a preset sets for that name."""
 
     registry: Registry
     each: Options
@@ -100,8 +101,8 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
 
 
 def preset_named(name: str) -> TrainerPreset:
-    """The preset called ``name``, or that at ``module:name`` or ``file.py:name``. Raises
-    ConfigError with the nearest name."""
+    """Return the preset with the given name, or the one at a location ``module:name`` or
+    ``file.py:name``. Raises ConfigError, which suggests the nearest name, if there is none."""
     found = name if is_reference(name) else ALIASES.get(name.lower(), name.lower())
     preset = PRESETS.of(found)
     if not isinstance(preset, TrainerPreset):
@@ -110,7 +111,8 @@ def preset_named(name: str) -> TrainerPreset:
 
 
 def choices(name: str | None) -> Choices:
-    """What overrides may choose by name, with the options of the preset ``name``."""
+    """Return the fields that overrides can set by name. If a preset is given, the named objects get
+    its options."""
     if name is None:
         return CHOICES
     return {
@@ -127,8 +129,8 @@ def _named(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
 
 
 def with_preset_objective(run: Run, name: str, objective: str) -> Run:
-    """Return ``run`` with an objective as the code of the preset's trainer computes it. If the
-    trainer does not have the objective, raises ConfigError with the objectives that it has."""
+    """Return ``run`` with an objective set as the trainer of a preset computes it. Raises
+    ConfigError, which lists the available objectives, if the trainer does not have this one."""
     preset = preset_named(name)
     objective = objective_named(objective)
     rl = run.rl
@@ -153,8 +155,8 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
 
 
 def policy_losses_of(objective: str) -> list[str]:
-    """Return the names of the policy losses that an objective may have: the one in its paper, and
-    those that other trainers use for it."""
+    """Return the names of the policy losses that are usual for an objective: the one in its paper,
+    and those that other trainers use for it."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]
     theirs = [each.objectives[objective] for each in presets if objective in each.objectives]
     policies = [OBJECTIVES[objective].policy, *(each.policy for each in theirs)]
@@ -168,8 +170,8 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 def with_preset(run: Run, name: str) -> Run:
     """Return ``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime``, ``verl``
-    or ``areal``) in its stage ``rl``. Raises ConfigError for an unknown name, or a run without that
-    stage.
+    or ``areal``) in its ``rl`` stage. Raises ConfigError if the name is unknown or the run has no
+    such stage.
 
     Example:
         return train.with_preset(run, "trl")      # in a recipe; --preset trl on the command line

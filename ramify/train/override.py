@@ -1,6 +1,6 @@
-"""Overrides of a configuration's fields, e.g. ``optim.lr=1e-5``: checks names and types, and
-suggests the nearest name. Also their old names and values, so that configurations of earlier
-versions can be read and resumed.
+"""Applies overrides such as ``optim.lr=1e-5`` to a configuration, with checks of names and types.
+It also knows the old names and values of fields, so that configurations of earlier versions can be
+read and resumed.
 
     override(run, ["rl.optim.lr=1e-5", "rl.algorithm=grpo", "rl.algorithm.credit=root",
                    "task.options.rows=40"])
@@ -13,8 +13,8 @@ custom one) sets a new instance with its defaults.
     new_name("late")                                 ->  "rl.sample.grace_steps"
     with_new_names({"threads": 0})                   ->  {"threads": None}
 
-Not here: modules that moved (``ramify/plugins.py``), and classes that were renamed
-(``CHANGELOG.md``).
+Modules that moved are handled in ``ramify/plugins.py``, and classes that were renamed are listed in
+``CHANGELOG.md``.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ ZERO_MEANT_NONE = (
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration that an earlier version stored, in today's format: renamed
-    fields have their new names, and a 0 that meant "none" is None."""
+    """Convert a configuration that an earlier version stored to today's format, and return it.
+    Renamed fields get their new names, and a 0 that meant "none" becomes None."""
     renamed = dict(config)
     for old, new in RENAMED_FIELDS.items():
         *path, old_name = old.split(".")
@@ -110,8 +110,8 @@ def _zero_to_none(config: Any, path: Sequence[str]) -> Any:
 
 
 def new_name(field: str) -> str | None:
-    """Today's name of a field, given its old last name or dotted name; None if it was not
-    renamed."""
+    """Return today's name of a renamed field, given its old dotted name or the last part of it.
+    Returns None if the field was not renamed."""
     for old, new in RENAMED_FIELDS.items():
         if (
             field == old
@@ -126,8 +126,8 @@ T = TypeVar("T")
 
 
 class NamedObjectBuilder(Protocol):
-    """Builds the object that a name in a configuration stands for. A plain registry does this, and
-    so does a registry with a preset's options."""
+    """The interface for building the object that a name in a configuration stands for. It is
+    implemented by plain registries, and by registries that apply a preset's options."""
 
     def build(self, value: Any) -> Any:
         """Build the object that ``value`` names, such as a policy loss. Raises ConfigError if there
@@ -144,7 +144,8 @@ sets several fields and applies before all other assignments, which may then cha
 
 
 class ConfigOverride(NamedTuple):
-    """``rl.optim.lr=1e-4``, taken apart."""
+    """A parsed override, such as ``rl.optim.lr=1e-4``: the path of the field and the text of its
+    value."""
 
     path: tuple[str, ...]
     text: str
@@ -158,11 +159,11 @@ class ConfigOverride(NamedTuple):
 
 
 def override(config: T, assignments: Sequence[str], choices: Choices | None = None) -> T:
-    """A copy of ``config`` with ``assignments`` applied. Raises ConfigError, which names the
-    assignment.
+    """Return a copy of ``config`` with overrides such as ``rl.optim.lr=1e-4`` applied. Raises
+    ConfigError, which names the override, if one is invalid.
 
     Fields that are only valid together, such as ``depths`` and the ``policies`` that it names, may
-    be given in any order: the fields of a class are set at once.
+    be given in any order, since all fields of a class are set at once.
     """
     parsed = []
     for assignment in assignments:
@@ -184,8 +185,8 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
 
 
 def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, choices: Choices) -> Any:
-    """Return a copy of ``value`` with all assignments applied. The element at index ``depth`` of
-    each assignment's path names a field of ``value``."""
+    """Return a copy of ``value`` with all overrides applied. The path element at index ``depth`` of
+    each override names a field of ``value``."""
     groups: dict[str, list[ConfigOverride]] = {}
     for each in assignments:
         groups.setdefault(each.path[depth], []).append(each)
@@ -202,9 +203,9 @@ def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, choices:
 def _set_field(
     value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, choices: Choices
 ) -> Any:
-    """Return the new value of the field ``head``, after applying all its assignments in order. An
-    assignment to the whole field replaces earlier ones; later assignments to parts of the field
-    change the result."""
+    """Return the new value of the field ``head``, after all its overrides were applied in order. An
+    override of the whole field replaces earlier ones; later overrides of its parts change the
+    result."""
     first = assignments[0]
     if isinstance(value, Mapping):
         current = value.get(head, {})
@@ -237,8 +238,9 @@ def _set_field(
 
 
 def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
-    """A section that was not set, such as ``rl.rollout.branch``, with its defaults and the fields
-    that ``parts`` set. None if its type is not known, or if these fields are not enough."""
+    """Create a section of options that was not set, such as ``rl.rollout.branch``, from its
+    defaults and the given overrides. Returns None if the section's type is unknown, or if the
+    overrides do not suffice."""
     kinds = typing.get_args(typing.get_type_hints(type(value)).get(head))
     structs = [
         each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)
@@ -257,7 +259,7 @@ def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int)
 def _named(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
-    """Return the assignments that cause ``problem``. Without them, there is another problem or
+    """Return the overrides that cause ``problem``: without them, there is another problem or
     none."""
     causes: list[ConfigOverride] = []
     for head, group in groups.items():
@@ -291,8 +293,8 @@ def _value(owner: msgspec.Struct, field: str, assignment: ConfigOverride, choice
 
 
 def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
-    """Return how to set a section of options, for an assignment whose text is not JSON; empty if
-    ``kind`` is not a section."""
+    """Return advice on how to set a section of options, for an override whose text is not JSON.
+    Returns an empty string if ``kind`` is not a section."""
     structs = [
         each
         for each in (kind, *typing.get_args(kind))
@@ -308,7 +310,7 @@ def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
 
 
 def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
-    """Why ``text`` cannot be a ``kind``."""
+    """Return the reason why ``text`` cannot be converted to ``kind``."""
     if text.lstrip()[:1] in ("{", "["):
         try:
             msgspec.json.decode(text.encode())
@@ -318,7 +320,8 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
 
 
 def _by_tag(kind: Any, text: str) -> Any:
-    """The class of a tagged union that ``text`` names, with its defaults."""
+    """Return an instance with default options of the class that ``text`` names, if ``kind`` is a
+    union of tagged classes. Returns None if no class has this name."""
     for member in typing.get_args(kind):
         config = getattr(member, "__struct_config__", None)
         if config is not None and config.tag == text:

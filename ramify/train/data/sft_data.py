@@ -1,14 +1,17 @@
-"""Training data without rollouts: the random strings of the warm-up, and for supervised fine-tuning
-where trajectories come from, their token ids, and which step uses which.
+"""Training data that needs no rollouts: random strings for the warm-up, and trajectories for
+supervised fine-tuning, with their token ids and the steps that use them.
 
     demonstrations of a task            ┐
     trajectories in a file or a store   ┴─ tokenized by the policy's renderer
                                         ── weights (``advantages/sft.py``) ── order ──> steps
 
-Text by another model or a program has no ids of this policy. They are computed here, once, reply by
-reply (the policy's own ids are kept), and from then on such text is treated as the policy's own.
-Decides the order: shuffled again in each epoch by the seed, and cut into steps of about
-``batch_tokens``, so that any step can be reconstructed from its number.
+Text by another model or a program has no token ids of this policy. They are computed here once,
+reply by reply, and from then on such text is treated as the policy's own. Ids that the policy
+itself sampled are kept.
+
+The order of the training examples is shuffled again in each epoch and cut into steps of about
+``batch_tokens`` tokens. It depends only on the seed, so any step can be reconstructed from its
+number.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
-    """The methods of a renderer (``models.renderer``) that tokenizing demonstrations needs. A
-    renderer converts between messages and token ids."""
+    """The part of a renderer that is needed to tokenize demonstrations. A renderer
+    (``models.renderer``) converts between chat messages and token ids."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
@@ -53,7 +56,8 @@ class ConversationRenderer(Protocol):
 
 
 class DemonstrationConversation(Protocol):
-    """One call of a demonstration, as ``tasks.ledger.play`` returns it."""
+    """The conversation of one call in a demonstration, as the scripted demonstrator of the ledger
+    task (``tasks.ledger``) produces it."""
 
     @property
     def item(self) -> str: ...
@@ -69,9 +73,9 @@ class DemonstrationConversation(Protocol):
 
 
 def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Trajectory:
-    """A demonstration as the trajectory that the engine would have recorded: its calls with their
-    conversations. The rewards say whether each call answered its question correctly. Cells are
-    dropped, since nothing is learned from them."""
+    """Convert a demonstration to the trajectory that the engine would have recorded, with one call
+    for each conversation. The rewards say whether each call answered its question correctly.
+    Executed code cells are dropped, since nothing is learned from them."""
     root = conversations[0]
     calls = [_call(each) for each in conversations]
     return Trajectory(
@@ -105,8 +109,8 @@ def _call(conversation: DemonstrationConversation) -> Call:
 
 
 class TrajectoryTokenizer:
-    """Adds token ids to trajectories that did not come from a policy: the ids that a policy would
-    have read and sampled."""
+    """Adds token ids to trajectories that were not sampled from the policy: the ids that the policy
+    would have read and sampled if it had produced the same text."""
 
     def __init__(
         self,
@@ -114,8 +118,9 @@ class TrajectoryTokenizer:
         tools: Sequence[Tool] = (),
         stored: TokenizedCallCache | None = None,
     ) -> None:
-        """``tools`` are offered natively to each call. Token ids are looked up and stored in
-        ``stored``."""
+        """Create a tokenizer that writes conversations with ``renderer``. ``tools`` are offered
+        natively to each call. ``stored`` is a cache in which token ids are looked up and stored;
+        None: no cache."""
         self._renderer = renderer
         self._tools = tools
         self._stored = stored
@@ -126,8 +131,9 @@ class TrajectoryTokenizer:
         """Message -> its ids: demonstrations repeat the same code many times."""
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
-        """A copy of ``trajectory`` whose turns have ids, without calls of judges, which are never
-        learned. From a turn whose history was cut, the remaining history is rendered again."""
+        """Return a copy of ``trajectory`` whose turns have token ids. Calls of judges are left out,
+        since they are never learned. If a turn's history was shortened, the remaining history is
+        rendered again."""
         calls = [
             msgspec.structs.replace(call, turns=self._turns(call))
             for call in trajectory.calls
@@ -173,8 +179,9 @@ class TrajectoryTokenizer:
         return turns
 
     def _is_own(self, call: Call) -> bool:
-        """Whether a call's ids come from this policy, i.e. they decode to what was given and said.
-        Such ids are kept, since a policy may split a text differently than its tokenizer."""
+        """Return True if a call's token ids come from this policy, i.e. if they decode to the
+        recorded prompt and replies. Such ids are kept, since a policy may sample other tokens for a
+        text than its tokenizer would choose."""
         if not call.turns or call.turns[0].reused_ids:
             return False
         if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(
@@ -189,7 +196,8 @@ class TrajectoryTokenizer:
         )
 
     def _reply(self, message: Message) -> list[int]:
-        """The ids that are sampled to produce ``message``, including its end."""
+        """Return the token ids that the policy would sample to produce ``message``, including the
+        end-of-message token."""
         ids = self._cached_ids.get(message)
         if ids is None:
             rendered = self._renderer.prompt([_QUESTION, message])
@@ -206,15 +214,17 @@ _QUESTION = Message("user", "?")
 
 
 def form_of(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
-    """Settings that decide how ``renderer`` writes messages: an example that shows them, and the
-    native tools."""
+    """Return everything that determines how ``renderer`` converts messages to ids: the rendering of
+    an example, the stop ids and the native tools. It is part of the key under which token ids are
+    cached."""
     opened = renderer.prompt([_QUESTION], tools)
     return opened, renderer.extend([], after=renderer.stop_ids[:1]), renderer.stop_ids, tools
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file, of all JSONL files in a folder, or of a store, oldest
-    first, with the corrected scores of their reviews. Raises ConfigError, which names the line."""
+    """Yield the stored trajectories at ``path``, oldest first: a JSONL file, a folder of JSONL
+    files, or a store of runs. Scores that a reviewer corrected replace the original ones. Raises
+    ConfigError, which names the line, if a file is malformed."""
     if is_store(path):
         yield from _stored(path)
         return
@@ -245,13 +255,14 @@ _RUNS = "runs"
 
 
 def is_store(path: Path) -> bool:
-    """Whether ``path`` is a store's folder."""
+    """Return True if ``path`` is the folder of a store."""
     return (path / _RUNS).is_dir()
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:
-    """The completed runs of a store, with the rewards of its evaluations and the corrected scores
-    of its reviews. Other runs have no reward."""
+    """Yield the completed runs of a store. Their rewards are those of the store's evaluations,
+    replaced by the corrected scores of a review if there is one. Runs that were never evaluated or
+    reviewed have no reward."""
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {
@@ -269,7 +280,7 @@ def _stored(root: Path) -> Iterator[Trajectory]:
 
 
 def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Append ``trajectories``, one line each."""
+    """Append ``trajectories`` to the JSONL file at ``path``, one line each."""
     encoder = msgspec.json.Encoder()
     with path.open("ab") as file:
         file.writelines(encoder.encode(trajectory) + b"\n" for trajectory in trajectories)
@@ -278,8 +289,9 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def order(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Rows of each step: every row once per epoch, shuffled again each time, in steps of at most
-    ``batch_tokens`` tokens (a longer row is a separate step)."""
+    """Return which rows each training step uses, as indices. Every row is used once per epoch, in
+    an order that is shuffled again each time. A step has at most ``batch_tokens`` tokens; a longer
+    row is a separate step."""
     steps: list[list[int]] = []
     for epoch in range(epochs):
         shuffled = list(range(len(rows)))
@@ -328,8 +340,9 @@ SHORTEST, LONGEST = 6, 40
 
 
 def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
-    """The sequences of one step, all of the same length: about ``num_tokens`` tokens in total,
-    drawn from ``ids``. The result depends only on the arguments."""
+    """Return the training sequences of one warm-up step. Each consists of a random string twice in
+    a row, and the model learns to predict the second copy. All have the same length and about
+    ``num_tokens`` tokens in total, drawn from ``ids``. The result depends only on the arguments."""
     random = np.random.default_rng((seed, step))
     length = int(random.integers(SHORTEST, LONGEST))
     drawn = random.choice(np.asarray(ids, np.int64), (max(2, num_tokens // (2 * length)), length))

@@ -1,11 +1,12 @@
-"""The token sequences of supervised fine-tuning, kept in the run's folder.
+"""Stores the token sequences of supervised fine-tuning in the run's folder, so that a resumed run
+continues with exactly the data that it began with.
 
     assemble ── demonstrations ──tokenized──> rows ──> OUT/sft_rows.npz
     resume   ────────────────────────────────────────> the same rows
 
-A run that continues learns from the rows that it began with: no demonstrator is asked again,
-nothing is tokenized again, and a store that has grown since does not change the order of the steps.
-Not here: how rows are made (see ``train/demonstrations.py``).
+On resumption, no demonstrator is asked again, nothing is tokenized again, and trajectories that
+were added to a store since then do not change the order of the steps. The sequences are made in
+``train/demonstrations.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def key_of(config: Any) -> str:
 
 
 def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
-    """Write ``rows``, one after another in each array. An older file is replaced as a whole."""
+    """Write ``rows`` to a NumPy archive at ``path``, together with ``key``, the digest of the
+    settings that they depend on. An existing file is replaced atomically."""
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(row, name) for row in rows]) for name in _STREAMS
     }
@@ -63,7 +65,8 @@ def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
 
 
 def read_rows(path: Path, key: str) -> list[TokenSequence] | None:
-    """Read the rows at ``path``; None if they were stored for another key. A damaged file is
+    """Read the token sequences that ``write_rows`` stored at ``path``. Returns None if there is no
+    file, or if it was written with another ``key``, i.e. for other settings. A damaged file is
     reported and ignored."""
     if not path.exists():
         return None

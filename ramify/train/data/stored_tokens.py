@@ -1,15 +1,17 @@
-"""Token ids of stored conversations, kept beside them, so that no later run tokenizes them again.
+"""Caches the token ids of stored conversations beside the conversations, so that later runs need
+not tokenize them again.
 
     STORE/tokenized/2f9c….npz       one file per tokenizer, with an entry per call
         name of the file            digest of the tokenizer, its chat template and native tools
         key of an entry             digest of the call's messages
 
-Entries are found by content. Of a store that has grown, only the new calls are tokenized, and a
-run that was scored again keeps its entry. A file that is damaged, or that cannot be written, costs
-time and nothing else. Deleting runs of the store deletes the folder (``store/prune.py``).
+Entries are found by the content of a call. If a store has grown, only its new calls are tokenized,
+and a run that was scored again keeps its entry. A file that is damaged or cannot be written only
+costs the time to tokenize again. Deleting runs from the store also deletes the cache
+(``store/prune.py``).
 
-Not here: how a call is tokenized (``sft_data.py``), and the rows of a run that is resumed
-(``stored_rows.py``).
+Calls are tokenized in ``sft_data.py``; the token sequences of a run that is resumed are stored by
+``stored_rows.py``.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ _HEAD = 3
 
 
 class TokenizedCallCache:
-    """The stored token ids of one tokenizer in one folder."""
+    """A file that caches the token ids of calls for one tokenizer, with one entry per call."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:
-        """``form`` is the settings of the renderer (``sft_data.form_of``)."""
+        """Open the cache of ``tokenizer`` in ``folder``, and read its entries. ``form`` is what
+        determines how the renderer writes messages (see ``sft_data.form_of``)."""
         backend = tokenizer.backend_tokenizer.to_str().encode()
         key = hashlib.sha256(backend)
         key.update(msgspec.msgpack.encode([FORMAT, str(tokenizer.chat_template), form]))
@@ -58,7 +61,8 @@ class TokenizedCallCache:
         self.num_new = 0
 
     def turns(self, call: Call) -> list[Turn] | None:
-        """Return the turns of ``call`` with their ids; None if they are not stored."""
+        """Return the turns of ``call`` with their cached token ids, or None if the call is not in
+        the cache."""
         entry = self._entries.get(_digest(call))
         if entry is None:
             return None
@@ -66,13 +70,15 @@ class TokenizedCallCache:
         return call.turns if entry[0] == _OWN[0] else list(_with_ids(call, entry))
 
     def put(self, call: Call, turns: Sequence[Turn]) -> None:
-        """Keep the ids of ``turns``, which are those of ``call``."""
+        """Add the token ids of ``turns``, the tokenized turns of ``call``, to the cache. They are
+        written to disk by ``save``."""
         self.num_new += 1
         self._entries[_digest(call)] = _OWN if turns is call.turns else _entry(turns)
 
     def save(self) -> None:
-        """Write the entries if there are new ones. Another process may have written the file since:
-        its entries may be lost, and are then made again."""
+        """Write the cache to disk if it has new entries. If another process has written the file in
+        the meantime, that process's entries may be lost; they are then computed again when
+        needed."""
         if not self.num_new:
             return
         arrays: dict[str, Any] = {
@@ -132,8 +138,8 @@ def _with_ids(call: Call, entry: np.ndarray[Any, Any]) -> Any:
 
 
 def _read(path: Path) -> dict[bytes, np.ndarray[Any, Any]]:
-    """Return the stored token ids in the file at ``path``, by the digest of a call's messages.
-    Empty if the file is missing or damaged."""
+    """Return the cached token ids in the file at ``path``, keyed by the digest of a call's
+    messages. Returns an empty dict if the file is missing or damaged."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             digests, lengths, numbers = file["digests"], file["lengths"], file["numbers"]

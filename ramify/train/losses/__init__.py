@@ -1,4 +1,4 @@
-"""The built-in policy losses, one formula per file.
+"""The built-in policy losses, with one formula per file.
 
 ``POLICY_LOSSES`` maps names to classes. A recipe can also name its own class as ``module:name``, or
 register one:

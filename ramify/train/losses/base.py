@@ -1,5 +1,5 @@
-"""The policy-loss interface: the loss of one sampled token, from its log-probabilities and its
-advantage.
+"""Defines the interface of policy losses: formulas for the loss of one sampled token, given its
+log-probabilities and its advantage.
 
     now      l   under the policy being trained, with gradient
     old      o   under the policy at the start of the step; the sampler's if not recomputed
@@ -8,10 +8,10 @@ advantage.
     r = exp(clamp(l - o, ±20))     rho = exp(clamp(l - m, ±20))     p = exp(l)     q = exp(m)
     A  advantage                   sg  stop-gradient
 
-Each class in this package is one formula with its options. It returns a loss per token, which
-``total_loss.py`` weights and sums. A formula that looks beyond its own token declares how far: over
-the token's whole sequence (``whole``: such sequences may not be split), or over all tokens of the
-optimizer step, from which it selects some beforehand (``choose``).
+Each class in this package is one formula with its options. It returns a loss per token;
+``total_loss.py`` weights and sums these losses. Some formulas use more than one token, and declare
+that. A formula over the token's whole sequence sets ``whole``, so that its sequences are never
+split. A formula that first selects some of the tokens of an optimizer step implements ``choose``.
 
 Legend: E entries of a batch, N tokens of an optimizer step.
 """
@@ -36,8 +36,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base class of all loss and correction formulas. It lets a configuration store a formula, with
-    the class's tag as its name, and declares which inputs the formula reads.
+    """Base class of all loss and correction formulas. It lets a configuration store a formula under
+    the name given by the class's tag, and declares which inputs the formula reads.
 
     Example:
         class Bounded(train.BaseLossFormula, frozen=True, kw_only=True, tag="bounded"):
@@ -52,7 +52,8 @@ class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 
 class SequenceSums(NamedTuple):
-    """Sums over sequences: which entries of a batch belong to the same sequence."""
+    """Computes sums and means over whole sequences for a batch in which several sequences are
+    packed together."""
 
     owner: Tensor
     """[E] index of the entry's sequence, from 0."""
@@ -62,13 +63,13 @@ class SequenceSums(NamedTuple):
     """[E] whether the entry carries policy-gradient weight; other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over each entry's sequence, [E]."""
+        """Return the sum of ``values`` over the sequence that each entry belongs to, [E]."""
         weighed = values.masked_fill(~self.weighs, 0.0)
         sums = weighed.new_zeros(self.num).index_add(0, self.owner, weighed)
         return sums[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values`` over each entry's sequence, [E]."""
+        """Return the mean of ``values`` over the sequence that each entry belongs to, [E]."""
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
@@ -77,7 +78,8 @@ class SequenceSums(NamedTuple):
 
 
 class PolicyLossInputs(NamedTuple):
-    """The inputs of a policy loss; each [E], in fp32."""
+    """The tensors from which a policy loss is computed: log-probabilities and advantages, each [E]
+    in fp32."""
 
     now: Tensor
     old: Tensor
@@ -91,14 +93,15 @@ class PolicyLossInputs(NamedTuple):
 
     @property
     def sequences(self) -> SequenceSums:
-        """The entries' sequences. Raises ConfigError if they are unknown."""
+        """The sequences that the entries belong to. Raises ConfigError if they are unknown."""
         if self.whole is None:
             raise ConfigError("a loss over whole sequences received tokens without their sequences")
         return self.whole
 
 
 class TokenSelectionInputs(NamedTuple):
-    """All tokens of an optimizer step that carry policy-gradient weight; each [N], in fp64."""
+    """The values by which a loss selects tokens: all tokens of an optimizer step that carry
+    policy-gradient weight, each array [N] in fp64."""
 
     now: Doubles
     old: Doubles
@@ -109,21 +112,23 @@ class TokenSelectionInputs(NamedTuple):
 
 
 class PolicyLoss(Protocol):
-    """The interface of every policy loss; most extend ``BaseLossFormula``, some also implement
-    ``TokenSelectingLoss``."""
+    """The interface of every policy loss. Most losses extend ``BaseLossFormula``, and some also
+    implement ``TokenSelectingLoss``."""
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         """Return the loss of each token, [E]."""
         ...
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return for each token whether its policy gradient is cut off, [E]; without gradient."""
+        """Return for each token whether the formula cuts off its policy gradient, [E]; the result
+        has no gradient."""
         ...
 
 
 @runtime_checkable
 class TokenSelectingLoss(Protocol):
-    """A policy loss that treats selected tokens of the step differently."""
+    """A policy loss that treats some tokens of an optimizer step differently, and selects them from
+    all tokens of the step."""
 
     def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
         """Return for each token of the step whether it is selected, [N]."""
@@ -131,7 +136,8 @@ class TokenSelectingLoss(Protocol):
 
 
 def importance_ratio(now: Tensor, then: Tensor) -> Tensor:
-    """exp(now - then), the difference clamped to ±20.
+    """Return the probability ratio exp(now - then) of each token. The difference of
+    log-probabilities is clamped to ±20 to avoid overflow.
 
     Example:
         train.ratio(tokens.now, tokens.sampler)    # [E], 1 where the policy has not moved
@@ -140,7 +146,8 @@ def importance_ratio(now: Tensor, then: Tensor) -> Tensor:
 
 
 def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """The clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A)."""
+    """Return PPO's clipped surrogate loss of each token: -min(r A, clip(r, 1 - low, 1 + high) A),
+    where r is the importance ratio and A the advantage."""
     return -(r * advantages).minimum(r.clamp(1 - low, 1 + high) * advantages)
 
 
@@ -162,7 +169,8 @@ _NOT_NEGATIVE = (
 
 
 def check_bounds(options: Any, where: str) -> None:
-    """Raise ConfigError for a bound that no token can be within, which would train silently."""
+    """Raise ConfigError if an option of a loss is a negative bound or an empty range. No token
+    could be within such a bound, so training would silently learn nothing."""
     for name in _NOT_NEGATIVE:
         value = getattr(options, name, None)
         if isinstance(value, int | float) and not value >= 0:
@@ -173,8 +181,8 @@ def check_bounds(options: Any, where: str) -> None:
 
 
 def check_per_token(part: Any, method: str, given: Tensor, tokens: PolicyLossInputs) -> None:
-    """Raise ConfigError unless a loss term has one value for each token. ``given`` may come from a
-    plug-in. A mean would be broadcast to every token without an error."""
+    """Raise ConfigError unless a loss term has one value for each token. A plug-in may return a
+    mean by mistake, which would be broadcast to every token without an error."""
     if given.shape != tokens.now.shape:
         raise ConfigError(
             f"{type(part).__name__}.{method}() gave shape {list(given.shape)} for "

@@ -1,4 +1,5 @@
-"""CISPO: the ratio is only a weight, so a token never loses its gradient for being far off."""
+"""The CISPO loss, in which the importance ratio is only a weight, so a token never loses its
+gradient for being far off-policy."""
 
 from __future__ import annotations
 

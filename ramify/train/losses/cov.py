@@ -1,6 +1,7 @@
-"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are both likely and
-better than average. They are found among all tokens of the optimizer step, before training on any
-of them, by
+"""Two losses that slow the loss of entropy, Clip-Cov and KL-Cov (2505.22617). Most entropy is lost
+at a few tokens, namely those that are both likely and better than average. Such tokens are found
+among all tokens of the optimizer step, before training on any of them, by their contribution to the
+covariance of advantage and log-probability:
 
     cov_i = (A_i - mean A) (l_i - mean l)                  both means over all tokens of the step
 
@@ -104,8 +105,8 @@ class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
 
 
 def covariance(step: TokenSelectionInputs) -> Doubles:
-    """Return how much each token of a step adds to the covariance of advantage and log-probability:
-    (A_i - mean A) (l_i - mean l), as [N]."""
+    """Return how much each token of a step adds to the covariance of advantage and log-probability,
+    [N]: (A_i - mean A) (l_i - mean l)."""
     cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return cov
 

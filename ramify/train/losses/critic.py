@@ -1,4 +1,4 @@
-"""The critic's loss: predict, before each sampled token, the return of its call."""
+"""The loss of the critic, which predicts the return of a call before each sampled token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class CriticLossInputs(NamedTuple):
-    """The inputs of a critic's loss; each [E]."""
+    """The predicted values and the returns from which the critic's loss is computed; each tensor is
+    [E]."""
 
     now: Tensor
     """V, the predicted value, with gradient."""
@@ -25,8 +26,9 @@ class CriticLossInputs(NamedTuple):
 
 
 class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), added to the policy loss at each token that
-    has a return."""
+    """The clipped squared error of the critic, ½ max((V - R)², (clip(V, V_old ± clip) - R)²), where
+    V is the predicted value and R the return. It is added to the policy loss at each token that has
+    a return."""
 
     weight: float = 0.5
     clip: float | None = 0.2

@@ -1,12 +1,12 @@
-"""Decoupled PPO: the policy of the importance weights and the policy of the trust region differ, so
-stale rollouts do not narrow the trust region.
+"""Decoupled PPO, in which the policy of the importance weights and the policy of the trust region
+differ, so that stale rollouts do not narrow the trust region.
 
     w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap), or 0 above the cap
         m the sampler, x the proximal policy, around which updates are clipped
 
-``decoupled`` recomputes x at the start of the step (2505.24298). ``prox_approx`` interpolates it
-between the sampler and the current policy by staleness, which saves that pass;
-``decoupled_gspo`` clips the geometric mean of a sequence's ratios:
+``decoupled`` recomputes x at the start of the step (2505.24298). ``prox_approx`` saves this forward
+pass: it interpolates x between the sampler and the current policy, according to the staleness of
+the token. ``decoupled_gspo`` clips the geometric mean of a sequence's ratios.
 
     x = m + a (sg(l) - m),   a = staleness / (staleness + 1)    staleness 0: x = m, 1: halfway
 """

@@ -1,14 +1,14 @@
-"""Distillation losses over k tokens per position: three forms, each a function per entry, before
-weights.
+"""Distillation losses over k candidate tokens per position. There are three forms; each is a
+function that returns the loss of each entry, before weights are applied.
 
     forward     Σ_k p_T (log p_T − log p)                on the teacher's likeliest tokens
     reverse     Σ_{k+1} p (log p − log p_T)              same, plus one bin for all others (V2)
     surrogate   Σ_k max(−A ρ, −A clip(ρ, 1−ε_l, 1+ε_h))  on the policy's likeliest tokens (V3)
                 A = clip(log p_T − log p_old, ±C) · softmax_k(log p_old),  ρ = p / p_old
 
-Log-probabilities are over the whole vocabulary and are never renormalized over the k tokens:
-otherwise mass could leak to other tokens without a penalty. Not here: where the candidates come
-from (``signals/teacher.py``).
+Log-probabilities are over the whole vocabulary and are never renormalized over the k tokens, since
+otherwise mass could leak to other tokens without a penalty. The candidates are chosen in
+``signals/teacher.py``.
 
 Legend: E entries, k candidates per entry.
 """
@@ -27,8 +27,8 @@ the bin is empty and adds 0."""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the forward KL of each entry, as [E], from log-probabilities of the candidates, [E,
-    k].
+    """Return the forward KL from the teacher to the policy for each entry, [E]. Both inputs are
+    log-probabilities of the candidates, [E, k].
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.373386
@@ -37,9 +37,9 @@ def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the reverse KL of each entry, as [E], from log-probabilities of the candidates, [E,
-    k]. All other tokens count as one more candidate. The KL is differentiated directly, without a
-    policy gradient.
+    """Return the reverse KL from the policy to the teacher for each entry, [E]. Both inputs are
+    log-probabilities of the candidates, [E, k]; all other tokens count as one more candidate. The
+    KL is differentiated directly, without a policy gradient.
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.404978
@@ -56,9 +56,10 @@ def surrogate(
     low: float = 0.2,
     high: float = 0.28,
 ) -> Tensor:
-    """Return the clipped surrogate of each entry (V3, see the top of the file), as [E]. The three
-    inputs are log-probabilities of the candidates, [E, k]: of the teacher, of the sampling policy
-    (``old``) and of the current policy (``now``).
+    """Return PPO's clipped surrogate loss of each entry, [E], with advantages that are computed
+    from the teacher (form V3 at the top of the file). The three inputs are log-probabilities of the
+    candidates, [E, k]: of the teacher, of the sampling policy (``old``) and of the current policy
+    (``now``).
 
     Example:
         p_T = (0.2, 0.7), p_old = p = (0.6, 0.3), clip = 1    # 0.384234
@@ -70,6 +71,6 @@ def surrogate(
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """Return the probability of all tokens that are not among the k candidates, at least
-    ``LEAST``."""
+    """Return the total probability of all tokens that are not among the k candidates. It is at
+    least ``LEAST``, so that its logarithm is finite."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=LEAST)

@@ -1,4 +1,5 @@
-"""DPPO: bounds on how far a token's probability moves, instead of bounds on its ratio."""
+"""The DPPO losses, which bound how far the probability of a token moves instead of bounding its
+ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GMPO: the geometric mean of a sequence's ratios, each clipped separately in log space."""
+"""The GMPO loss, which uses the geometric mean of a sequence's importance ratios, each clipped
+separately in log space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GSPO: one ratio for a whole sequence, the geometric mean of its tokens' ratios."""
+"""The GSPO loss, which uses one importance ratio for a whole sequence: the geometric mean of its
+tokens' ratios."""
 
 from __future__ import annotations
 

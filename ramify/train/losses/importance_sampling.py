@@ -1,4 +1,5 @@
-"""Importance sampling without bounds."""
+"""The importance-sampling loss: a policy gradient weighted by the importance ratio, without any
+bounds on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The clipped surrogate of PPO, and its dual-clip variant, which bounds what one token can cost."""
+"""The clipped surrogate loss of PPO, and its dual-clip variant, which also bounds the loss of a
+single token."""
 
 from __future__ import annotations
 

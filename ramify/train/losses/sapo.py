@@ -1,4 +1,5 @@
-"""SAPO: a sigmoid instead of the clip, so the gradient fades but is never cut off."""
+"""The SAPO loss, which replaces PPO's clip by a sigmoid, so that the gradient fades but is never
+cut off."""
 
 from __future__ import annotations
 

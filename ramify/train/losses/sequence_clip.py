@@ -1,4 +1,5 @@
-"""PPO with one action per sequence: the ratio of whole sequences, not their mean per token."""
+"""PPO that treats a sequence as one action: its ratio is that of the whole sequence, not a mean
+over tokens."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""The loss of a step: three weighted sums over entries, each divided by its count over the whole
-step.
+"""Computes the loss of a training step, which is the sum of up to three components: reinforcement
+learning, imitation and distillation. Each is a weighted sum over entries (sampled tokens), divided
+by its count over the whole step.
 
     L = sum w_rl (policy + beta KL - c H + value) / N_rl
       + sum w_ce (-l) / N_ce
       + sum w_kd D / N_kd
 
 Weights and counts are part of the batch, so the loss and its gradient do not depend on how the step
-was cut into batches, packed or ordered. Decides what each component is per entry, and which metrics
-are measured. Values that depend on the whole step are computed before any of its batches is learned
-from, and added to the batch:
+was cut into batches, packed or ordered. This module defines the loss of each entry and the metrics
+that are measured. Values that depend on the whole step are computed before training on any of its
+batches, and added to the batch:
 
     choose        tokens that some losses treat differently (``cov.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
@@ -19,7 +20,8 @@ from, and added to the batch:
                   whichever path it carries weight
     check_whole   for such a loss: each sequence is whole, in one batch
 
-Not here: log-probabilities (``models/trunk.py``), weights and advantages (``advantages/``).
+Log-probabilities are computed in ``models/trunk.py``, and weights and advantages in
+``advantages/``.
 
 Legend: E entries of a batch, N tokens of the step, k teacher tokens per entry. l, o and m are the
 current, old and sampler log-probabilities, as in ``base.py``.
@@ -69,7 +71,8 @@ Old = Literal["auto", "pass", "now", "sampler"]
 
 
 class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The loss to minimize."""
+    """The loss that training minimizes: the policy loss with its corrections, KL, entropy and value
+    terms, and the options of distillation."""
 
     policy: Any = DppoTv()
     """The policy loss; implements ``PolicyLoss``. In a configuration: a name in ``POLICY_LOSSES``,
@@ -127,14 +130,16 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reads(self) -> frozenset[str]:
-        """Extra inputs of the policy loss and its corrections: ``old_logprobs``, ``staleness``;
-        ``fresh_old`` if the sampler's log-probabilities cannot serve as the old ones."""
+        """The extra per-token inputs that the policy loss and its corrections need:
+        ``old_logprobs``, ``staleness``, and ``fresh_old`` if the sampler's log-probabilities cannot
+        serve as the old ones."""
         reads = (frozenset(getattr(part, "reads", ())) for part in (self.policy, *self.corrections))
         return frozenset[str]().union(*reads)
 
     @property
     def is_over_sequences(self) -> bool:
-        """Whether a part of the loss reads whole sequences, so that none may be split."""
+        """True if a part of the loss needs whole sequences, so that no sequence may be split over
+        batches."""
         return any(getattr(part, "whole", False) for part in (self.policy, *self.corrections))
 
     @property
@@ -145,8 +150,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def wants_every_token(self) -> bool:
-        """Whether tokens with advantage 0 matter: for a term that acts on each token, or a mean
-        over tokens."""
+        """True if tokens with advantage 0 matter too, because the loss has a term that acts on each
+        token, or a mean over tokens."""
         return bool(
             self.kl_beta
             or self.entropy
@@ -155,9 +160,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def stored(self) -> dict[str, Any]:
-        """Return this loss as plain data, from which ``restored`` in another process creates it
-        again. A plug-in's formula is named by its location. Raises ConfigError for a formula that
-        is not a struct."""
+        """Return this loss as plain data, from which ``restored`` can create it again in another
+        process. A plug-in's formula is stored by its location. Raises ConfigError if a formula is
+        not a struct."""
         try:
             data: dict[str, Any] = msgspec.to_builtins(self)
         except TypeError as error:
@@ -174,8 +179,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
-        """Return a copy of this loss in which an ``old`` of ``auto`` is replaced by an actual
-        source of old log-probabilities. ``num`` is the number of optimizer steps per training
+        """Return a copy of this loss in which ``old="auto"`` is replaced by an actual source of old
+        log-probabilities. The choice depends on ``num``, the number of optimizer steps per training
         step."""
         if self.old != "auto":
             return self
@@ -186,7 +191,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class BatchLossInputs(NamedTuple):
-    """The inputs of a loss for one batch; each is [E] unless stated otherwise."""
+    """The tensors from which the loss of one batch is computed; each is [E] unless stated
+    otherwise."""
 
     logprobs: Tensor
     """l, with gradient."""
@@ -205,8 +211,8 @@ class BatchLossInputs(NamedTuple):
 
 
 def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally]:
-    """Return the share of these entries in the loss of the step, which is a scalar with gradient,
-    and a tally of what was measured."""
+    """Return how much one batch contributes to the loss of the step, as a scalar with gradient, and
+    a tally from which the step's metrics are computed."""
     tally = LossTally()
     shares = []
     for name, weighed in _components(loss, entries, tally):
@@ -217,7 +223,7 @@ def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally
 
 
 def per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
-    """Return each entry's share of the loss, [E], for diagnosis."""
+    """Return the contribution of each entry to the loss, [E], for diagnosis."""
     parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
     return sum(parts[1:], parts[0])
 
@@ -225,8 +231,8 @@ def per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
 def _components(
     loss: LossSpec, entries: BatchLossInputs, tally: LossTally
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each component's name and each entry's share of it. An entry without weight adds 0,
-    whatever its log-probability."""
+    """Yield the name of each component of the loss, with the contribution of each entry to it. An
+    entry without weight contributes 0, whatever its log-probability."""
     for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
         if name in entries.denominators:
             weight = entries.streams[name] / entries.denominators[name]
@@ -234,9 +240,9 @@ def _components(
 
 
 def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
-    """Estimate KL(now, ref) per token, with d = ref - now: k1 = -d, k2 = d²/2, k3 = exp(d) - d - 1
-    (d clamped to ±20, k3 to ±10). ``k3+`` has the value of k3 and the gradient of k2, which
-    on-policy is that of the true KL."""
+    """Estimate KL(now, ref) for each token. With d = ref - now, the estimators are k1 = -d, k2 =
+    d²/2 and k3 = exp(d) - d - 1 (d is clamped to ±20, k3 to ±10). ``k3+`` has the value of k3 and
+    the gradient of k2, which on-policy is the gradient of the true KL."""
     if kind == "k1":
         return now - ref
     k2 = (now - ref).square() / 2
@@ -365,7 +371,7 @@ class SerializableLossTally(msgspec.Struct, frozen=True):
 
 
 class LossTally:
-    """Sums over entries, accumulated over the batches of a step, from which its metrics are
+    """Accumulates sums over the entries of a step's batches, from which the metrics of the step are
     computed."""
 
     def __init__(self) -> None:
@@ -387,7 +393,8 @@ class LossTally:
         self.add(name, values.masked_fill(~has_weight, 0.0).sum(), has_weight.sum())
 
     def policy(self, tokens: PolicyLossInputs, clipped: Tensor, has_weight: Tensor) -> None:
-        """Add the metrics of off-policy learning, over the entries with weight."""
+        """Add metrics that show how far off-policy the tokens with weight are, such as the clip
+        fraction."""
         now = tokens.now.detach()
         mismatch = (
             tokens.old - tokens.sampler
@@ -418,8 +425,8 @@ class LossTally:
             self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
 
     def _raise(self, name: str, value: Tensor | float) -> None:
-        """Keep the maximum; NaN is sticky. Tensors stay on their device, so that nothing waits for
-        a batch."""
+        """Record a value if it is the largest so far; once a NaN occurs, the maximum stays NaN.
+        Tensors stay on their device, so that nothing waits for a batch to finish."""
         before = self.maxima.get(name)
         if before is None:
             self.maxima[name] = value
@@ -438,7 +445,7 @@ class LossTally:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of a step.
+        """Return the metrics of the step.
 
         ``loss`` and its components are sums over the step. ``ess`` is the effective sample size
         (sum rho)² / sum rho² as a share of the tokens. The others are means over the entries with
@@ -471,9 +478,9 @@ def chooses(loss: LossSpec) -> bool:
 
 
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
-    """Return the batches with an additional stream ``chosen``, which marks the tokens that the
-    policy loss selects. ``logprobs`` holds, for each batch, the log-probabilities under the current
-    policy, [E]."""
+    """Mark the tokens that the policy loss selects, and return the batches with the marks as an
+    additional stream, ``chosen``. ``logprobs`` holds the log-probabilities of each batch under the
+    current policy, [E]."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     with_mask = list(zip(batches, weighs, strict=True))
     now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
@@ -502,8 +509,9 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
 
 
 def sequences_of(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
-    """Return the index of each entry's sequence ([E], from 0) and the number of sequences. Paths of
-    the same call, or of the same rollout, have the same index."""
+    """Return the index of each entry's sequence ([E], from 0) and the number of sequences. Entries
+    of the same call (or of the same rollout, if that is the ``unit``) get the same index, even if
+    the call has several paths."""
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [
@@ -514,8 +522,8 @@ def sequences_of(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
 
 
 def check_whole(batches: Many[Batch], unit: SequenceUnit = "call") -> None:
-    """Raise TrainError if a call, or a rollout, with policy-gradient weight occurs in two
-    batches."""
+    """Raise TrainError if a call or rollout (``unit``) with policy-gradient weight is split over
+    two batches."""
     places = Counter[str | int]()
     for batch in batches:
         learnt = np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist()
@@ -533,8 +541,8 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a pseudorandom number per entry, [E]. It depends only on the name of the entry's
-    sequence and the entry's position in it."""
+    """Return a pseudorandom number for each entry, [E]. It depends only on the name of the entry's
+    sequence and on the entry's position in the sequence."""
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64

@@ -1,4 +1,5 @@
-"""Which process gets which slot, and whether the slots fit the pools.
+"""Assigns processes to placement slots (shares of a machine), and checks that the slots fit the
+pools of machines.
 
     pool gpus, 2 nodes of 2 GPUs
         node 0   slot 0  trainer 0, inference 0      slot 1  trainer 1, inference 1
@@ -12,11 +13,9 @@ than slots uses the first slots:
                                          …       slot 3  trainer 6, trainer 7, inference 3
     2 ranks of 1 GPU, 1 engine of 1      slot 0  trainer 0, inference 0      slot 1  trainer 1
 
-This is decided by arithmetic alone, before any process starts. ``ramify cluster plan`` prints the
-slots, and Ray is asked for exactly these. Processes that share a slot share its GPUs; their CPUs
-and memory add up.
-
-Not here: what a machine really has (see ray_launcher.py).
+Slots are computed by arithmetic alone, before any process starts. ``ramify cluster plan`` prints
+them, and Ray is asked for exactly these slots. Processes that share a slot share its GPUs; their
+CPUs and memory add up. The actual resources of a machine are checked in ``ray_launcher.py``.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
     """Return the number of processes of each role and service, by name. ``by_run`` holds the
-    numbers that other options of the run set for a role, 0 if not set. Raises ConfigError if such a
-    number differs from the placement's."""
+    numbers that other options of the run set for a role, or 0 if they set none. Raises ConfigError
+    if such a number differs from the placement's."""
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
         by_placement, elsewhere = spec.role(name).count or 0, by_run.get(name, 0)
@@ -51,8 +50,9 @@ _FIELDS = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "
 
 
 def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeResourceSlot]:
-    """The slots of ``num`` processes of each role, beginning with the first rank's. Raises
-    ConfigError, with the sums, if they do not fit the pools."""
+    """Return the slots for the given number of processes of each role, beginning with the slot of
+    the first trainer process. Raises ConfigError, which shows the sums, if they do not fit the
+    pools."""
     unplaced = _unplaced_slots(spec, num)
     if not spec.pools:
         return [
@@ -67,7 +67,7 @@ def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeRes
 
 
 class _UnplacedSlot(NamedTuple):
-    """A slot that is not assigned to a node yet."""
+    """A placement slot that is not assigned to a node yet."""
 
     pool: str
     needs: SlotResources
@@ -89,8 +89,8 @@ def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Unplac
 def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """Return the slots of colocated roles. There are as few slots as can hold all processes, and
-    the processes of each role are divided evenly among the slots."""
+    """Return the slots of a group of colocated roles. There are as few slots as can hold all
+    processes, and the processes of each role are divided evenly among them."""
     largest = max(spec.role(role).gpus for role in group)
     num_slots = max(
         -(-num[role] // _side_by_side(spec.role(role).gpus, largest, num[role])) for role in group
@@ -113,7 +113,8 @@ def _group_slots(
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """How many processes of ``gpus`` GPUs fit side by side on a slot of ``largest`` GPUs."""
+    """Return how many processes with ``gpus`` GPUs each fit side by side on a slot with ``largest``
+    GPUs."""
     if not largest:
         return 1
     return max(1, int(largest / gpus + ALMOST)) if gpus else num
@@ -160,9 +161,9 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
-    """Assign the slots of one pool to its nodes. Returns the placed slots by their index. The
-    largest slot is placed first. Each slot goes to the first node with enough room, or with
-    ``spread`` to the node with the most room. Raises ConfigError if a slot fits on no node."""
+    """Assign the slots of one pool to its nodes, and return the placed slots by index. The largest
+    slot is placed first. Each slot goes to the first node with enough room, or with ``spread`` to
+    the node with the most room. Raises ConfigError if a slot fits on no node."""
     free = [_resources(pool)] * pool.nodes
     slots = {}
     for index, slot in sorted(
@@ -188,8 +189,8 @@ def _placed(
 
 
 def _roles_of(members: Sequence[RoleInstance]) -> str:
-    """Describe the roles in a placement slot, with their counts: ``trainer and inference``, ``2
-    trainer and inference``."""
+    """Describe the roles in a placement slot, with their counts, as in ``trainer and inference`` or
+    ``2 trainer and inference``."""
     num = Counter(member.role for member in members)
     return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())
 

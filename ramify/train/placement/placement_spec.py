@@ -1,4 +1,5 @@
-"""Where a run's processes are placed, as plain data: the part ``placement`` of a recipe.
+"""The recipe's section ``placement``, which describes as plain data where a run's processes are
+placed.
 
     PlacementSpec(
         pools={"gpus": NodePool(nodes=2, gpus=8, cpus=64), "cpus": NodePool(nodes=1, cpus=32)},
@@ -11,8 +12,6 @@
 A *pool* is a set of identical nodes. A *role* is all processes of one kind. A *slot* is the share
 of a node that one process takes, or several that are colocated (``placement_slots.py``). Without
 ``--placement ray`` all processes run on this machine, but the declared resources are still checked.
-
-Not here: what the processes do.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ KINDS = ("local", "ray")
 
 
 class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A set of identical nodes."""
+    """A pool of identical machines, on which processes can be placed."""
 
     nodes: int = 1
     gpus: float = 0
@@ -50,7 +49,8 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The processes of one role, and the resources of each."""
+    """The placement of one kind of process (a role): its pool, its number of processes and the
+    resources of each."""
 
     pool: str = ""
     """A name from ``pools``; optional if there is only one pool."""
@@ -72,7 +72,8 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A server that provides judgements or rewards: one process, started before the engines."""
+    """A server that provides judgements or rewards. It is a single process, which is started before
+    the engines."""
 
     command: tuple[str, ...]
     """Command that starts it; ``{host}`` and ``{port}`` are replaced by its listening address."""
@@ -95,7 +96,8 @@ class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Pools, roles, and which roles share slots."""
+    """The pools of machines, the kinds of processes that run there, and which of them share
+    GPUs."""
 
     kind: Literal["local", "ray"] = "local"
     """What starts the processes: this machine, or Ray. ``ramify train --placement`` sets it."""
@@ -154,13 +156,13 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return *ROLES, *self.services
 
     def role(self, name: str) -> RoleSpec:
-        """The specification of role ``name``. A service is a role, too."""
+        """Return the specification of the role called ``name``. Each service is a role, too."""
         spec: RoleSpec = self.services[name] if name in self.services else getattr(self, name)
         return spec
 
     def pool_of(self, name: str) -> str:
-        """The name of the role's pool; empty if no pools are declared. Raises ConfigError if the
-        role names no pool and there are several."""
+        """Return the name of a role's pool, or an empty string if no pools are declared. Raises
+        ConfigError if there are several pools and the role names none."""
         pool = self.role(name).pool
         if pool or not self.pools:
             return pool

@@ -1,16 +1,14 @@
-"""Servers of judgements or rewards that a run calls: started on their slots, and found through an
-environment variable.
+"""Starts the servers of judgements or rewards that a run needs, and sets the environment variables
+through which callers find them.
 
     run, rollout workers ── variable: http://… ──▶ service on this machine
                                                └─▶ forwarder on this machine ──▶ service elsewhere
 
-Callers read an environment variable once, as for any external server, so the address stays the same
-for the whole run. A service that ends is restarted on the same port, and the restart is logged;
-behind the forwarder it may then be on another machine. Decides that a service is ready once it
-accepts connections.
-
-Not here: what a service answers, and what to do while a judge is away for some seconds (its caller
-decides that).
+Callers read an environment variable only once, as for any external server, so the address stays the
+same for the whole run. A service that ends is restarted on the same port, and the restart is
+logged. If the service is behind a forwarder, it may then be on another machine. A service counts as
+ready once it accepts connections. What to do while a judge is away for some seconds is decided by
+its caller.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _BLOCK = 1 << 16
 
 
 class RewardServices:
-    """The services of one run. Belongs to the run's event loop."""
+    """Starts, watches and ends all services of one run. It belongs to the run's event loop."""
 
     def __init__(
         self,
@@ -47,8 +45,9 @@ class RewardServices:
         *,
         restarts: int = 3,
     ) -> None:
-        """``restarts`` is how often a service is restarted in a row before it is given up. The
-        count starts again once the service has run for its ``start_s`` seconds."""
+        """Prepare the services without starting them. ``restarts`` is how often a service is
+        restarted in a row before it is given up. The count starts again once the service has run
+        for its ``start_s`` seconds."""
         self._hosts = hosts
         self._restarts = restarts
         self._all = [
@@ -59,7 +58,8 @@ class RewardServices:
         """Variable -> its value before the run set it."""
 
     async def start(self) -> None:
-        """Start all services. Raises ConfigError if one does not start."""
+        """Start all services, and set the environment variables that hold their addresses. Raises
+        ConfigError if one does not start."""
         try:
             await asyncio.gather(*(service.start() for service in self._all))
             for service in self._all:
@@ -73,7 +73,7 @@ class RewardServices:
         self._watchers = [asyncio.ensure_future(self._watch(service)) for service in self._all]
 
     async def close(self) -> None:
-        """End all services and restore the environment. Idempotent."""
+        """End all services and restore the environment variables. Calling it again does nothing."""
         watchers, self._watchers = self._watchers, []
         await cancel_all(watchers)
         await asyncio.gather(*(service.close() for service in self._all))
@@ -106,7 +106,7 @@ class RewardServices:
 
 
 class _RunningService:
-    """One service, on whichever machine its slot is."""
+    """One running service, which may be on another machine."""
 
     def __init__(self, hosts: Launcher, name: str, spec: RewardServiceSpec, out: Path) -> None:
         self._hosts = hosts
@@ -125,14 +125,14 @@ class _RunningService:
         return f"service '{self.name}'{where}"
 
     async def start(self) -> None:
-        """Start or restart the service, and wait until it accepts connections. Raises
-        ConfigError."""
+        """Start or restart the service, and wait until it accepts connections. Raises ConfigError
+        if it does not do so in time, or ends first."""
         await asyncio.to_thread(self._start)
         await self._reached()
 
     async def opened(self) -> str:
         """Return the service's URL, which stays valid for the whole run. If the service runs on
-        another machine, start a forwarder for it on this one."""
+        another machine, a forwarder is started for it on this machine."""
         host, port = self._host, self._port
         if host != self._hosts.address:
             self._forwarder = await asyncio.start_server(self._pass, self._hosts.address, 0)
@@ -140,7 +140,7 @@ class _RunningService:
         return f"http://{host}:{port}{self.spec.path}"
 
     async def ended(self) -> str:
-        """Wait until the service has ended, and describe how."""
+        """Wait until the service has ended, and return a description of how it ended."""
         assert self._process is not None
         while True:
             if await asyncio.to_thread(self._process.poll) is not None:
@@ -184,7 +184,7 @@ class _RunningService:
             await asyncio.sleep(_POLL_S)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one connection to the machine where the service is now."""
+        """Forward one connection to the machine on which the service currently runs."""
         # If forwarding fails, the caller sees a closed connection, as from the service itself.
         with contextlib.closing(writer), contextlib.suppress(OSError):
             from_service, to_service = await asyncio.open_connection(self._host, self._port)

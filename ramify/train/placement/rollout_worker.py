@@ -1,13 +1,13 @@
-"""A rollout worker: a process with its own sandboxes and connections to the engines, which samples
-rollouts and scores them, unless the task scores whole steps, which the run does.
+"""Runs a rollout worker: a process that samples rollouts, with its own sandboxes and connections to
+the engines. It also scores them, unless the task scores whole steps, which the run does itself.
 
     run ── RolloutRequest: item, name, seed, version ──> worker: ``evaluate.attempt`` ──> engines
         <── trajectory (in its stored form), and hashes of the ids that engines received ──
 
 The run starts the worker (``rollout_workers.py``), and the worker connects back with the ticket
-that it was given. It decides nothing: a rollout depends only on the request, not on where it runs.
-It makes the task itself, from the task's name and options. Model-written code may have run here, so
-the run decodes replies as exactly the expected types.
+that it was given. The worker decides nothing: a rollout depends only on the request, not on where
+it runs. It creates the task itself, from the task's name and options. Since code written by a model
+may have run in the worker, the run decodes its replies strictly as the expected types.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ramify.types.message import Message
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
-    """The part of a run that its rollouts need."""
+    """The part of a run's configuration that a rollout worker needs, sent as its first message."""
 
     name: str
     task: str
@@ -72,8 +72,8 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class SerializedTaskItem(msgspec.Struct, frozen=True):
-    """An ``Item`` in the form in which it is sent to a worker. Its values use the codec of
-    sessions, which keeps their types."""
+    """A task item in the form in which it is sent to a worker. Its values are encoded like those of
+    sessions, so that their types are kept."""
 
     question: str
     kind: str
@@ -83,7 +83,8 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> SerializedTaskItem:
-        """Encode an item. Raises ConfigError for a value that no session could receive."""
+        """Encode an item for a worker. Raises ConfigError if it has a value that no session could
+        receive."""
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
             values["context"] = item.context.value
@@ -108,7 +109,7 @@ _VALUES = ("context", "gold", "right", "wrong", "metadata")
 
 
 class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request for one rollout."""
+    """A message that asks a worker to sample one rollout."""
 
     id: int
     item: SerializedTaskItem
@@ -121,26 +122,27 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AvailableEngines(msgspec.Struct, frozen=True, tag=True):
-    """The engines that the worker may call from now on."""
+    """A message that tells a worker which engines it may call from now on."""
 
     urls: tuple[str, ...]
 
 
 class CancelRollout(msgspec.Struct, frozen=True, tag=True):
-    """Cancels the rollout of a request, because its result is no longer needed."""
+    """A message that cancels a requested rollout, because its result is no longer needed."""
 
     id: int
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag=True):
-    """The last message to a worker, which then exits."""
+    """The last message to a worker, which exits when it receives this."""
 
 
 RunMessage = RolloutWorkerSpec | RolloutRequest | AvailableEngines | CancelRollout | EndWorker
 
 
 class WorkerMessage(msgspec.Struct, frozen=True):
-    """A message from a worker to the run."""
+    """A message from a rollout worker to the run, such as a finished rollout, a log record or a
+    heartbeat."""
 
     kind: str
     """``ready``, ``said`` (a ``ForwardedLogRecord``), ``done``, ``broke`` (a bug), ``failed`` (the
@@ -154,7 +156,7 @@ class WorkerMessage(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Run a rollout worker until the run ends."""
+    """Run this process as a rollout worker until the run ends."""
     channel = connect_back()
     spec: RolloutWorkerSpec = channel.receive(RolloutWorkerSpec)
     try:
@@ -176,7 +178,7 @@ class _RolloutWorker:
         attach(ForwardingLogHandler(self._forward))
 
     async def serve(self) -> None:
-        """Sample rollouts as requested until the run ends. Raises RamifyError if the worker cannot
+        """Sample rollouts on request until the run ends. Raises RamifyError if the worker cannot
         start."""
         spec = self._spec
         # Fails fast if the task is unknown, before imports that take seconds.

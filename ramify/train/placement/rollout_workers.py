@@ -1,13 +1,13 @@
-"""Rollouts in separate processes: each rollout goes to the worker with the least work, and comes
-back as a trajectory.
+"""Samples rollouts in separate worker processes. Each rollout goes to the worker with the least
+work, and comes back as a trajectory.
 
     rollouts ── attempt(item, name, sampling) ──> RolloutWorkers ──> worker 0, worker 1, …
                                                                      (``rollout_worker.py``)
 
-Seeds, groups and their order are the caller's (``rollouts/rollouter.py``), so a group is the same
-wherever it is sampled. A worker that ends is reported and restarted, a few times in a row. Its
-rollouts are sampled again, by it or by others: equal seeds give equal rollouts. If no worker is
-left and none is being restarted, rollouts fail with the reason.
+The caller (``rollouts/rollouter.py``) decides seeds, groups and their order, so a group is the same
+wherever it is sampled. A worker that ends is reported and restarted, up to a few times in a row.
+Its unfinished rollouts are sampled again by any worker, with the same result, since their seeds are
+the same. If no worker is left and none is being restarted, rollouts fail with the reason.
 
 The run manages the engines and gives them their weights. A worker that gets no answer from an
 engine reports it, and is notified whenever the list of available engines changes.
@@ -67,7 +67,8 @@ _MAX_REASONS = 3
 
 
 class _Worker:
-    """One rollout worker, as the run sees it."""
+    """The run's view of one worker process: its connection, and the rollouts that it is
+    sampling."""
 
     def __init__(self, number: int, process: Process, channel: Channel, heartbeat_s: float) -> None:
         self.heartbeats = HeartbeatDeadline(heartbeat_s, _LOOK_S)
@@ -82,8 +83,8 @@ class _Worker:
         threading.Thread(target=self._write, daemon=True, name="ramify to a rollout worker").start()
 
     def send(self, message: RunMessage) -> None:
-        """Queue a message without waiting, because a stalled worker does not read. Messages keep
-        their order."""
+        """Queue a message for the worker without waiting, since a stalled worker does not read.
+        Messages are sent in order."""
         self._outbox.put(message)
 
     def _write(self) -> None:
@@ -96,7 +97,8 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """The rollout workers of a run. Belongs to one event loop; call ``start`` first."""
+    """A pool of worker processes that sample the rollouts of a run. It belongs to one event loop;
+    call ``start`` before anything else."""
 
     def __init__(
         self,
@@ -111,9 +113,10 @@ class RolloutWorkers:
         restarts: int = 3,
         heartbeat_s: float = 60.0,
     ) -> None:
-        """``seen`` receives the hashes of the ids that went through engines. ``restarts`` is how
-        often a worker may end in a row without having completed a rollout. ``heartbeat_s`` is a
-        limit in seconds: a worker that is silent for longer is ended, and counts as lost."""
+        """Prepare ``num`` workers without starting them. ``seen`` receives hashes of the token ids
+        that went through engines. ``restarts`` is how often a worker may end in a row without
+        having completed a rollout. A worker that is silent for more than ``heartbeat_s`` seconds is
+        ended, and counts as lost."""
         self._hosts = hosts
         self._num = num
         self._spec = spec
@@ -135,7 +138,8 @@ class RolloutWorkers:
         self._is_closing = False
 
     async def start(self) -> None:
-        """Start all workers. Raises ConfigError if one cannot start."""
+        """Start all workers, and wait until they are ready. Raises ConfigError if one cannot
+        start."""
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
@@ -153,7 +157,7 @@ class RolloutWorkers:
         self, item: Item, name: str, sampling: Sampling, branch: BranchOptions | None = None
     ) -> Trajectory:
         """Sample one rollout on the least busy worker. ``branch`` sets where the rollout forks into
-        several continuations; None for no forks. Raises TrainError if no worker is left, and
+        several continuations; None: it does not fork. Raises TrainError if no worker is left, and
         RuntimeError for a bug in the worker."""
         stored, version = SerializedTaskItem.of(item), self._engines.version
         request = RolloutRequest(next(self._ids), stored, name, sampling, version, branch)
@@ -170,7 +174,7 @@ class RolloutWorkers:
                         worker.send(CancelRollout(request.id))
 
     async def close(self) -> None:
-        """End all workers. Idempotent."""
+        """End all workers. Calling it again does nothing."""
         self._is_closing = True
         tasks, self._restarting = [*self._tasks, *self._restarting.values()], {}
         await cancel_all(tasks)
@@ -185,8 +189,8 @@ class RolloutWorkers:
     # --- starting a worker
 
     async def _start_worker(self, number: int) -> _Worker:
-        """Start worker ``number``, and return it once it can sample rollouts. Raises ConfigError if
-        it cannot."""
+        """Start a worker, and return it once it can sample rollouts. Raises ConfigError if the
+        worker cannot start, or if no engine answers."""
         until = time.monotonic() + self._start_s
         while not self._engines.answering:
             if time.monotonic() > until:
@@ -219,7 +223,8 @@ class RolloutWorkers:
         return worker
 
     def _start_process(self, number: int) -> _Worker:
-        """Start the process, and return once it has connected. Raises ConfigError."""
+        """Start the process of a worker, and return once it has connected. Raises ConfigError if it
+        does not connect."""
         names = {self._spec.inference.key_variable, *self._spec.variables}
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
@@ -257,7 +262,8 @@ class RolloutWorkers:
         return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
-        """Restart worker ``number``, or give it up; either is logged."""
+        """Restart a worker that has ended, with several attempts, or give it up; either outcome is
+        logged."""
         try:
             worker = await until_started(
                 partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
@@ -282,8 +288,8 @@ class RolloutWorkers:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Send workers the list of available engines, and detect workers that ended without a
-        message, for example with their machine."""
+        """Send workers the current list of available engines, and detect workers that ended without
+        a message, for example because their machine failed."""
         while True:
             urls = self._engines.answering
             for worker in list(self._alive):
@@ -308,7 +314,7 @@ class RolloutWorkers:
     # --- messages from workers
 
     def _read(self, worker: _Worker, ready: asyncio.Future[None]) -> None:
-        """Receive the worker's messages, in a separate thread, until it ends."""
+        """Receive a worker's messages, in a separate thread, until the worker ends."""
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
                 message: WorkerMessage = worker.channel.receive(WorkerMessage)
@@ -381,7 +387,7 @@ class RolloutWorkers:
         worker.send(request)
 
     def _fail_waiting(self) -> None:
-        """Fail queued rollouts: no worker is left."""
+        """Fail all queued rollouts, because no worker is left."""
         waiting, self._waiting = self._waiting, []
         for request in waiting:
             future = self._futures.get(request.id)
