@@ -1,13 +1,13 @@
-"""Files that a context refers to instead of containing them: how they are named, read and checked.
+"""Name, read and check files that a context refers to instead of copying their contents.
 
     path ──count_text──> FileReference (path, size, time, SHA-256) + counts for an index
                               │
                               └─> ReferencedFile[a:b]   bytes, unless the file has changed
 
-A file may grow while it is used, as a log does. Then only the part that was read before is used. A
-file that became shorter, or that was written to without growing, has changed, and reading it is an
-error. Not here: what such a text can do (see ``guest/mapped_text.py``), and who maps the file
-(see ``providers/process.py``).
+A file may grow while it is in use, as a log does; only the part that was read at first is then
+used. A file that became shorter, or that was written to without growing, counts as changed, and
+reading it is an error. What sessions can do with such a text is defined in
+``guest/mapped_text.py``, and mapping the file into memory is done by ``providers/process.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 
 class TextCounts(msgspec.Struct, frozen=True):
-    """What one pass over the bytes of a text has counted."""
+    """The encoding of a text file and its counts of characters and lines, found in one pass over
+    its bytes."""
 
     encoding: str
     """``utf-8``, or ``cp1252`` if the bytes are not valid UTF-8."""
@@ -43,13 +44,14 @@ class TextCounts(msgspec.Struct, frozen=True):
 
 
 class ReferencedFile:
-    """Reads a file that a context refers to. It opens the file for each read, so that a context may
-    refer to more files than a process can open."""
+    """A file that a context refers to. The file is opened again for each read, so that a context
+    may refer to more files than a process can keep open."""
 
     __slots__ = ("reference", "start")
 
     def __init__(self, reference: FileReference, start: int = 0) -> None:
-        """``start`` is the offset at which the text begins, after a byte order mark."""
+        """Create a reader for the file. ``start``: the byte offset at which the text begins, which
+        is not 0 if the file has a byte order mark."""
         self.reference = reference
         self.start = start
 
@@ -69,12 +71,12 @@ class ReferencedFile:
             os.close(fd)
 
     def check(self) -> None:
-        """Raise SourceError if the file is missing or has changed since it was read."""
+        """Raise SourceError if the file is missing, or has changed since it was first read."""
         os.close(self.open())
 
     def open(self) -> int:
-        """Return a descriptor for reading. Raises SourceError if the file is missing or has changed
-        since it was read."""
+        """Open the file and return its descriptor. Raises SourceError if the file is missing, or
+        has changed since it was first read."""
         fd = _open(self.reference)
         now = os.fstat(fd)
         if not _may_be_same(self.reference, now):
@@ -84,9 +86,9 @@ class ReferencedFile:
 
 
 def check_unchanged(reference: FileReference) -> FileReference:
-    """Check that the file still has the content that was read, and return ``reference`` with its
-    present time. The content is read again only if size or time differ. Raises SourceError, which
-    names the file, if it is missing or has changed."""
+    """Check that a file still has the content that was read, and return its reference with the
+    present modification time. The content is hashed again only if the size or the time differs.
+    Raises SourceError, which names the file, if the file is missing or has changed."""
     fd = _open(reference)
     try:
         now = os.fstat(fd)
@@ -105,8 +107,8 @@ def count_text(
     block_bytes: int,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> tuple[FileReference, TextCounts]:
-    """Read the file behind ``fd`` once, to hash it and to count characters and line ends before
-    each block. ``on_bytes`` is called with the number of bytes read so far."""
+    """Read an open file once, to hash its content and to count the characters and line ends that
+    precede each block. ``on_bytes`` is called with the number of bytes read so far."""
     import hashlib
     from concurrent.futures import ThreadPoolExecutor
 
@@ -172,8 +174,8 @@ def _open(reference: FileReference) -> int:
 
 
 def _read(fd: int, at: int, num_bytes: int) -> bytes:
-    """Read ``num_bytes``, or fewer at the end of the file. A single ``pread`` may return fewer in
-    the middle of a file, and would shift the blocks."""
+    """Read ``num_bytes`` from the file, or fewer at its end. A single ``pread`` may return fewer
+    bytes even in the middle of a file, which would shift all later blocks."""
     parts: list[bytes] = []
     while num_bytes > 0 and (part := os.pread(fd, num_bytes, at)):
         parts.append(part)
@@ -182,8 +184,8 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return False if the file has certainly changed. A file that is now longer may only have
-    grown."""
+    """Return False if the size and time show that the file has changed. A file that became longer
+    may only have grown, so it counts as possibly unchanged."""
     if now.st_size == reference.num_bytes:
         return now.st_mtime_ns == reference.mtime_ns
     return now.st_size > reference.num_bytes

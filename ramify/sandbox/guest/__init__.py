@@ -1,9 +1,11 @@
-"""The guest: one live notebook namespace and its connection to the host. It runs in any container.
+"""The guest is the code that runs cells inside a sandbox: one live notebook namespace and its
+connection to the host, the process that opened the session. It runs in any container.
 
-Decides what a cell can rely on (a true ``__main__``, echo, tracebacks, reserved names), how values
-and output are sent, and how code calls the host. Not here: how the process was started and what
-confines it. To start a guest, pass two file descriptors and call ``Guest(...).serve()``. Standard
-library only; importing this package has no side effects.
+This package defines what a cell can rely on (a true ``__main__``, echo, tracebacks, reserved
+names), how values and output are sent, and how code calls the host. Starting and confining the
+process is done elsewhere. To start a guest, pass two file descriptors and call
+``Guest(...).serve()``. The package uses the standard library only, and importing it has no side
+effects.
 
 In a session, this folder is the package ``ramify_guest`` (see ``host/server_files.py``). Its
 modules import each other by relative names only, and this file imports none of them.

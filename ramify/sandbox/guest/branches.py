@@ -1,12 +1,12 @@
-"""Forking: how a session continues in two processes.
+"""Fork a session into two processes, of which the new one is called a branch.
 
-Decides when a session cannot fork, and what a branch gets: its own socket, output file and shared
-memory buffers, and the random state of its origin. Not here: whether a process may be created. The
-kernel and the host decide that.
+This module decides when a session cannot fork, and what a branch gets: its own socket, output file
+and shared memory buffers, and the random state of the session that it was forked from. The kernel
+and the host decide whether a process may be created.
 
-In the jail, both processes get these from the host after the fork
-(``JailForkFunctions.take_wire``), each its own; all inherited descriptors are closed before that.
-No hook runs around the fork. Without a jail, those of the branch arrive with the request.
+In the jail, all inherited descriptors are closed after the fork, and each of the two processes
+receives a new socket, output file and buffers from the host (``JailForkFunctions.take_wire``). No
+hook runs around the fork. Without a jail, those of the branch arrive with the host's request.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _EPERM = 1
 
 
 class JailForkFunctions(NamedTuple):
-    """Functions with which a session in the jail forks. After the fork, each of the two processes
-    gets its own connection from the host."""
+    """The functions with which a session in the jail forks. After the fork, each of the two
+    processes gets its own connection to the host."""
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]
@@ -44,7 +44,8 @@ class JailForkFunctions(NamedTuple):
 
 
 class GuestBranches:
-    """The branches of one session."""
+    """The forking of one session into branches, which are copies of its process that continue on
+    their own."""
 
     __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 
@@ -63,9 +64,10 @@ class GuestBranches:
 
     def fork(self, id: int) -> None:
         """Fork this process into the session and a branch, which both continue from here. The
-        branch gets its own socket and output file, and waits for the same frame as the session.
+        branch gets its own socket and output file, and then waits for the host's next message, as
+        the session does.
 
-        ``id`` is the id of the host's request, which may carry descriptors.
+        ``id`` is the id of the host's request, which may come with descriptors for the branch.
         """
         fds = self._channel.take_fds()
         reason, pid = self._cannot_fork(fds), -1
@@ -112,7 +114,8 @@ class GuestBranches:
         return pid
 
     def _take_wire(self, apart: JailForkFunctions) -> None:
-        """Get a socket, an output file and shared buffers for this process alone."""
+        """Receive a new socket, output file and shared memory buffers for this process alone. They
+        replace the old ones under the same descriptor numbers."""
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -153,7 +156,8 @@ class GuestBranches:
         return None if len(fds) == num_expected else "no descriptor is free"
 
     def _move(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
-        """Use new descriptors from now on, under the numbers of the old ones."""
+        """Switch to a new socket, output file and shared memory buffers, keeping the old descriptor
+        numbers."""
         assert isinstance(self._spool, FileOutputSpool)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The guest's descriptors have numbers above the limit for the cell's code.
@@ -170,7 +174,7 @@ class GuestBranches:
         self._channel.renew()
 
     def reap(self) -> None:
-        """Reap branches that have ended."""
+        """Collect the exit status of branches that have ended, so that none remains a zombie."""
         for pid in self._pids[:]:
             with contextlib.suppress(OSError):
                 if _waitpid(pid, os.WNOHANG)[0]:
@@ -178,9 +182,9 @@ class GuestBranches:
 
 
 def _random_state() -> Any:
-    """Return the generator of ``random`` and its state. Python seeds it again after a fork;
-    restoring it makes the branch continue the sequence, so that a repeated run draws the same
-    numbers."""
+    """Return the generator of the module ``random`` together with its state. Python seeds the
+    generator again after a fork; restoring the state lets the branch continue the sequence, so that
+    a repeated run draws the same numbers."""
     generator = getattr(sys.modules.get("random"), "_inst", None)
     with contextlib.suppress(Exception):  # the session may have replaced it
         return generator and (generator, generator.getstate())
@@ -188,7 +192,8 @@ def _random_state() -> Any:
 
 
 def _open_descriptors() -> list[int]:
-    """Return the open descriptors from 3 to the highest number that code may open."""
+    """Return the open file descriptors that a cell's code may have opened: those from 3 up to its
+    limit."""
     poll = select.poll()
     numbers = range(3, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024))
     for fd in numbers:

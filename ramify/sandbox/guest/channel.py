@@ -1,12 +1,12 @@
-"""The guest's end of the connection: sends complete frames to the host from any thread, and reads
-the host's frames.
+"""The guest's end of the connection to the host: send complete messages ("frames") from any thread
+of the session, and read the frames that the host sends.
 
-Decides which part of a frame goes into the shared memory buffers, that frames are never
-interleaved, which of the waiting threads reads (one reads for all, and passes the role on when it
-has its own frame), and when KeyboardInterrupt may be raised (only while a cell runs, and never with
-half a frame sent). Only the session's process may use the channel, not a process that it forked; a
-cell may use it only while it runs. Not here: what frames mean, except for a fork request. The
-thread that reads it executes it at once, whatever other frames are awaited.
+The module sends long data through shared memory, and never interleaves two frames. One of the
+waiting threads reads for all of them, and passes this role on when it has its own frame.
+KeyboardInterrupt is raised only while a cell runs, and never with half a frame sent. Only the
+session's process may use the channel, not a process that it forked; a cell may use it only while it
+runs. What a frame means is decided elsewhere, except for a request to fork: the thread that reads
+it executes it at once, whatever other frames are awaited.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _PREFIX_BYTES = PREFIX.size
 
 
 class GuestInterrupts:
-    """Interrupts of the thread that created this object. They are delayed between ``enter`` and
-    ``leave``."""
+    """Handles interrupts (SIGINT) of the thread that created this object. An interrupt that arrives
+    between ``enter`` and ``leave`` is delayed until ``leave``."""
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
 
@@ -55,16 +55,17 @@ class GuestInterrupts:
         self._pending = False
 
     def may_raise(self) -> bool:
-        """Return True if KeyboardInterrupt may be raised now; if it must wait, it is raised
-        later."""
+        """Return True if KeyboardInterrupt may be raised now. Otherwise, if a cell is running, the
+        interrupt is remembered and raised later."""
         if self.is_live and self._depth:
             self._pending = True
             return False
         return self.is_live
 
     def enter(self) -> int:
-        """Begin a section without interrupts. Returns the depth before it, for ``leave``. Depths
-        are set, not counted, so that no interrupt can unbalance them."""
+        """Begin a section in which no interrupt is raised. Returns the previous nesting depth,
+        which must be passed to ``leave``. Restoring a depth, instead of counting down, prevents an
+        interrupt from unbalancing the sections."""
         if _get_ident() != self._main:
             return -1
         before = self._depth
@@ -80,8 +81,8 @@ class GuestInterrupts:
             raise KeyboardInterrupt
 
     def wait(self, blocking: Callable[[], object]) -> None:
-        """Call a function that may block and holds no resources: an interrupt may be raised
-        there."""
+        """Call a function that may block for long, and allow an interrupt to be raised while it
+        blocks. The function must not hold any resources."""
         if _get_ident() != self._main:
             blocking()
             return
@@ -93,7 +94,8 @@ class GuestInterrupts:
             self._depth = previous_depth
 
     def reset(self) -> None:
-        """Forget the state of a section that was interrupted."""
+        """Forget the nesting depth and any pending interrupt, after a section was cut short by an
+        interrupt."""
         self._depth = 0
         self._pending = False
 
@@ -103,15 +105,17 @@ _getpid = os.getpid
 
 
 class GuestChannel:
-    """Two descriptors, and the shared memory buffers if host and guest share them."""
+    """The guest's connection to the host: a descriptor for reading, one for writing, and the shared
+    memory buffers if host and guest have them."""
 
     __slots__ = ("_poll", "_reader", "is_open", "pid", "sending", "shared_buffers", "write_fd")
 
     def __init__(
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
-        """With ``takes_fds``, the connection is a socket over which the host may send descriptors.
-        ``shared_buffers`` is a ``HostGuestSharedMemory`` or None."""
+        """Create a channel over two open descriptors. ``takes_fds``: the connection is a socket
+        over which the host may send descriptors. ``shared_buffers``: a ``HostGuestSharedMemory``,
+        or None."""
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -125,7 +129,8 @@ class GuestChannel:
         """True while a cell runs: its prints and calls go to the host."""
 
     def is_session_process(self) -> bool:
-        """Return True if this process is the session, and not one that a cell has forked."""
+        """Return True if this process is the session itself, and not a child that a cell has
+        forked."""
         return _getpid() == self.pid
 
     def descriptors(self) -> set[int]:
@@ -133,8 +138,8 @@ class GuestChannel:
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
     def renew(self) -> None:
-        """Start to read again from the same descriptor numbers, which now lead to a new
-        connection."""
+        """Start reading afresh, after the descriptors have been redirected to a new connection
+        under the same numbers."""
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
         self._reader = FrameReader(self._reader.fd, self._reader.receive)
@@ -144,8 +149,9 @@ class GuestChannel:
     def frame(
         self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
     ) -> list[Buffer]:
-        """Build the buffers of a frame; long blobs may already be in the shared memory buffers.
-        Raises ValueLimitError."""
+        """Build a message frame, and return it as a list of buffers to write. Long data may instead
+        be placed in the shared memory buffers. Raises ValueLimitError if the frame is over a
+        limit."""
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -171,7 +177,7 @@ class GuestChannel:
         return frame(text, blobs)
 
     def frame_of(self, text: bytes) -> list[Buffer]:
-        """Build a frame from a header that is already encoded. The header must be within the
+        """Build a frame from a header that is already encoded as JSON and known to be within the
         limits."""
         shared_buffers = self.shared_buffers
         if shared_buffers is not None and shared_buffers.reported != shared_buffers.got:
@@ -185,7 +191,7 @@ class GuestChannel:
             write_all(self.write_fd, parts)
 
     def write(self, parts: list[Buffer]) -> None:
-        """Send frames; the caller holds ``sending``."""
+        """Send frames to the host. The caller must hold the lock ``sending``."""
         if len(parts) == 1:
             count = _write(self.write_fd, parts[0])
             if count == len(parts[0]):
@@ -196,9 +202,9 @@ class GuestChannel:
     # -- from the host
 
     def lone(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Wait for a frame, and return its header and blobs if it is short, contains no blobs and
-        is all there is to read. Otherwise return None; ``next`` then continues with what was
-        read."""
+        """Wait for data and return the header and binary parts of the next frame, if it arrived
+        alone: short, complete and without any data after it. This is the fast path. Otherwise
+        return None, and ``next`` continues with the data that was read."""
         reader = self._reader
         if reader.have or reader.receive is not None:
             return None
@@ -212,7 +218,8 @@ class GuestChannel:
         return self._opened(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Return the next header and its blobs, or None if more must be read first."""
+        """Return the header and the binary parts of the next frame, or None if more data must be
+        read first."""
         view = self._reader.next()
         if view is None:
             return None
@@ -222,8 +229,8 @@ class GuestChannel:
     def _opened(
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        """Decode a frame's header and find its blobs. They are in the shared memory buffers, or in
-        the frame itself from offset ``end``."""
+        """Decode a frame's JSON header and locate its binary parts, which are in the shared memory
+        buffers or in the frame itself from offset ``end``."""
         header: dict[str, Any] = _raw_decode(text)[0]
         blobs: list[memoryview] = []
         if "blobs" in header:
@@ -237,8 +244,9 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free once the host has read them: when it answers the call, or
-        sends its next request. A fork can be requested at any time, so it says nothing."""
+        """Mark the shared buffers as free once the host has read them, which is certain when the
+        host answers the call or sends its next request. A fork request proves nothing, since it can
+        arrive at any time."""
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
@@ -248,26 +256,27 @@ class GuestChannel:
         )
 
     def take_fds(self) -> list[int]:
-        """Return the descriptors that were received; the caller owns them."""
+        """Return the file descriptors that the host has sent. The caller owns them afterwards."""
         fds, self._reader.fds = self._reader.fds, []
         return fds
 
     def has_part(self) -> bool:
-        """Return True if the beginning of a frame was read."""
+        """Return True if a frame has been read in part."""
         return self._reader.have > 0
 
     def poll(self) -> None:
-        """Wait until there is something to read."""
+        """Wait until there is data to read."""
         self._poll.poll()
 
     def fill(self) -> None:
-        """Read more data from the stream, with one system call. Raises EOFError at the end of the
+        """Read more data from the host with one system call. Raises EOFError at the end of the
         stream."""
         self._reader.fill()
 
 
 def _receiver(fd: int) -> Any:
-    """Return ``recvmsg`` of the socket ``fd``, which stays open as long as the process."""
+    """Return the bound method ``recvmsg`` of the socket with descriptor ``fd``. The socket object
+    stays alive, and the descriptor open, as long as the process."""
     import socket
 
     end = socket.socket(fileno=fd)
@@ -279,8 +288,8 @@ DROPPED: Any = object()
 
 
 class FrameWaiter:
-    """A thread that waits for a frame. ``wake`` is released when the frame has arrived, or when it
-    is this thread's turn to read."""
+    """A thread that waits for a frame. Its lock ``wake`` is released when the frame has arrived, or
+    when it is this thread's turn to read from the host."""
 
     __slots__ = ("frame", "wake")
 
@@ -296,8 +305,8 @@ class FrameWaiter:
 
 
 class FrameDispatcher:
-    """All threads that wait for a frame: callers of the host, each for its answer, and the thread
-    that handles the host's requests."""
+    """Hands each frame from the host to the thread that waits for it: answers to the threads that
+    called the host, and requests to the thread that handles requests."""
 
     __slots__ = (
         "_calls",
@@ -317,8 +326,8 @@ class FrameDispatcher:
         *,
         ends_process: bool,
     ) -> None:
-        """``fork`` is called with the id of a fork request. With ``ends_process``, the process ends
-        when the stream ends."""
+        """Create a dispatcher for the frames of a channel. ``fork``: called with the id of each
+        request to fork. ``ends_process``: end the process when the host closes the stream."""
         self._channel = channel
         self._interrupts = interrupts
         self._fork = fork
@@ -328,7 +337,8 @@ class FrameDispatcher:
         self._calls: dict[int, FrameWaiter] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """Return the host's next request. Raises EOFError or OSError at the end of the stream."""
+        """Wait for the host's next request and return it. Raises EOFError or OSError at the end of
+        the stream."""
         if not self._calls and self._leading.acquire(blocking=False):
             try:
                 message = self._channel.lone()
@@ -344,12 +354,12 @@ class FrameDispatcher:
         return command
 
     def expect(self, id: int, ticket: FrameWaiter) -> None:
-        """Register ``ticket`` for the answer to call ``id``, which is about to be sent."""
+        """Register a waiting thread for the answer to a call that is about to be sent."""
         self._calls[id] = ticket
 
     def forget(self, ticket: FrameWaiter) -> None:
-        """Unregister a thread that has stopped waiting for a frame. If it was interrupted before
-        its frame arrived, another waiting thread takes over reading."""
+        """Unregister a thread that no longer waits for a frame. If the thread was interrupted
+        before its frame arrived, another waiting thread takes over reading."""
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
                 if other is ticket:
@@ -357,14 +367,16 @@ class FrameDispatcher:
             self._pass_on()
 
     def drop_calls(self) -> None:
-        """Release all waiting callers: they will get no answer."""
+        """Wake up all threads that wait for an answer: their cell has ended, so they will get
+        none."""
         for ticket in list(self._calls.values()):
             ticket.frame = DROPPED
             ticket.rouse()
         self._calls.clear()
 
     def wait(self, ticket: FrameWaiter) -> None:
-        """Wait until ``ticket`` has its frame."""
+        """Wait until the frame of this waiting thread has arrived, reading for other threads
+        meanwhile if none does."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
                 self._interrupts.wait(ticket.wake.acquire)
@@ -406,7 +418,7 @@ class FrameDispatcher:
                 ticket.rouse()
 
     def _pass_on(self) -> None:
-        """Let another waiting thread read the stream."""
+        """Wake up another waiting thread, so that it reads the stream from now on."""
         for ticket in [*self._calls.values(), self._command]:
             if ticket.frame is None:
                 ticket.rouse()

@@ -1,12 +1,12 @@
-"""Conversion of tables and arrays to pandas and numpy, if the session may import them.
+"""Convert tables and arrays of a context to pandas and numpy, if the session may import these
+libraries.
 
     packages=("pandas",)   Table ──> pandas.DataFrame, NumberArray ──> numpy.ndarray
     packages=("numpy",)    NumberArray ──> numpy.ndarray
 
-Columns of numbers stay in the buffers of the table. So do columns of text if pyarrow is installed.
-Other columns are copied. The libraries are packages of the user; they are imported by name when a
-table is decoded.
-Not here: the table itself (see ``tables.py``).
+Columns of numbers use the buffers of the table without a copy. So do columns of text if pyarrow is
+installed. Other columns are copied. The libraries are packages of the user, and are imported by
+name when a table is decoded. The table itself is defined in ``tables.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _WIDTHS = {4: "decimal32", 8: "decimal64", 16: "decimal128", 32: "decimal256"}
 
 
 def to_pandas_if_available(table: Table, packages: Sequence[str]) -> Any:
-    """Return ``table`` as a DataFrame if pandas is one of ``packages``, otherwise unchanged."""
+    """Convert a table to a pandas DataFrame if pandas is one of the packages that the session may
+    import. Otherwise return it unchanged."""
     if "pandas" not in packages:
         return table
     pandas = import_module("pandas")
@@ -31,8 +32,8 @@ def to_pandas_if_available(table: Table, packages: Sequence[str]) -> Any:
 
 
 def to_numpy_if_available(array: NumberArray, packages: Sequence[str]) -> Any:
-    """Return ``array`` as a numpy array if numpy or pandas is one of ``packages``, otherwise
-    unchanged."""
+    """Convert an array to a numpy array if numpy or pandas is one of the packages that the session
+    may import. Otherwise return it unchanged."""
     if not {"numpy", "pandas"}.intersection(packages):
         return array
     numpy = import_module("numpy")
@@ -80,7 +81,7 @@ def _pandas_values(column: Column) -> Any:
 
 
 def arrow_array(column: Column) -> Any:
-    """Return a column as a pyarrow array over the same buffers. The column has to start at the
+    """Return a column as a pyarrow array that uses the same buffers. The column must start at the
     beginning of its buffers."""
     pyarrow = import_module("pyarrow")
 
@@ -137,7 +138,7 @@ def _arrow_type(column: Column, children: list[Any]) -> Any:
 
 
 def arrow_table(table: Table) -> Any:
-    """Return a decoded table as a pyarrow table over the same buffers."""
+    """Return a decoded table as a pyarrow table that uses the same buffers."""
     pyarrow = import_module("pyarrow")
 
     arrays = [arrow_array(table[name]) for name in table.columns]

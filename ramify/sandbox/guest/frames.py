@@ -1,11 +1,12 @@
-"""Frames: the layout of a header and its blobs on a stream of bytes, how much one may hold, and the
-shared memory buffers that long blobs go through instead.
+"""The layout and limits of frames, the messages between host and guest. A frame is a JSON header
+followed by binary parts ("blobs"); long blobs go through shared memory buffers instead.
 
-Decides the layout, how much is read or written at once, the maximum size of a frame, and the limits
-on its JSON, which are counted before it is decoded. The guest checks what it is about to send, so
-that a cell gets an exception. The host checks the same again, since a hostile guest checks nothing.
-Each limit keeps the host's work on one frame to some tens of milliseconds. Not here: the content of
-headers (see the package) and the encoding of values (see ``values.py``).
+This module defines the layout, how much is read or written at once, the maximum size of a frame,
+and the limits on its JSON, which are checked before it is decoded. The guest checks what it is
+about to send, so that a cell gets an exception. The host checks the same again, since a hostile
+guest checks nothing. Each limit keeps the host's work on one frame to some tens of milliseconds.
+The content of headers is described in the package's docstring, and values are encoded by
+``values.py``.
 
     frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs
             (all little endian)
@@ -66,8 +67,8 @@ _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
 
 def check_header(text: bytes) -> None:
-    """Raise ValueLimitError for JSON that is over a limit. Scans the text a few times at C speed
-    and decodes nothing."""
+    """Raise ValueLimitError if JSON text has too many items, containers or keys, or is nested too
+    deeply. This only scans the text a few times at C speed, and decodes nothing."""
     opens = text.count(b"[") + text.count(b"{")
     commas = text.count(b",")
     if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
@@ -93,8 +94,8 @@ def check_header(text: bytes) -> None:
 
 
 def _bare(text: bytes) -> bytes:
-    """Return JSON text without its strings. It is processed in pieces, so that other threads can
-    run in between."""
+    """Return JSON text with its strings removed. The text is processed in pieces, so that other
+    threads can run in between."""
     parts, at = [], 0
     while at < len(text):
         end = _WHOLE_STRINGS.match(text, at, at + _PIECE_BYTES).end()  # type: ignore[union-attr]
@@ -107,8 +108,8 @@ def _bare(text: bytes) -> bytes:
 
 
 def counts(text: bytes) -> tuple[int, int, int]:
-    """Count the items, the containers and the nesting of JSON; an empty container counts as one
-    item."""
+    """Count the items, the containers and the nesting depth of JSON text. An empty container counts
+    as one item."""
     bare = _bare(text)
     return *_counted(bare), _nesting(bare)
 
@@ -161,8 +162,8 @@ from_json = json.JSONDecoder().decode
 
 
 def json_bytes(header: Any) -> bytes:
-    """Encode ``header`` as JSON. A lone surrogate, which an error's text may contain, becomes its
-    escape sequence as text."""
+    """Encode a frame's header as JSON. A lone surrogate, which the text of an error may contain, is
+    replaced by its escape sequence as plain text."""
     text = to_json(header)
     try:
         return text.encode()
@@ -176,8 +177,8 @@ def json_bytes(header: Any) -> bytes:
 def done_json(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header that ends a cell whose hooks returned no note. This takes a third of the
-    time of ``json_bytes``."""
+    """Encode the header that reports the end of a cell, if no hook has returned a note. This takes
+    a third of the time of ``json_bytes``."""
     shown = "null" if value is None else to_json(value)
     failed = "null" if error is None else to_json(error)
     names = to_json(restored) if restored else "[]"
@@ -192,7 +193,8 @@ def done_json(
 
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
-    """Raise ValueLimitError for a header and blobs that a host would refuse."""
+    """Raise ValueLimitError if a header and its blobs exceed a limit, so that the host would refuse
+    them."""
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
         raise ValueLimitError(
@@ -205,14 +207,16 @@ def check_size(header: bytes, blobs: Sequence[Any]) -> None:
 
 
 def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
-    """Return the buffers of one frame."""
+    """Build a frame from an encoded header and binary parts, and return it as a list of buffers to
+    write."""
     length = 5 + len(header) + sum(map(len, blobs))
     return [PREFIX.pack(length, VERSION, len(header)) + header, *blobs]
 
 
 def open_frame(view: memoryview) -> tuple[memoryview, int]:
-    """Return the header bytes of a frame (given without its length prefix), and the offset of its
-    blobs."""
+    """Return the header bytes of a frame, and the offset at which its binary parts begin. The frame
+    is given without its length prefix. Raises ProtocolError if the version or the header's length
+    is wrong."""
     version, size = view[0], U32.unpack_from(view, 1)[0]
     if version != VERSION:
         raise ProtocolError(f"a frame of version {version}, where {VERSION} is spoken")
@@ -224,7 +228,8 @@ def open_frame(view: memoryview) -> tuple[memoryview, int]:
 def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
-    """Return the blobs of ``view`` from ``start`` to its end."""
+    """Split the end of a buffer, from ``start`` on, into blobs with the given lengths. Raises
+    ProtocolError if the lengths do not match the size of the buffer."""
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
@@ -237,14 +242,14 @@ def slice_blobs(
 
 
 class FrameReader:
-    """Reads frames from a descriptor, or takes the bytes that its owner reads. A long frame gets
-    its own buffer and is read straight into it."""
+    """Reads frames from a descriptor, or assembles them from bytes that its owner has read. A long
+    frame is read straight into a separate buffer."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
     def __init__(self, fd: int = -1, receive: Any = None) -> None:
-        """``fd`` is the descriptor to read from. ``receive`` is the ``recvmsg`` method of a socket
-        over which descriptors may arrive."""
+        """Create a reader. ``fd``: the descriptor to read from. ``receive``: the ``recvmsg`` method
+        of a socket over which descriptors may arrive."""
         self.fd = fd
         self.receive = receive
         self.fds: list[int] = []
@@ -253,7 +258,8 @@ class FrameReader:
         self.have = 0
 
     def next(self) -> memoryview | None:
-        """Return a complete frame without its length prefix, or None if more must be read first."""
+        """Return the next complete frame without its length prefix, or None if more data must be
+        read first."""
         if self.have < 4:
             return None
         end = 4 + U32.unpack_from(self.data)[0]
@@ -274,18 +280,19 @@ class FrameReader:
         return view
 
     def missing(self) -> int:
-        """Return how many bytes are missing to complete the frame, or its length prefix."""
+        """Return how many bytes are missing to complete the current frame, or its length prefix if
+        that is incomplete."""
         end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
         return end - self.have
 
     def feed(self, chunk: bytes) -> None:
-        """Take bytes that were read elsewhere."""
+        """Add bytes that the owner of this reader has read from the stream."""
         self.data[self.have : self.have + len(chunk)] = chunk
         self.have += len(chunk)
 
     def fill(self) -> None:
-        """Read more data from the stream, with one system call. Raises EOFError at the end of the
-        stream."""
+        """Read more data from the descriptor with one system call. Raises EOFError at the end of
+        the stream."""
         if len(self.data) > self.have:
             count = _readv(self.fd, [memoryview(self.data)[self.have :]])
         else:
@@ -305,13 +312,13 @@ class FrameReader:
 
 
 def to_lines(data: bytes) -> bytes:
-    """Encode ``data`` as lines of base64, for a stream that carries only text."""
+    """Encode bytes as lines of base64, for a stream that can only carry text."""
     starts = range(0, len(data), LINE_BYTES)
     return b"".join(binascii.b2a_base64(data[at : at + LINE_BYTES]) for at in starts)
 
 
 def write_all(fd: int, parts: list[Buffer]) -> None:
-    """Write all of ``parts``, in as few system calls as possible."""
+    """Write all buffers to a descriptor, in as few system calls as possible."""
     if len(parts) > 1 and sum(map(len, parts)) < _CHUNK:
         parts = [b"".join(parts)]
     for start in range(0, len(parts), _MAX_VECTOR):
@@ -328,8 +335,9 @@ def _write_vector(fd: int, parts: list[Buffer]) -> None:
 
 
 def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Buffer], int]:
-    """Encode a single value. Returns its buffers, to be written one after the other, and the number
-    of characters in its strings. The format is ``u32 header length | header | blobs``.
+    """Encode a single value to bytes. Returns a list of buffers to write one after the other, and
+    the number of characters in all strings of the value. The format is ``u32 header length | header
+    | blobs``.
 
     ``files`` collects the data of texts that stay in their files, by the digest of the file.
     """
@@ -356,8 +364,8 @@ def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Bu
 def unpack_value(
     data: Buffer, files: Mapping[str, Any] | None = None, packages: Sequence[str] = ()
 ) -> tuple[Any, int]:
-    """Decode what ``pack_value`` wrote. Returns the value and the number of characters in its
-    strings.
+    """Decode a value that ``pack_value`` has encoded. Returns the value, and the number of
+    characters in all its strings. Raises ProtocolError if the data is malformed.
 
     ``files`` holds the data of texts that stay in their files, by the digest of the file. The
     buffers of tables and arrays are not copied from ``data``; ``packages`` decides the type that
@@ -380,15 +388,16 @@ def unpack_value(
 
 
 def is_aligned(data: Buffer) -> bool:
-    """Return True if a packed value has tables or arrays, which lie in ``data``."""
+    """Return True if an encoded value has tables or arrays, whose buffers are aligned within
+    ``data``."""
     end = U32.size + U32.unpack_from(data)[0]
     tail = bytes(data[max(U32.size, end - 2 * ALIGNMENT) : end])
     return tail.rstrip().endswith(b',"aligned":true}')
 
 
 def copy_as_sent_to_host(value: Any) -> Any:
-    """Return a copy of ``value`` as the host would receive it. Raises TypeError if the codec does
-    not support it, and ValueError if it is over a limit."""
+    """Return a copy of a value as the host would receive it. Raises TypeError if its type is not
+    supported, and ValueError if it is over a limit."""
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)
@@ -413,7 +422,8 @@ which costs more than the copy."""
 
 
 class ScratchBuffer:
-    """Reusable buffer that grows as needed: allocating memory costs more than copying the data."""
+    """A reusable buffer that grows as needed, because allocating memory for each message costs more
+    than copying the data."""
 
     __slots__ = ("_data",)
 
@@ -427,7 +437,8 @@ class ScratchBuffer:
 
 
 class HostGuestSharedMemory:
-    """One end's view of the shared file."""
+    """The shared memory file through which host and guest pass long blobs, as seen from one of the
+    two ends. Each end writes to one half of the file and reads from the other."""
 
     __slots__ = (
         "_at",
@@ -444,8 +455,9 @@ class HostGuestSharedMemory:
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """``scratch`` is the buffer into which ``take`` reads. Blobs are then valid until the next
-        ``take`` that uses this buffer."""
+        """Open one end of the shared file. ``scratch``: a buffer for ``take`` to read into; the
+        blobs are then valid only until it is used again. Without it, each ``take`` allocates
+        memory."""
         self.fd = fd
         self._scratch = scratch
         self._at = HALF_BYTES if is_host else 0
@@ -467,8 +479,9 @@ class HostGuestSharedMemory:
         """Last value of ``got`` that was sent to the other end."""
 
     def put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Write ``blobs`` (bytes, or ASCII text) for the other end. Returns False if they are too
-        short or too long, or if the last ones were not read yet."""
+        """Write blobs (bytes, or ASCII text) for the other end. Returns False, and writes nothing,
+        if they are too short or too long, or if the other end has not read the previous ones
+        yet."""
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -482,8 +495,8 @@ class HostGuestSharedMemory:
         return True
 
     def take(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Read the blobs that the other end wrote. Raises ValueError if there is less data than
-        announced."""
+        """Read the blobs that the other end wrote, given their lengths. Raises ValueError if the
+        file holds less data than that."""
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
             raise ValueError(f"{size:,} bytes in a shared buffer of {HALF_BYTES:,}")
@@ -505,7 +518,8 @@ class HostGuestSharedMemory:
         return blobs
 
     def empty(self) -> None:
-        """Release the memory of the file, if it was used."""
+        """Give the memory of the file back to the system, if the file was used and has been
+        read."""
         if self._is_used and self.is_free:
             self._is_used = False
             _libc.fallocate(
@@ -530,7 +544,8 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def make_file() -> int:
-    """Create the file and return its descriptor, or -1 if the platform has no memory files."""
+    """Create the file for shared memory buffers and return its descriptor, or -1 if the platform
+    has no memory files."""
     if sys.platform != "linux":
         return -1
     import fcntl  # not on Windows

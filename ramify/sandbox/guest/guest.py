@@ -1,10 +1,10 @@
-"""The guest itself: answers the host's requests until the host is gone, and sends the calls of its
-cells to the host.
+"""The main loop of the guest, which runs cells in the sandbox: answer the requests of the host
+until it closes the connection, and send it the calls that cells make.
 
-Decides what each request does, and what happens before and after a cell; that any thread of a
-running cell may call the host, what it receives, and that it never waits with half a frame sent.
-Not here: the parts that do the work (see the package's docstring), and which functions of the host
-can be called; the host decides that.
+This module defines what each request does, and what happens before and after a cell. Any thread of
+a running cell may call the host, and an interrupt never leaves a frame half sent. The work itself
+is done by the other modules of the package (see its docstring). The host decides which of its
+functions can be called.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, Val
 
 
 class HostError(Exception):
-    """What a call to the host raises. ``kind`` names the class that the host meant; ``data`` holds
-    its attributes."""
+    """Raised in a cell if a call to the host fails. ``kind`` names the exception class that the
+    host meant, and ``data`` holds its attributes."""
 
     def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 
 class HostCalls:
-    """Sends the calls of one session, numbered, and waits for the answers."""
+    """Sends the calls of one session to the host, numbers them, and waits for the answers."""
 
     __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 
@@ -53,8 +53,9 @@ class HostCalls:
         self._last_id = 0
 
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the host from any thread of a running cell. Raises HostError; TypeError for
-        arguments that the codec does not support; and ValueError for arguments over a limit."""
+        """Call a function of the host by name and return its result. Any thread of a running cell
+        may do so. Raises HostError if the call fails, TypeError if an argument has an unsupported
+        type, and ValueError if the arguments are over a limit."""
         if not self._channel.is_session_process():
             raise HostError(
                 "RuntimeError",
@@ -99,7 +100,7 @@ class HostCalls:
 
 
 class Guest:
-    """A namespace and the connection to its host. Create it and call ``serve`` in the same
+    """A notebook namespace and its connection to the host. Create it and call ``serve`` in the same
     thread."""
 
     __slots__ = (
@@ -129,11 +130,14 @@ class Guest:
         shared_buffers: Any = None,
         apart: JailForkFunctions | None = None,
     ) -> None:
-        """``memory_limits``: address space in bytes while a cell runs, and the slightly larger one
-        for the guest itself, so that it can still report when a cell has used up all its memory.
+        """Create a guest that serves a connected pair of descriptors.
+
+        ``memory_limits``: address space in bytes while a cell runs, and the slightly larger one for
+        the guest itself, so that it can still report when a cell has used up all its memory.
         ``can_fork``: the connection is a socket over which the host can send the descriptors for a
         branch. ``shared_buffers``: a ``HostGuestSharedMemory``, if host and guest share one.
-        ``apart``: how to fork, if both processes need a new connection."""
+        ``apart``: how to fork, if both processes need a new connection.
+        """
         self.interrupts = GuestInterrupts()
         self._channel = GuestChannel(
             read_fd,
@@ -158,13 +162,14 @@ class Guest:
     # -- serving
 
     def begin(self, memory_limits: tuple[int, int] | None) -> None:
-        """Take over the process, which may have been forked since this guest was created."""
+        """Record the id of this process, which may have been forked since the guest was created,
+        and its memory limits."""
         self._channel.pid = os.getpid()
         self._memory.limits = memory_limits
 
     def serve(self, *, rehearse: bool = False) -> None:
-        """Answer the host until it closes the stream. ``rehearse``: warm up first, since no caller
-        is waiting yet."""
+        """Answer the host's requests until it closes the connection. ``rehearse``: run an empty
+        cell first to warm up, while no caller is waiting."""
         self._mend()
         self._mend_process()
         self._channel.send({"op": "hello", "pid": self._channel.pid})
@@ -182,8 +187,8 @@ class Guest:
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
-        """Write now to the memory pages that the first cell would otherwise have to copy: run a
-        seeded cell that leaves nothing, and whose report is not sent to the host."""
+        """Run an empty cell to write to the memory pages that the first real cell would otherwise
+        have to copy. The cell leaves nothing behind, and its report is not sent to the host."""
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
         self._cells = -1
@@ -270,9 +275,9 @@ class Guest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """Exit from a process that a cell has forked and that ran to the end of the cell. Only the
-        original process continues as the session. ``error`` is the cell's error, written to the
-        output."""
+        """Exit from a process that a cell has forked and that ran to the end of the cell, since
+        only the original process continues as the session. ``error`` is the cell's error, which is
+        written to the output."""
         if error:
             self.output.spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)
@@ -298,8 +303,9 @@ class Guest:
         self._mend_process()
 
     def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
-        """Return the frame that ends a cell. ``done`` is (id, value, error, restored, chars); the
-        hooks' note is added."""
+        """Build the frame that reports the end of a cell to the host, including the note that hooks
+        may have returned. ``done`` holds the cell's id, value, error, restored names and number of
+        printed characters."""
         if note is not None:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:
@@ -310,20 +316,21 @@ class Guest:
         return self._channel.frame_of(done_json(*done))
 
     def _mend(self) -> None:
-        """Undo changes that a cell made to the interpreter, if they would keep the guest from
-        finishing the cell."""
+        """Undo the changes of a cell to the interpreter that would keep the guest from finishing
+        the cell."""
         self._interpreter.mend_builtins()
         self.notebook.mend()
         if self._owns_process:
             self._interpreter.mend_streams(self.notebook.module, self.output)
 
     def _mend_process(self) -> None:
-        """Undo changes that would break the next cell."""
+        """Undo the changes of a cell to the process that would break the next cell."""
         if self._owns_process:
             self._interpreter.mend_process(self.output, self.on_interrupt)
 
     def on_interrupt(self, *_: object) -> None:
-        """Signal handler for SIGINT."""
+        """Handle SIGINT: raise KeyboardInterrupt in the cell as soon as it is safe. A process that
+        a cell has forked exits."""
         if not self._channel.is_session_process():
             os._exit(130)
         if self.interrupts.may_raise():

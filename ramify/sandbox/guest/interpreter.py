@@ -1,7 +1,7 @@
-"""The interpreter state that cells share with the guest.
+"""Restore the interpreter state that cells share with the guest, and limit the memory of a cell.
 
-Decides what is restored after each cell, so that no cell can break the next one or the guest, and
-how much memory a cell may use. Not here: the session's own names (see ``notebook.py``).
+This module decides what is restored after each cell, so that no cell can break the next one or the
+guest. The session's own names are restored by ``notebook.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _signal: Any = sys.modules["_signal"]
 
 
 def _version_of(mapping: dict[str, Any]) -> Any:
-    """Return the hidden field of a dict in which CPython before 3.13 counts its changes."""
+    """Return the hidden field of a dict in which CPython before 3.13 counts the dict's changes."""
     return ctypes.c_uint64.from_address(id(mapping) + 24)
 
 
@@ -50,9 +50,9 @@ _taken: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def _snapshot() -> tuple[int, dict[str, Any]]:
-    """Return the version of the builtins, and a copy of them. A session takes the copy that its
-    server made: copying and comparing write to the reference counts of all builtins, which are
-    spread over a hundred memory pages."""
+    """Return the version number of the builtins, and a copy of them. A forked session reuses the
+    copy that its server made, because copying and comparing write to the reference counts of all
+    builtins, which are spread over a hundred memory pages."""
     global _taken
     if _VERSION is None:
         return -1, dict(vars(builtins))
@@ -62,7 +62,8 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
 
 
 class InterpreterSnapshot:
-    """The interpreter state at the guest's start, to which it is restored."""
+    """The interpreter state (builtins and recursion limit) when the guest started, to be restored
+    after each cell."""
 
     __slots__ = ("_builtins", "_recursion_limit", "_seen")
 
@@ -80,8 +81,8 @@ class InterpreterSnapshot:
 
     def mend_streams(self, main: types.ModuleType, output: CellOutput) -> None:
         """Restore the standard streams, ``__main__``, the trace and profile functions and the
-        recursion limit, which a cell may have changed. ``main`` is the module to use as
-        ``__main__``. Call this only if the guest has its process to itself."""
+        recursion limit, which a cell may have changed. Call this only if the guest has its process
+        to itself."""
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -93,7 +94,8 @@ class InterpreterSnapshot:
             sys.setrecursionlimit(self._recursion_limit)
 
     def mend_process(self, output: CellOutput, on_interrupt: Callable[..., None]) -> None:
-        """Restore descriptors and signals, once the host has the result of the cell."""
+        """Restore the output descriptors and the handling of SIGINT, once the host has the result
+        of the cell."""
         output.spool.attach()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
@@ -101,18 +103,18 @@ class InterpreterSnapshot:
 
 
 class MemoryLimit:
-    """Limits of address space: one for cells, and a slightly larger one for the guest, so that it
-    can still report when a cell has used up its memory."""
+    """Limits of address space: one for cells, and a slightly larger one for the guest, so that the
+    guest can still report that a cell has used up its memory."""
 
     __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
-        """``limits`` are bytes of address space, for a cell and for the guest; None sets no
+        """Set the limits in bytes of address space, for a cell and for the guest; None means no
         limits."""
         self.limits = limits
 
     def allow_cell(self) -> None:
-        """Apply the limit for cells from now on."""
+        """Apply the memory limit for cells from now on."""
         if self.limits is not None:
             resource.setrlimit(resource.RLIMIT_AS, self.limits)
 
@@ -122,7 +124,8 @@ class MemoryLimit:
 
 
 def complete_builtins() -> None:
-    """Add the builtins that ``site`` defines and that a server without ``site`` lacks."""
+    """Add the builtins that the module ``site`` defines (``exit``, ``quit``, ``help``), since a
+    server that is started without ``site`` lacks them."""
 
     def exit(code: Any = None) -> None:
         """End the cell."""

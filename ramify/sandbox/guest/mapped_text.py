@@ -1,16 +1,17 @@
-"""A text that stays in its file. The variable ``context`` is one if the text exceeds a stated size.
+"""A text that stays in its file and is used like a ``str``. The variable ``context`` of a session
+is one if its text exceeds a configured size.
 
     context[a:b]   characters ──> bytes: the count of characters before each block, and one block
     find, count    bytes of the file, in pieces ──> characters
     finditer       windows of decoded text, which overlap
     lines          the count of line ends before each block, and one block
 
-Decides which methods of ``str`` such a text has, what its lines are, and which error the other
-methods raise. Positions count characters, as in a ``str``. To find a position, one block is
-decoded; a search is one pass over the bytes. Neither keeps the bytes that it has read. Not here:
-how the file is mapped (see ``server/process_setup.py``), how its characters are counted, and
-whether it has changed (see ``sandbox/file_reference.py``). Standard library only; the host reads
-its files with the same class.
+This module defines which methods of ``str`` such a text has, what counts as a line, and which error
+the other methods raise. Positions count characters, as in a ``str``. To find a position, one block
+of the file is decoded; a search is one pass over the bytes. Neither keeps the bytes that it has
+read. The file is mapped by ``server/process_setup.py``, and ``sandbox/file_reference.py`` counts
+its characters and checks whether it has changed. The module uses the standard library only; the
+host reads its files with the same class.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitli
 
 
 class TextOffsetIndex:
-    """The bytes of a text, with the number of characters and line ends before each block of them.
-    An offset counts bytes; a position counts characters."""
+    """The bytes of a text, with the number of characters and line ends before each block of bytes,
+    so that a character position can be converted to a byte offset quickly. An offset counts bytes;
+    a position counts characters."""
 
     __slots__ = ("_chars_at", "_lines_at", "data", "digest", "encoding", "num_bytes")
 
@@ -49,9 +51,12 @@ class TextOffsetIndex:
         encoding: str = "utf-8",
         digest: str = "",
     ) -> None:
-        """``data[a:b]`` gives bytes of the text. ``chars_at`` is the number of characters that
-        begin before each block, and at the end the number of all; it is empty if each byte is one
-        character. ``lines_at`` is the same for line ends. ``digest`` is the SHA-256 of the file."""
+        """Create the index of a text.
+
+        ``data``: the bytes, as an object that supports ``data[a:b]``. ``chars_at``: the number of
+        characters that begin before each block, followed by the total; empty if each byte is one
+        character. ``lines_at``: the same for line ends. ``digest``: the SHA-256 of the file.
+        """
         self.data = data
         self._chars_at = chars_at
         self._lines_at = lines_at
@@ -68,8 +73,8 @@ class TextOffsetIndex:
         return self._lines_at[-1]
 
     def counts(self) -> tuple[bytes, bytes]:
-        """Return the character counts and the line counts before each block, as arrays of 64-bit
-        numbers in bytes. ``counts_of`` restores them."""
+        """Return the number of characters, and of lines, before each block, each as an array of
+        64-bit integers in bytes. ``counts_of`` restores such an array."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read_bytes(self, low: int, high: int) -> bytes:
@@ -79,7 +84,8 @@ class TextOffsetIndex:
         return data.decode(self.encoding, "replace")
 
     def text(self, start: int, stop: int) -> str:
-        """Return the characters between two positions."""
+        """Return the text between two character positions. Raises ValueError if it is too long for
+        memory."""
         stop = min(stop, self.num_chars)
         if stop <= start:
             return ""
@@ -91,8 +97,8 @@ class TextOffsetIndex:
         return self.decode(self.read_bytes(self.byte_at(start), self.byte_at(stop)))
 
     def part(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes between two offsets, which are to become a str or a list. ``what`` names
-        the part in the error for one that is too long."""
+        """Return the bytes between two offsets. Raises ValueError if they are too many to become a
+        ``str`` or a list in memory; ``what`` names the part of the text in that error."""
         if high - low > 4 * MAX_SLICE_CHARS:
             raise ValueError(
                 f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
@@ -101,7 +107,7 @@ class TextOffsetIndex:
         return self.read_bytes(low, high)
 
     def byte_at(self, char: int) -> int:
-        """Return the offset of the character at position ``char``."""
+        """Convert a character position to the byte offset of that character."""
         counts = self._chars_at
         if not counts:
             return char
@@ -115,7 +121,7 @@ class TextOffsetIndex:
         return number * BLOCK_BYTES + begin + len(text[:left].encode())
 
     def char_at(self, offset: int) -> int:
-        """Return the position of the character that begins at ``offset``."""
+        """Convert the byte offset at which a character begins to the position of that character."""
         if not self._chars_at:
             return offset
         number = offset // BLOCK_BYTES
@@ -123,7 +129,7 @@ class TextOffsetIndex:
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
     def line_at(self, line: int) -> int:
-        """Return the offset at which line number ``line`` begins; the first line is 0."""
+        """Return the byte offset at which a line begins. The first line is number 0."""
         if line <= 0:
             return 0
         number = bisect_left(self._lines_at, line) - 1
@@ -131,7 +137,7 @@ class TextOffsetIndex:
         return number * BLOCK_BYTES + len(b"\n".join(block.split(b"\n", left)[:left])) + 1
 
     def offsets_of(self, needle: bytes, low: int, high: int) -> Iterator[int]:
-        """Yield the offsets from ``low`` to ``high`` at which ``needle`` occurs, without
+        """Yield the byte offsets between ``low`` and ``high`` at which some bytes occur, without
         overlaps."""
         at = low
         while at < high:
@@ -143,7 +149,8 @@ class TextOffsetIndex:
             at += max(_PIECE_BYTES, begin)
 
     def last_offset_of(self, needle: bytes, low: int, high: int) -> int:
-        """Return the last offset from ``low`` to ``high`` at which ``needle`` occurs, or -1."""
+        """Return the last byte offset between ``low`` and ``high`` at which some bytes occur, or -1
+        if there is none."""
         at = high
         while at > low:
             begin = max(low, at - _PIECE_BYTES)
@@ -154,7 +161,7 @@ class TextOffsetIndex:
         return -1
 
     def count(self, needle: bytes, low: int, high: int) -> int:
-        """Count the occurrences of ``needle`` between the offsets, without overlaps."""
+        """Count how often some bytes occur between two byte offsets, without overlaps."""
         if _overlaps_itself(needle):
             return sum(1 for _ in self.offsets_of(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
@@ -168,14 +175,15 @@ class TextOffsetIndex:
 
 
 def counts_of(data: Any) -> Sequence[int]:
-    """Read one of the two tables of an ``TextOffsetIndex`` from bytes: how many characters, or
-    lines, precede each block of its file."""
+    """Restore a table of a ``TextOffsetIndex`` from bytes: the number of characters, or of lines,
+    that precede each block of the file."""
     return array("Q", bytes(data))
 
 
 class MappedText:
-    """A text in a file, used like a ``str``: len, slices, find, count, in, lines. ``finditer``,
-    ``findall`` and ``search`` are regular expressions over it."""
+    """A text that stays in its file and is used like a ``str``: it supports len, slices, find,
+    count, in and lines. ``finditer``, ``findall`` and ``search`` apply regular expressions to
+    it."""
 
     __slots__ = ("file",)
 
@@ -220,7 +228,7 @@ class MappedText:
         return self.find(text) >= 0
 
     def __iter__(self) -> Iterator[str]:
-        """The lines, without their ends."""
+        """Iterate over the lines, without their line ends."""
         return iter(self.splitlines())
 
     def __repr__(self) -> str:
@@ -249,7 +257,7 @@ class MappedText:
         raise AttributeError(f"'MappedText' object has no attribute {name!r}")
 
     def find(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """First position of ``sub``, or -1."""
+        """Return the first position of ``sub``, or -1 if it does not occur."""
         needle, start, end = self._needle(sub), *self._range(start, end)
         if needle is None or start + len(sub) > end:
             return -1
@@ -261,7 +269,7 @@ class MappedText:
         return -1 if found < 0 else self.file.char_at(found)
 
     def rfind(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """Last position of ``sub``, or -1."""
+        """Return the last position of ``sub``, or -1 if it does not occur."""
         needle, start, end = self._needle(sub), *self._range(start, end)
         if needle is None or start + len(sub) > end:
             return -1
@@ -271,19 +279,19 @@ class MappedText:
         return -1 if found < 0 else self.file.char_at(found)
 
     def index(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """As ``find``; raises ValueError if ``sub`` is not there."""
+        """Return the first position of ``sub``. Raises ValueError if it does not occur."""
         if (found := self.find(sub, start, end)) < 0:
             raise ValueError("substring not found")
         return found
 
     def rindex(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """As ``rfind``; raises ValueError if ``sub`` is not there."""
+        """Return the last position of ``sub``. Raises ValueError if it does not occur."""
         if (found := self.rfind(sub, start, end)) < 0:
             raise ValueError("substring not found")
         return found
 
     def count(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """Number of occurrences of ``sub`` that do not overlap."""
+        """Return how often ``sub`` occurs, without overlaps."""
         if sub == "\n" and start is None and end is None:
             return self.file.num_line_ends
         needle, start, end = self._needle(sub), *self._range(start, end)
@@ -304,12 +312,13 @@ class MappedText:
         return self.file.text(max(0, len(self) - longest), len(self)).endswith(suffix)
 
     def splitlines(self, keepends: bool = False) -> MappedLines:
-        """The lines, which end at ``\\n`` or ``\\r\\n``: read when they are used."""
+        """Return the lines, which end at ``\\n`` or ``\\r\\n``. Each line is read from the file
+        when it is used."""
         return MappedLines(self.file, keepends=keepends)
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
-        """The parts between separators, one after the other; those of ``split("\\n")`` also have a
-        length and indices."""
+        """Return the parts between separators, as an iterator. For ``split("\\n")``, the result
+        also has a length and supports indices."""
         if sep == "\n" and maxsplit < 0:
             return MappedLines(self.file, is_split=True)
         if maxsplit >= 0:
@@ -323,15 +332,16 @@ class MappedText:
     # -- regular expressions
 
     def finditer(self, pattern: str | re.Pattern[str], flags: int = 0) -> Iterator[MappedMatch]:
-        """As ``re.finditer(pattern, text, flags)``. Finds matches of up to 262,144 characters;
-        longer ones may be missed."""
+        """Iterate over the matches of a regular expression, as ``re.finditer(pattern, text,
+        flags)`` does. Matches of up to 262,144 characters are found; longer ones may be missed."""
         compiled = re.compile(pattern, flags)
         if not isinstance(compiled.pattern, str):
             raise TypeError("give a pattern of str; for one of bytes: re.finditer(…, text.buffer)")
         return self._matches(compiled)
 
     def findall(self, pattern: str | re.Pattern[str], flags: int = 0) -> list[Any]:
-        """As ``re.findall(pattern, text, flags)``."""
+        """Return all matches of a regular expression, as ``re.findall(pattern, text, flags)``
+        does."""
         found: list[Any] = []
         for match in self.finditer(pattern, flags):
             groups = match.groups("")
@@ -339,13 +349,14 @@ class MappedText:
         return found
 
     def search(self, pattern: str | re.Pattern[str], flags: int = 0) -> MappedMatch | None:
-        """As ``re.search(pattern, text, flags)``."""
+        """Return the first match of a regular expression, as ``re.search(pattern, text, flags)``
+        does."""
         return next(self.finditer(pattern, flags), None)
 
     @property
     def buffer(self) -> memoryview:
-        """The bytes of the text in its encoding, for ``re`` with patterns of bytes. Its positions
-        are bytes."""
+        """The encoded bytes of the text, for use with ``re`` and patterns of bytes. Positions in it
+        count bytes."""
         data = self.file.data
         if not isinstance(data, memoryview):
             raise TypeError("a text that the host reads has no buffer: it is mapped in sessions")
@@ -373,15 +384,14 @@ class MappedText:
             at = after
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
-        """Return the positions for the arguments ``start`` and ``end`` of ``find``. As in a
-        ``str``, a start beyond the end of the text is kept, so that not even an empty text is found
-        there."""
+        """Convert the arguments ``start`` and ``end`` of ``find`` to positions. A start beyond the
+        end of the text is kept, as for a ``str``, so that not even an empty text is found there."""
         low, high, _ = slice(start, end).indices(len(self))
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
-        """Return ``sub`` in the encoding of the file, or None if that encoding cannot express
-        it."""
+        """Encode the text to search for in the encoding of the file. Returns None if that encoding
+        cannot represent it."""
         if not isinstance(sub, str):
             raise TypeError(f"must be str, not {type(sub).__name__}")
         try:
@@ -401,14 +411,14 @@ MappedText.__module__ = "builtins"  # an error then shows the name without a mod
 
 
 class MappedMatch:
-    """A match in a ``MappedText``, used like ``re.Match``. Its positions are those in the whole
-    text."""
+    """A match of a regular expression in a ``MappedText``, used like ``re.Match``. Its positions
+    refer to the whole text."""
 
     __slots__ = ("_at", "_match")
 
     def __init__(self, match: re.Match[str], at: int) -> None:
-        """``match`` was found in a window of the text, and ``at`` is the position in the whole text
-        where that window begins."""
+        """Wrap a match that was found in a window of the text. ``at``: the position in the whole
+        text at which the window begins."""
         self._match = match
         self._at = at
 
@@ -447,16 +457,16 @@ class MappedMatch:
 
 
 class MappedLines(Sequence[str]):
-    """The lines of a ``MappedText``, used like a list: len, an index, slices, iteration. A line is
-    read when it is used."""
+    """The lines of a ``MappedText``, used like a list: it supports len, an index, slices and
+    iteration. Each line is read from the file when it is used."""
 
     __slots__ = ("_file", "_is_split", "_keepends")
 
     def __init__(
         self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
-        """``is_split`` is True for the parts of ``split("\\n")``. They keep ``\\r``, and the last
-        one may be empty."""
+        """Create the list of lines of a file. ``is_split``: return the parts of ``split("\\n")``
+        instead of lines; these keep ``\\r``, and the last one may be empty."""
         self._file = file
         self._keepends = keepends
         self._is_split = is_split
@@ -510,12 +520,12 @@ class MappedLines(Sequence[str]):
         return [*map(self._line, ended), self._line(last)]
 
     def _is_closed(self) -> bool:
-        """Return True if the last line has a line end, or if the text is empty."""
+        """Return True if the last line ends with a line end, or if the text is empty."""
         size = self._file.num_bytes
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
-        """Split a piece of the file into lines. The piece must end with a line end."""
+        """Split bytes of the file into decoded lines. The bytes must end with a line end."""
         lines = self._file.decode(data).split("\n")
         lines.pop()
         if self._keepends:
@@ -527,8 +537,8 @@ class MappedLines(Sequence[str]):
 
 
 def _first_lead(block: bytes) -> int:
-    """Return the number of bytes at the start of ``block`` that continue a character of the
-    previous block."""
+    """Return the number of bytes at the start of a block that continue a character of the previous
+    block."""
     begin = 0
     while begin < len(block) and block[begin] & 0xC0 == 0x80:
         begin += 1
@@ -536,7 +546,8 @@ def _first_lead(block: bytes) -> int:
 
 
 def _overlaps_itself(needle: bytes) -> bool:
-    """Return True if two occurrences of ``needle`` can overlap, as those of "aba" can."""
+    """Return True if two occurrences of ``needle`` can overlap, as those of "aba" can in
+    "ababa"."""
     if len(needle) > 1000:
         return True  # counting its occurrences one by one costs little
     return any(needle[:size] == needle[-size:] for size in range(1, len(needle)))

@@ -1,10 +1,10 @@
-"""The live namespace of a session, and how a cell runs in it.
+"""The live namespace of a session, and the execution of cells in it.
 
-Decides what a cell sees (a true ``__main__``, reserved names that are restored, modules that the
-host has installed, perhaps compiled), its echo (its last expression), its ``await``, how its code
-is named and where its lines are found, and the text of its values and errors: its length, and that
-a traceback shows the frames of the cell and of the code it called, but not the guest's. Not here:
-the connection, the output and the interpreter around a cell (see ``guest.py``).
+This module defines what a cell sees: a true ``__main__``, reserved names that are restored after
+each cell, and modules that the host has installed. It evaluates the last expression of a cell,
+which is echoed, and supports a top-level ``await``. It limits the length of values and errors that
+are shown. A traceback shows the frames of the cell and of the code it called, but not those of the
+guest. The connection, the output and the interpreter around a cell are handled by ``guest.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Return ``text``, or its head and tail with a note on how much is missing."""
+    """Shorten a text to its beginning and end, with a note on how many characters are missing
+    between them. A text within the limit is returned unchanged."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -41,8 +42,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """Return ``repr(value)`` with bounded length. Never raises an Exception, and never copies a
-    long string."""
+    """Return ``repr(value)`` with a bounded length. Never raises an Exception, even if the value's
+    own ``__repr__`` does, and never copies a long string."""
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
@@ -55,7 +56,8 @@ def safe_repr(value: Any) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return ``str(error)``, which may fail for an exception class defined in a cell."""
+    """Return ``str(error)``, or a note if that fails, as it may for an exception class that was
+    defined in a cell."""
     try:
         return "".join([str(error), ""])
     except BaseException as worse:  # noqa: BLE001  (whatever it does, the session continues)
@@ -63,8 +65,8 @@ def text_of(error: BaseException) -> str:
 
 
 def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
-    """Return the traceback for the cell's author: without frames of the guest and of ``hidden``
-    files."""
+    """Format the traceback of an error for the author of the cell, without the frames of the guest
+    and of the files in ``hidden``."""
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     visited: set[int] = set()
     stack = [shown]
@@ -91,7 +93,8 @@ for _name in __future__.all_feature_names:
 
 
 def remember_source(name: str, source: str) -> None:
-    """Let tracebacks and ``inspect`` find the lines of code that is in no file."""
+    """Register source code that is in no file, so that tracebacks and ``inspect`` can show its
+    lines."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
@@ -125,7 +128,8 @@ def ends_in_assignment(source: str) -> bool:
 
 
 class CompiledCell:
-    """A cell's compiled code: everything except the last expression, and that expression."""
+    """The compiled code of a cell, in two parts: everything before the last expression, and the
+    last expression, whose value is echoed."""
 
     __slots__ = ("body", "flags", "last")
 
@@ -157,8 +161,8 @@ class CompiledCell:
 
 
 def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
-    """Compile the source of a module to code. ``code`` is the result of a host with the same
-    Python, in marshal format; it is used instead if given."""
+    """Compile the source of a module, or load it from ``code`` if the host has compiled it already
+    (in marshal format, by the same version of Python)."""
     if code:
         module: types.CodeType = marshal.loads(code)
         return module
@@ -173,7 +177,7 @@ Outcome = tuple[str | None, str | None]
 
 
 class GuestNotebook:
-    """A notebook namespace and the cells that run in it."""
+    """A namespace like that of a notebook, and the execution of cells in it."""
 
     __slots__ = (
         "_flags",
@@ -218,8 +222,8 @@ class GuestNotebook:
     # -- names
 
     def bind(self, name: str, value: Any, reserved: bool) -> None:
-        """Set a variable of the namespace for the host. A reserved name is restored if a cell
-        overwrites it."""
+        """Set a variable in the namespace on behalf of the host. A reserved name is restored after
+        each cell that overwrites it."""
         if reserved:
             self._reserved[name] = value
         else:
@@ -232,12 +236,13 @@ class GuestNotebook:
         return self.namespace[name]
 
     def mend(self) -> None:
-        """Restore the names that Python itself needs."""
+        """Restore ``__name__`` and ``__builtins__``, without which Python code cannot run
+        properly."""
         self.namespace["__name__"] = "__main__"
         self.namespace["__builtins__"] = self.builtins
 
     def restore_names(self) -> list[str]:
-        """Restore the reserved names that a cell has rebound, and return them."""
+        """Restore the reserved names that a cell has overwritten, and return a list of them."""
         if not self._reserved:
             return []
         namespace = self.namespace
@@ -255,8 +260,11 @@ class GuestNotebook:
     def install(
         self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
     ) -> None:
-        """Execute ``source`` as ``module``, with ``host_names`` and this ``notebook`` in its
-        namespace. Bind the names in its ``__all__``. ``code``: the module, compiled by the host."""
+        """Execute source code as a module, and bind the names in its ``__all__`` as reserved names.
+
+        ``host_names``: variables for the module's namespace, in addition to this notebook and the
+        namespace of the cells. ``code``: the module, if the host has compiled it.
+        """
         installed = types.ModuleType(module if self._owns_process else f"{module}@{id(self)}")
         installed.__dict__.update(host_names, namespace=self.namespace, notebook=self)
         name = f"<{module}>"
@@ -271,12 +279,13 @@ class GuestNotebook:
 
     @property
     def has_hooks(self) -> bool:
-        """Return True if code of installed modules may run after a cell."""
+        """True if installed modules may have code to run after a cell."""
         return bool(self.modules)
 
     def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
-        """Call the modules' ``after_cell`` hooks and return their results, encoded. The hooks see
-        the names as the cell left them."""
+        """Call the ``after_cell`` hook of each installed module and return the encoded results,
+        with the error of the cell or, if it had none, of a hook. The hooks see the names as the
+        cell left them."""
         notes: dict[str, Any] = {}
         for name, module in self.modules.items():
             hook = module.__dict__.get("after_cell")
@@ -293,8 +302,8 @@ class GuestNotebook:
     # -- a cell
 
     def execute(self, source: str, name: str) -> Outcome:
-        """Run a cell. Every part of it can be interrupted, including a repr or an exception's
-        text."""
+        """Run a cell and return its echoed value and its error. Every part of this can be
+        interrupted, including the formatting of a value or of an exception."""
         try:
             self._interrupts.is_live = True
             try:
@@ -322,7 +331,8 @@ class GuestNotebook:
         return safe_repr(value)
 
     def complete(self, coroutine: Any) -> Any:
-        """Run a coroutine of a cell to completion."""
+        """Run a coroutine of a cell to completion in the session's event loop, and return its
+        result."""
         import asyncio
 
         if self.loop is None:
@@ -341,7 +351,8 @@ class GuestNotebook:
             self.loop = None
 
     def describe(self, error: BaseException) -> str | None:
-        """Return an error of a cell as text; None for an exit without an error."""
+        """Format an error of a cell as text. Returns None if the cell ended with an exit that is
+        not an error."""
         if isinstance(error, SystemExit):
             return (
                 None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)

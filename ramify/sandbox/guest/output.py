@@ -1,10 +1,9 @@
-"""The output of cells, on its way to the host.
+"""Collect the output of cells and send it to the host.
 
-Decides how prints get here (``SessionStdStream``), their store until the host has them (a spool),
-which bytes of a stream that is too long are kept (``HeadTailBuffer``), and when output is sent, and
-how much. Up to its limit the host gets everything; beyond the limit it gets only the newest part,
-at most every 50 ms and at the cell's end. If there is a file for it, the output of Python code, C
-code and other processes is in one true order.
+Prints arrive through ``SessionStdStream`` and are stored in a spool until the host has them.
+``HeadTailBuffer`` decides which bytes of an overlong stream are kept. Up to a limit, the host gets
+everything; beyond it, only the newest part, at most every 50 ms and at the end of the cell. If the
+spool is a file, the output of Python code, C code and other processes is in its true order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .values import Buffer
 
 
 class TailBuffer:
-    """The last ``limit`` bytes of a stream, or slightly more."""
+    """A buffer that keeps the last ``limit`` bytes of a stream, or slightly more."""
 
     __slots__ = ("_limit", "_parts", "_size", "lost")
 
@@ -43,8 +42,8 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """Return the tail, and how many bytes before it were lost since the last ``take``. The
-        buffer is empty afterwards."""
+        """Empty the buffer. Returns its content, and how many bytes before that were discarded
+        since the last call."""
         joined = b"".join(self._parts)
         tail = joined[-self._limit :]
         lost = self.lost + len(joined) - len(tail)
@@ -66,7 +65,8 @@ class TailBuffer:
 
 
 class HeadTailBuffer:
-    """At most ``limit`` bytes of a stream: half from its beginning and half from its end."""
+    """A buffer that keeps at most ``limit`` bytes of a stream: half from its beginning and half
+    from its end."""
 
     __slots__ = ("_half", "_head", "_tail")
 
@@ -76,7 +76,8 @@ class HeadTailBuffer:
         self._tail = TailBuffer(self._half)
 
     def add(self, data: Buffer, skipped: int = 0) -> None:
-        """Add more of the stream; ``skipped`` bytes just before it are already lost."""
+        """Add the next bytes of the stream. ``skipped``: the number of bytes just before them that
+        are already lost."""
         if skipped:
             self._tail.drop()
             self._tail.lost += skipped
@@ -88,8 +89,8 @@ class HeadTailBuffer:
             self._tail.add(data)
 
     def text(self, chars: int) -> str:
-        """Return the kept part as text; a line between head and tail says how many of ``chars``
-        characters are missing."""
+        """Return the content as text. If something was left out, a line in the middle says how many
+        characters; ``chars`` is the number of characters in the whole stream."""
         if not (self._head or self._tail.lost or len(self._tail)):
             return ""
         tail = bytes(self._tail)
@@ -104,7 +105,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _without_partial_end(data: bytes) -> bytes:
-    """Return ``data`` without a character that was cut off at its end."""
+    """Return bytes of UTF-8 without an incomplete character at the end."""
     body = data.rstrip(_CONTINUATION)
     if (
         body
@@ -121,10 +122,11 @@ _write = os.write
 
 
 class FileOutputSpool:
-    """The target of descriptors 1 and 2: an anonymous file with all output in its true order.
+    """An anonymous file that receives a session's standard output and standard error (descriptors 1
+    and 2) in their true order.
 
-    The file is truncated after a long output was sent. If the host holds the file too, the output
-    of a killed session is not lost: the host continues to read from ``at``.
+    The file is truncated after a long output was sent. If the host has the file open too, the
+    output of a killed session is not lost: the host continues to read from the offset ``at``.
     """
 
     __slots__ = ("at", "fd")
@@ -151,15 +153,15 @@ class FileOutputSpool:
             self.at = 0
 
     def attach(self) -> None:
-        """Point the file descriptors 1 and 2 at this file again, because a cell may have closed or
+        """Redirect the descriptors 1 and 2 to this file again, because a cell may have closed or
         redirected them."""
         os.dup2(self.fd, 1)
         os.dup2(self.fd, 2)
 
 
 class InProcessOutputSpool:
-    """Spool for a guest that shares its process with others: it holds only the prints of Python
-    code."""
+    """A store for output in memory, for a session that shares its process with others. It receives
+    only what Python code prints."""
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()
@@ -179,7 +181,8 @@ class InProcessOutputSpool:
 
 
 class SessionStdStream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a session: both write to one place, in order."""
+    """The object that a session uses as ``sys.stdout`` or ``sys.stderr``. Both write to the same
+    place, so that their order is kept."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -203,11 +206,11 @@ class SessionStdStream(io.TextIOBase):
         return self._number
 
     def reconfigure(self, **_: Any) -> None:
-        """Accepted and ignored, since scripts for terminals call it; a session always prints
-        UTF-8."""
+        """Accept and ignore any settings, since scripts for terminals call this method. A session
+        always prints UTF-8."""
 
     def close(self) -> None:
-        """Do nothing: a session's streams stay open."""
+        """Do nothing, since the streams of a session stay open."""
 
 
 class _Bytes(io.BufferedIOBase):
@@ -236,7 +239,7 @@ _clock = time.monotonic
 
 
 class CellOutput:
-    """The output of the running cell, and of the last cell that ended."""
+    """Collects the output of the running cell, and keeps the output of the last cell that ended."""
 
     __slots__ = (
         "_channel",
@@ -276,7 +279,7 @@ class CellOutput:
         self.begin()
 
     def begin(self) -> None:
-        """Start a cell."""
+        """Prepare for the output of a new cell."""
         self._pending = 0
         self._flushed = _clock()
         if self._is_unused:
@@ -290,16 +293,18 @@ class CellOutput:
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
 
     def end(self) -> None:
-        """Keep the full output of a cell that has ended, so that ``last_output`` can return it."""
+        """Keep the full output of the cell that has just ended, so that ``last_output`` can return
+        it."""
         self._ended = None if self._is_unused else (self._full_output, self.chars)
 
     def last_output(self) -> str:
-        """Return the output of the last cell that ended, up to 16 times the size that the host
-        keeps. Inside an ``after_cell`` hook, that is the cell that has just run."""
+        """Return the output of the last cell that ended, up to 16 times the length that the host
+        keeps. A hook that runs after a cell gets the output of that cell."""
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
-        """Print ``data``."""
+        """Print bytes: store them, and send the output to the host if enough of it or enough time
+        has accumulated."""
         try:
             self.spool.write(data)
         except OSError:  # other processes have filled the file
@@ -310,7 +315,8 @@ class CellOutput:
             self.flush()
 
     def flush(self) -> None:
-        """Send the output so far, if a cell runs and no other thread is sending."""
+        """Send the output so far to the host, if a cell is running and no other thread is
+        sending."""
         channel = self._channel
         if not channel.is_open or not channel.is_session_process():
             return
@@ -326,8 +332,8 @@ class CellOutput:
             self._interrupts.leave(before)
 
     def take(self, final: bool) -> list[Buffer]:
-        """Take the output so far and return the frames to send to the host now. The caller holds
-        ``GuestChannel.sending``."""
+        """Collect the output so far, and build the frames that must be sent to the host now. The
+        caller must hold the lock ``GuestChannel.sending``."""
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():

@@ -1,12 +1,14 @@
-"""Tables and arrays of a context. Their values stay in the buffers in which they arrive.
+"""Tables and arrays that are part of a context. Their values stay in the buffers in which they
+arrive.
 
     host: a DataFrame ──convert_to_context.py──> Table ──values.py──> buffers in a memory file
     session: the mapped file ──values.py──> Table, or with pandas a DataFrame (see dataframes.py)
 
-A column has Arrow's memory layout, so that pandas, pyarrow and DuckDB can use its buffers
-directly. The classes here decode a value each time it is read. They decide what a session without
-pandas can do with a table. Standard library only. Buffers may come from a hostile session, so
-reading outside of a buffer raises an exception. Not here: how a DataFrame becomes a table.
+A column has Arrow's memory layout, so that pandas, pyarrow and DuckDB can use its buffers directly.
+The classes here decode a value each time it is read. They define what a session without pandas can
+do with a table, and use the standard library only. Buffers may come from a hostile session, so
+reading outside of a buffer raises an exception. DataFrames are converted to tables by
+``convert_to_context.py``.
 
     kind        buffers (after the validity bits)       info
     number      values                                  format character of ``struct``
@@ -52,7 +54,8 @@ _CHILDREN = {"list": 1, "map": 1, "fixed": 1, "coded": 2}
 
 
 class Column(Sequence[Any]):
-    """The values of one column: ``len(c)``, ``c[3]``, ``c[10:20]`` (a list), ``for value in c``."""
+    """The values of one column of a table. It supports ``len(c)``, ``c[3]``, ``c[10:20]`` (a list)
+    and ``for value in c``."""
 
     __slots__ = ("_length", "_start", "_values", "buffers", "children", "info", "kind", "type")
 
@@ -66,8 +69,8 @@ class Column(Sequence[Any]):
         children: Sequence[Column] = (),
         start: int = 0,
     ) -> None:
-        """``type`` is the name of the type in Arrow, such as ``int64``. ``start`` is the index of
-        the first value in the buffers."""
+        """Create a column over existing buffers. ``type``: the name of the type in Arrow, such as
+        ``int64``. ``start``: the index of the first value in the buffers."""
         self.kind = kind
         self.type = type
         self.info = info
@@ -79,7 +82,8 @@ class Column(Sequence[Any]):
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError if buffers or children are missing."""
+        """Raise ValueError if buffers or child columns are missing, or if the length is
+        negative."""
         children = _CHILDREN.get(self.kind, len(self.info) if self.kind == "struct" else 0)
         if len(self.buffers) != 1 + _DATA.get(self.kind, 0) or len(self.children) != children:
             raise ValueError(f"a column of kind {self.kind!r:.20} without all its buffers")
@@ -113,7 +117,7 @@ class Column(Sequence[Any]):
         return self.values(0, self._length)
 
     def values(self, start: int, stop: int) -> list[Any]:
-        """Return the decoded values of a range of rows."""
+        """Decode a range of rows and return its values."""
         if start == stop:
             return []
         start, stop = start + self._start, stop + self._start
@@ -202,7 +206,7 @@ class Column(Sequence[Any]):
     # --- sending
 
     def sliced(self, start: int, stop: int) -> Column:
-        """Return a range of rows as a column over the same buffers."""
+        """Return a range of rows as a column that uses the same buffers."""
         return Column(
             self.kind,
             self.type,
@@ -214,7 +218,8 @@ class Column(Sequence[Any]):
         )
 
     def compact(self) -> Column:
-        """Return an equal column whose buffers begin with its first value and end with its last."""
+        """Return an equal column whose buffers contain nothing before its first value and nothing
+        after its last."""
         start, stop, kind, info = self._start, self._start + self._length, self.kind, self.info
         bits = self.buffers[0] if self.buffers else None
         buffers: list[memoryview | None] = [_cut_bits(bits, start, stop)]
@@ -256,7 +261,7 @@ class Column(Sequence[Any]):
 
     @property
     def num_chars(self) -> int:
-        """Approximate number of characters of all values as text."""
+        """The approximate number of characters of all values, written as text."""
         if self.kind == "text" and self._length and self.buffers[1] is not None:
             size = _SIZES[self.info]
             ends = [
@@ -268,8 +273,9 @@ class Column(Sequence[Any]):
 
 
 class Table:
-    """A table: ``t.columns``, ``t.types``, ``len(t)``, ``t["name"]`` (a column, which is a
-    sequence), ``t[3]`` (a row, a dict), ``t[10:20]`` (a table), ``for row in t``."""
+    """A table with named columns. It supports ``t.columns``, ``t.types``, ``len(t)``, ``t["name"]``
+    (a column, which is a sequence), ``t[3]`` (a row, a dict), ``t[10:20]`` (a table) and ``for row
+    in t``."""
 
     __slots__ = ("_columns", "_length")
 
@@ -285,12 +291,12 @@ class Table:
 
     @property
     def types(self) -> dict[str, str]:
-        """Name of each column, and its type."""
+        """The type of each column, by column name."""
         return {name: column.type for name, column in self._columns.items()}
 
     @property
     def num_chars(self) -> int:
-        """Approximate number of characters of all values as text."""
+        """The approximate number of characters of all values, written as text."""
         return sum(column.num_chars for column in self._columns.values())
 
     def __len__(self) -> int:
@@ -324,7 +330,7 @@ class Table:
         return name in self._columns
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Any, ...]]:
-        """Yield rows as tuples."""
+        """Iterate over the rows as tuples."""
         start, stop, _ = slice(start, stop).indices(self._length)
         for at in range(start, stop, _PIECE):
             parts = [each.values(at, min(at + _PIECE, stop)) for each in self._columns.values()]
@@ -341,14 +347,16 @@ class Table:
 
 
 class NumberArray(Sequence[Any]):
-    """An array of numbers: ``a.shape``, ``a.dtype``, ``len(a)``, ``a[3]``, ``a[3, 4]``, ``a[2:5]``
-    (an array), ``for item in a``, ``a.tolist()``."""
+    """An array of numbers with any number of dimensions. It supports ``a.shape``, ``a.dtype``,
+    ``len(a)``, ``a[3]``, ``a[3, 4]``, ``a[2:5]`` (an array), ``for item in a`` and
+    ``a.tolist()``."""
 
     __slots__ = ("_char", "buffer", "dtype", "shape")
 
     def __init__(self, dtype: str, char: str, shape: Sequence[int], buffer: memoryview) -> None:
-        """``char`` is a format character of ``struct``. The numbers in ``buffer`` are in row-major
-        (C) order."""
+        """Create an array over a buffer, whose numbers are in row-major (C) order. ``char``: their
+        format character in the module ``struct``. Raises ValueError if the buffer's size does not
+        fit the shape."""
         self.dtype = dtype
         self._char = char
         self.shape = tuple(shape)
@@ -441,8 +449,8 @@ def _date(days: int) -> datetime.date | str:
 
 
 def _moment(count: int, unit: str, has_zone: bool) -> datetime.datetime | str:
-    """Return a point in time, truncated to microseconds. It is in UTC if the column has a time
-    zone."""
+    """Convert a count of time units since 1970 to a datetime, truncated to microseconds. The result
+    is in UTC if the column has a time zone."""
     try:
         found = _EPOCH + datetime.timedelta(microseconds=count * 10**6 // _PER_SECOND[unit])
     except OverflowError:

@@ -1,14 +1,14 @@
-"""The codec for values between host and session: JSON with tags, with long strings and bytes beside
-it.
+"""Encode the values that host and session exchange: as JSON with tags for the types that JSON
+lacks, and with long strings and bytes beside it.
 
-Decides which values are supported, by exact type: None, bool, int, float, complex, str, bytes,
-list, tuple, dict, set, frozenset, date, time, datetime, timedelta (a time zone as its offset), and
-OrderedDict, defaultdict and Counter as dict; a subclass of str as its text; to a session, also
+Values are supported by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict,
+set, frozenset, date, time, datetime and timedelta. A time zone becomes its offset; an OrderedDict,
+defaultdict or Counter becomes a dict, and a subclass of str its text. A session can also receive a
 MappedText, as a reference to its file, and the tables and arrays of ``tables.py``, whose buffers
-are blobs that are not copied. Also decides how long integers may be, and how many keys may share
-their hash. Not here: the bytes around
-them, and limits that are counted before a value is decoded (see ``frames.py``). Data from the other
-end may be hostile: it decodes to a value of these types or raises ProtocolError.
+are sent without a copy. The module also limits the length of integers and the number of keys with
+equal hashes. The layout of the bytes, and the limits that are checked before a value is decoded,
+are in ``frames.py``. Data from the other end may be hostile: it decodes to a value of these types
+or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_SLOW = 16
 
 
 class ValueLimitError(ValueError):
-    """A value from a session that is over a limit; the message names the limit."""
+    """Raised if a value from a session is over a limit. The message names the limit."""
 
 
 def check_int(value: int) -> int:
@@ -61,19 +61,20 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """Parse a hexadecimal integer, as written by ``hex``. Raises ValueLimitError for one with too
-    many digits, before it is created."""
+    """Parse a hexadecimal integer as written by ``hex``. Raises ValueLimitError, before the integer
+    is created, if there are too many digits."""
     if len(digits) > _MAX_HEX:
         raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
 
 
 class HashCollisionCheck:
-    """Checks the keys of one value's sets and dicts, whose hashes a session may have chosen to be
-    equal.
+    """Protects the host from sets and dicts whose keys were chosen to have equal hashes, which are
+    slow to build. One object checks all sets and dicts of one value.
 
     ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets combine the hashes of their
-    items: a set of 40,000 multiples of that number takes 8 s to build.
+    items. So a session can choose keys that collide: a set of 40,000 multiples of that number takes
+    8 s to build.
     """
 
     __slots__ = ("_left",)
@@ -82,15 +83,15 @@ class HashCollisionCheck:
         self._left = MAX_EQUAL_HASHES**2
 
     def check(self, keys: Any) -> None:
-        """Raise ValueLimitError if too many of ``keys`` have equal hashes."""
+        """Raise ValueLimitError if too many of the keys have equal hashes."""
         if len(keys) > _FEW_KEYS and not _SALTED.issuperset(map(type, keys)):
             key_list = list(keys)
             hashes: set[int] = set()
             self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
 
     def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
-        """Add ``keys`` to ``container``, an empty set or dict, and return it. Raises
-        ValueLimitError if that takes too long."""
+        """Add keys, with values for a dict, to an empty set or dict and return it. Raises
+        ValueLimitError if too many hashes are equal, or if adding takes too long."""
         self.check(keys)
         add: Callable[[Any], Any] = container.update
         if len(keys) <= _FEW_KEYS:
@@ -119,9 +120,9 @@ class HashCollisionCheck:
 
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
-    """Call ``add`` on all of ``items``, in pieces. Keys with distinct hashes can still collide in
-    one place of the hash table. Only the clock shows this, and only for tens of thousands of
-    keys."""
+    """Call ``add`` on all items, some at a time, and raise ValueLimitError if that is slow too
+    often. Keys with distinct hashes can still collide in one place of the hash table. Only the
+    clock shows this, and only for tens of thousands of keys."""
     slow = 0
     for start in range(0, len(items), _PIECE):
         began = time.thread_time()
@@ -148,12 +149,13 @@ _DICTS = {dict, collections.OrderedDict, collections.defaultdict, collections.Co
 
 
 class ProtocolError(Exception):
-    """The other end sent something that the protocol does not allow."""
+    """Raised if the other end of a connection has sent something that the protocol does not
+    allow."""
 
 
 class CodecError(TypeError):
-    """A value that the codec does not support. ``what`` describes the problem; ``path`` is its
-    position in the value, innermost step first."""
+    """Raised for a value that cannot be encoded. ``what`` describes the problem, and ``path`` is
+    the position of the unsupported part within the value, innermost step first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -169,7 +171,7 @@ class CodecError(TypeError):
 
 
 def type_name(kind: type) -> str:
-    """Name of a type for an error message: without its module if that is ``builtins`` or
+    """Return the name of a type for an error message, without its module if that is ``builtins`` or
     ``__main__``."""
     module = kind.__module__
     return (
@@ -188,7 +190,8 @@ def _is_utf8(text: str) -> bool:
 
 
 class ValueEncoder:
-    """Encodes values as JSON-ready data; long strings and bytes go to ``blobs``."""
+    """Encodes values as data that JSON can represent. Long strings and bytes are collected in the
+    list ``blobs`` instead."""
 
     __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "has_buffers", "tags")
 
@@ -199,12 +202,12 @@ class ValueEncoder:
         bounded: bool = False,
         files: dict[str, Any] | None = None,
     ) -> None:
-        """With ``defers``, long ASCII texts stay str in ``blobs`` (one byte per character), for a
-        caller that encodes them piece by piece. With ``bounded``, the value comes from a session:
-        raise ValueLimitError if the host would refuse to decode it.
+        """Create an encoder. ``defers``: keep long ASCII texts as str in ``blobs`` (one byte per
+        character), for a caller that encodes them piece by piece. ``bounded``: the value comes from
+        a session, so raise ValueLimitError if the host would refuse to decode it.
 
-        ``files`` collects the data of texts that stay in their files, by the digest of the file. If
-        it is None, such a text raises CodecError.
+        ``files``: a dict that collects the data of texts that stay in their files, by the digest of
+        the file. If it is None, such a text raises CodecError.
         """
         self.defers = defers
         self._files = files
@@ -264,7 +267,7 @@ class ValueEncoder:
         return out
 
     def _is_flat(self, items: Any) -> bool:
-        """Return True if all items are valid JSON as they are; checked at C speed."""
+        """Return True if JSON can represent all items as they are. This is checked at C speed."""
         kinds = set(map(type, items))
         if kinds == {str}:
             if max(map(len, items)) > INLINE_CHARS or not _is_utf8("".join(items)):
@@ -321,7 +324,8 @@ class ValueEncoder:
         raise CodecError(f"a value of type {type_name(kind)}")
 
     def _buffers(self, value: Any) -> Any:
-        """Encode a table or an array: its buffers become blobs."""
+        """Encode a table or an array, whose buffers are added to ``blobs`` without a copy. Raises
+        CodecError if it would be sent from a session, which must send a plain list instead."""
         if self._keys is not None:
             remedy = "list(table[:n])" if type(value) is Table else "array[:n].tolist()"
             raise CodecError(f"a {type(value).__name__} (send the part that is needed: {remedy})")
@@ -349,8 +353,8 @@ class ValueEncoder:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """Return a set's items sorted, if possible, so that their order does not depend on the
-    process."""
+    """Return the items of a set in sorted order if they can be compared, so that the order does not
+    depend on the process."""
     try:
         return sorted(items)
     except TypeError:
@@ -358,7 +362,8 @@ def _in_order(items: Any) -> list[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Show a dict key in an error's path: short, and safe even if the key's repr misbehaves."""
+    """Format a dict's key for the path in an error message. The result is short, and safe even if
+    the key's own repr misbehaves."""
     return (
         repr(key)[:40]
         if type(key) in (str, int, float, bool, bytes, type(None))
@@ -367,14 +372,15 @@ def _show_key(key: Any) -> str:
 
 
 class FileDigest(NamedTuple):
-    """Stands for a text in a file that a session has given back."""
+    """A stand-in for a text in a file that a session has sent back to the host: only the digest of
+    the file."""
 
     digest: str
 
 
 class ValueDecoder:
-    """Decodes JSON data with tags into values. Every blob may be used only once, so that a small
-    header cannot produce a huge value."""
+    """Decodes the output of a ``ValueEncoder`` into values. Each blob may be used only once, so
+    that a small header cannot produce a huge value."""
 
     __slots__ = ("_files", "_keys", "_packages", "_refers", "blobs")
 
@@ -387,12 +393,12 @@ class ValueDecoder:
         packages: Sequence[str] = (),
         refers: bool = False,
     ) -> None:
-        """With ``bounded``, the value comes from a session: raise ProtocolError if it exceeds a
-        limit. ``packages`` are the packages that the session may import; they decide the type that
-        a table is decoded to.
+        """Create a decoder. ``bounded``: the value comes from a session, so raise ProtocolError if
+        it exceeds a limit. ``packages``: the packages that the session may import, which decide the
+        type that a table is decoded to.
 
-        ``files`` holds the data of texts that stay in their files, by the digest of the file. With
-        ``refers``, such a text is decoded as a ``FileDigest`` when a session gives it back.
+        ``files``: the data of texts that stay in their files, by the digest of the file.
+        ``refers``: decode such a text as a ``FileDigest`` when a session gives it back.
         """
         self._files = files or {}
         self._refers = refers
@@ -488,8 +494,8 @@ class ValueDecoder:
         return decoded
 
     def _buffers(self, tag: str, data: Any) -> Any:
-        """Decode a table or an array without copying its blobs. The result is a value of pandas or
-        numpy if the session may import it."""
+        """Decode a table or an array without copying its buffers. The result is a pandas or numpy
+        object if the session may import these packages."""
         if tag == "array":
             dtype, char, shape, blob = data
             array = NumberArray(dtype, char, shape, memoryview(self._take(blob)))
@@ -511,14 +517,14 @@ class ValueDecoder:
 
 
 def encoded(blobs: Sequence[Any]) -> list[Buffer]:
-    """Convert the blobs of a deferring encoder to bytes. Such an encoder leaves texts unencoded
-    until they are needed."""
+    """Encode the texts among some blobs as bytes. An encoder that was created with ``defers``
+    leaves long texts unencoded until then."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
 def portable(value: Any) -> Any:
-    """Return a copy of ``value`` as the other end would receive it. Raises TypeError if the codec
-    does not support it."""
+    """Return a copy of a value as the other end of the connection would receive it. Raises
+    TypeError if the value cannot be encoded."""
     encoder = ValueEncoder()
     try:
         data = encoder.encode(value)
