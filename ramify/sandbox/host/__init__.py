@@ -1,1 +1,3 @@
-"""The host's end of one session, whichever provider opened it. Runs in the host's process."""
+"""The host's end of a session, which is the same for all sandbox providers. This code runs in the
+process that opened the session.
+"""

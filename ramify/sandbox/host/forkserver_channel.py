@@ -1,8 +1,9 @@
-"""The host's end of a fork server: its configuration and its control socket.
+"""The host's end of a fork server, the process from which sessions are forked: its configuration
+and its control socket.
 
-Decides how replies, which may carry descriptors, reach their requests. Not here: how the server's
-process is started (see ``forkserver_process.py``), which requests are made (see
-``providers/process.py``) and how they are executed (see ``server/forkserver.py``).
+This module matches replies, which may carry descriptors, to their requests. The server's process is
+started by ``forkserver_process.py``, requests are made by ``providers/process.py``, and they are
+executed by ``server/forkserver.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MODULES = ("guest", "server/process_setup", "server/forkserver")
 
 
 class ForkServerChannel:
-    """Control channel to a fork server or a template."""
+    """The control connection to a fork server, or to a template (a process forked from the server
+    that sessions are forked from in turn)."""
 
     def __init__(self, sock: socket.socket, complaints: int | None = None) -> None:
         sock.setblocking(False)
@@ -52,8 +54,8 @@ class ForkServerChannel:
         self._loop.add_reader(sock, self._readable)
 
     async def wait_ready(self) -> dict[str, Any]:
-        """Wait until the server is ready and return its report. Raises SandboxError with the reason
-        if it is not."""
+        """Wait until the server is ready, and return its report. If it is not ready in time, or
+        ends before, raise SandboxError with the reason."""
         await asyncio.wait(
             (self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -79,8 +81,8 @@ class ForkServerChannel:
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request and return the reply with its descriptors, which the caller must close.
-        Raises SandboxError if the server refuses."""
+        """Send a request, and return the reply with the descriptors that came with it, which the
+        caller must close. Raises SandboxError if the server refuses or has ended."""
         async with self._room:
             self._last_id += 1
             id = header["id"] = self._last_id
@@ -93,8 +95,8 @@ class ForkServerChannel:
                 self._replies.pop(id, None)
 
     def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send a message that has no reply. Messages are small and few, so the socket's buffer
-        holds them."""
+        """Send a message that gets no reply. Messages are small and few, so the socket's buffer
+        normally holds them."""
         if fds:
             header["fds"] = len(fds)
         data = b"".join(frame(msgspec.json.encode(header)))
@@ -107,8 +109,8 @@ class ForkServerChannel:
             raise SandboxError(f"the fork server is gone: {error}") from None
 
     def _send_rest(self, data: bytes) -> None:
-        """Send the rest of a long request (a module's source). The server reads at once, so this
-        blocks only briefly."""
+        """Send the rest of a long message, such as the source of a module. The server reads at
+        once, so this blocks only briefly."""
         self._sock.setblocking(True)
         try:
             self._sock.settimeout(10.0)
@@ -117,7 +119,8 @@ class ForkServerChannel:
             self._sock.setblocking(False)
 
     def on_exit(self, pid: int, call: Callable[[int], None]) -> None:
-        """Run ``call`` once with the exit status of ``pid``, as ``subprocess`` gives it."""
+        """Register a function to be called once when a forked process has ended, with its exit
+        status as ``subprocess`` reports it."""
         self._exits[pid] = call
 
     def _readable(self) -> None:
@@ -173,7 +176,8 @@ class ForkServerChannel:
         self._exits.clear()
 
     async def close(self) -> None:
-        """Close the control socket; the server then ends everything that it forked, and itself."""
+        """Close the control socket and wait for the server, which then ends all processes that it
+        has forked, and itself."""
         if self._sock.fileno() < 0:  # the server has ended before
             self.abandon()
             return
@@ -185,7 +189,7 @@ class ForkServerChannel:
         self.abandon()
 
     def abandon(self) -> None:
-        """Release the resources of pending requests."""
+        """Release the resources of this channel and of requests that are still pending."""
         if self._complaints is not None:
             os.close(self._complaints)
             self._complaints = None
@@ -199,10 +203,11 @@ def start_server(
     config: dict[str, Any],
     modules: Sequence[str] = MODULES,
 ) -> StartedForkServer:
-    """Start a fork server in a separate process and send it ``config``. Needs no event loop.
+    """Start a fork server in a separate process and send it its configuration. This needs no event
+    loop.
 
-    ``modules`` are the modules that the process loads; the ``main`` function of the last one runs
-    the server. If a process was started in advance with the same modules, that one is used.
+    ``modules``: the modules that the process loads; the ``main`` function of the last one runs the
+    server. If a process was started in advance with the same modules, that process is used.
     """
     data = b"".join(frame(msgspec.json.encode(config)))
     server = take_early(tuple(modules))

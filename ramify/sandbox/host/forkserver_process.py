@@ -1,11 +1,11 @@
-"""The start of a fork server's process, which can come before everything else.
+"""Start the process of a fork server, if possible before this process has imported everything else.
 
-Decides how the process is started: an empty environment, one file descriptor of the host, and
-nothing that depends on the sandbox's configuration, which is sent afterwards. So a command that
-will probably need a session starts the process first (``start_early``), and it loads its modules
-while this process imports its own. This module therefore imports nothing of this package but
-``shipped_modules.py``. Not here: the configuration and the control socket (see
-``forkserver_channel.py``), and which files the server runs (see ``shipped_modules.py``).
+The process starts with a fixed, minimal environment, one file descriptor of the host, and nothing
+that depends on the sandbox's configuration, which is sent afterwards. So a command that will
+probably need a session starts the process first (``start_early``), and it loads its modules while
+this process imports its own. This module therefore imports nothing from this package except
+``shipped_modules.py``, which lists the files that the server runs. The configuration and the
+control socket are handled by ``forkserver_channel.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JAIL_MODULES = (
 
 
 class StartedForkServer:
-    """A fork server that was started, with everything that its ``ForkServerChannel`` needs."""
+    """A fork server's process that was started, with everything that is needed to control it."""
 
     __slots__ = ("complaints", "control", "folder", "process")
 
@@ -61,22 +61,23 @@ class StartedForkServer:
         """Folder of its sessions' folders; empty if there is none."""
 
     def discard(self) -> None:
-        """End a server that was not used."""
+        """End a server that was started in advance and never used."""
         self.control.close()
         self.process.kill()
         self.process.wait()
         os.close(self.complaints)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: forget a server that the parent started."""
+        """Release a server that the parent process started, without ending it. For use in a forked
+        child."""
         self.control.close()
         os.close(self.complaints)
         self.process.returncode = 0  # not a child of this process
 
 
 def start_process(modules: tuple[str, ...], complaints: int) -> StartedForkServer:
-    """Start a fork server's process, which waits for its configuration. ``complaints``: file for
-    its standard error output."""
+    """Start a fork server's process, which then waits for its configuration. ``complaints``: a file
+    descriptor for its standard error output."""
     host_end, server_end = socket.socketpair()
     with server_end:
         command = [
@@ -107,8 +108,8 @@ _early: dict[tuple[str, ...], StartedForkServer] = {}
 
 
 def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
-    """Start the process of the next fork server with these ``modules``, if this system has memory
-    files. One that is never used ends with this process. Errors are ignored here: the next start
+    """Start the process of the next fork server in advance, if this system has memory files. If the
+    process is never used, it ends with this one. Errors are ignored here, since the next start
     reports them."""
     if modules in _early or not hasattr(os, "memfd_create"):
         return
@@ -125,7 +126,8 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
 
 
 def take_early(modules: tuple[str, ...]) -> StartedForkServer | None:
-    """Return the process that was started early with ``modules``, once."""
+    """Return the process that was started in advance with these modules, or None. Each process is
+    returned only once."""
     return _early.pop(modules, None)
 
 

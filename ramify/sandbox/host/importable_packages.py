@@ -1,9 +1,9 @@
-"""The packages of this machine that sessions may import: their folders, and which of their files a
-jail shows.
+"""Find the packages of this machine that sessions may import: their folders, and which of their
+files a jail makes visible.
 
-A folder into which packages were installed is shown to a jail as a whole. From any other folder,
-such as a checkout, only the modules that can be imported under the requested names are shown: never
-the ``.env``, ``.git`` or keys beside them.
+A folder into which packages were installed is visible in a jail as a whole. From any other folder,
+such as a checkout, only the modules that can be imported under the requested names are visible:
+never the ``.env``, ``.git`` or keys beside them.
 
     site-packages/numpy       requested ──> site-packages           its dependencies are there too
     checkout/src/mine/        requested ──> checkout/src/mine       without its hidden files
@@ -11,8 +11,8 @@ the ``.env``, ``.git`` or keys beside them.
     checkout/mine/            no __init__.py (a namespace), or the root of a project:
                               only its modules and packages
 
-Not here: how they are imported ahead of time (see ``server/forkserver.py``), and how a jail shows
-them (see ``jail/walls.py``).
+The packages are imported ahead of time by ``server/forkserver.py``, and made visible in a jail by
+``jail/walls.py``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PROJECT = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg")
 
 
 def locate(packages: Sequence[str]) -> list[str]:
-    """Return the folders that contain ``packages`` and their dependencies, each once. Raises
-    ConfigError."""
+    """Return the folders that contain the given packages and their dependencies, without
+    duplicates. Raises ConfigError if a package is not installed."""
     return list(
         dict.fromkeys(os.path.dirname(place) for name in packages for place in _places(name))
     )
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """Return the files and folders of ``packages`` that sessions of a jail may read. Raises
-    ConfigError."""
+    """Return the files and folders of the given packages that sessions in a jail may read. Raises
+    ConfigError if a package is not installed."""
     paths: list[str] = []
     for place in (place for name in packages for place in _places(name)):
         if _is_installed(os.path.dirname(place)):
@@ -52,16 +52,16 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 
 def listed(packages: Sequence[str]) -> list[str]:
-    """Return the folders of ``packages`` that a jail shows only in part: imports look up names
-    there. Raises ConfigError."""
+    """Return the folders of the given packages that are visible in a jail only in part, and whose
+    names imports have to look up. Raises ConfigError if a package is not installed."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
 def _places(name: str) -> list[str]:
-    """Return the folder or file of a package, or all folders of a namespace package. The target of
-    a symbolic link is included if it has the same name."""
+    """Return the folder or file of a package, or all folders of a namespace package. If one is a
+    symbolic link whose target has the same name, the target is included."""
     spec = _spec(name)
     folders = [
         place
@@ -90,7 +90,8 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _is_installed(folder: str) -> bool:
-    """Return True if packages were installed into ``folder`` and nothing else is there."""
+    """Return True if a folder is one into which packages are installed, such as site-packages, and
+    not also the root of a project."""
     install_folders = [
         *site.getsitepackages(),
         site.getusersitepackages(),
@@ -123,8 +124,8 @@ def _shown(place: str) -> list[str]:
 
 
 def _package(folder: str) -> list[str]:
-    """Return the paths of everything in a package's folder except hidden files. If there are none,
-    this is the folder itself."""
+    """Return the paths of everything in a package's folder except hidden files and symbolic links.
+    If the folder has none of these, return only the folder itself."""
     paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):
@@ -141,7 +142,7 @@ def _package(folder: str) -> list[str]:
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """Yield the modules and packages in a folder that also contains other files."""
+    """Yield the modules and packages in a folder that may also contain other files."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_symlink() or not entry.name.split(".")[0].isidentifier():
             continue
@@ -164,7 +165,8 @@ def _is_package(folder: str) -> bool:
 
 
 def _remedy(name: str) -> str:
-    """Suggest what to do: a distribution's name often differs from its import name."""
+    """Suggest what to do about a package that is missing. The name under which it is imported often
+    differs from the name under which it is installed."""
     import importlib.metadata  # 15 ms, only for an error
 
     normalized = name.lower().replace("_", "-")

@@ -1,9 +1,9 @@
-"""The transport to a forked session: its socket, its process, and the memory files that it shares
-with the host.
+"""The connection to a session that was forked on this machine: its socket, its process, and the
+memory files that it shares with the host.
 
-Decides how a session is signalled without ever hitting another process, how a branch's process is
-identified, and how the output of a killed session is recovered. Not here: the process that it is
-forked from (see ``providers/process.py``).
+This module signals a session without the risk of hitting another process, identifies the process of
+a branch (a copy of a session, made by forking it), and recovers the output of a killed session. The
+process that sessions are forked from is managed by ``providers/process.py``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _SCM_CREDENTIALS = 2
 
 
 def read_proc(path: str) -> bytes:
-    """Return the beginning of a file that the kernel writes, in three system calls. Raises
-    OSError."""
+    """Return the first 4 kB of a file in /proc, using only three system calls. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -40,7 +39,8 @@ def read_proc(path: str) -> bytes:
 
 
 def pid_of(pidfd: int) -> int:
-    """Return the process id (as seen by the host), or -1 if the process has ended."""
+    """Return the process id behind a process descriptor (pidfd), as the host sees it, or -1 if the
+    process has ended."""
     try:
         found = read_proc(f"/proc/self/fdinfo/{pidfd}").partition(b"\nPid:")[2].split(None, 1)
         return int(found[0]) if found else -1
@@ -77,7 +77,7 @@ class SessionSharedMemory:
         )
 
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors that the session receives."""
+        """Return the file descriptors to pass to the session."""
         return (
             (self.spool,) if self.shared_buffers is None else (self.spool, self.shared_buffers.fd)
         )
@@ -90,7 +90,7 @@ class SessionSharedMemory:
 
 
 class SessionProcess(NamedTuple):
-    """The host's hold on one forked session."""
+    """The connection, the files and the process of one forked session, as the host needs them."""
 
     sock: socket.socket
     files: SessionSharedMemory
@@ -102,7 +102,7 @@ class SessionProcess(NamedTuple):
 
 
 class ProcessTransport:
-    """Connection to one forked session."""
+    """The connection to one forked session on this machine."""
 
     has_same_python = True
     """The session can load what this Python has compiled."""
@@ -149,18 +149,19 @@ class ProcessTransport:
         self.stream.start_reading(received, lost)
 
     async def prepare_branch(self) -> None:
-        """Nothing to prepare: without a jail, a session can fork at once."""
+        """Do nothing: without a jail, a session can fork at once."""
 
     def check_apart(self) -> None:
-        """Nothing to check: without a jail, processes are not kept apart."""
+        """Do nothing: without a jail, a session and its branch need not be isolated from each
+        other."""
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
         branch = SessionProcess(*self.send_branch(frame), self.channel)
         return BranchTransport(self.caps, self.buffers, branch)
 
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
-        """Send ``frame`` with a socket and files for a branch, and return the host's ends of
-        them."""
+        """Send the request to fork, with a socket and files for the branch, and return the host's
+        ends of these."""
         host_end, branch_end, files = self.branch_ends()
         with branch_end:
             try:
@@ -172,8 +173,8 @@ class ProcessTransport:
         return host_end, files
 
     def branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
-        """Create the socket and the files of a branch. Returns the host's end, the branch's end,
-        and the files. Raises SandboxError."""
+        """Create the socket and the files of a branch. Returns the host's end of the socket, the
+        branch's end, and the files. Raises SandboxError if the system refuses."""
         try:
             host_end, branch_end = socket.socketpair()
             try:
@@ -191,13 +192,13 @@ class ProcessTransport:
             ) from None
 
     def end_branch(self, transport: BranchTransport) -> None:
-        """End the fork: the branch has started, or will not start."""
+        """Complete a fork, once the branch has started or certainly will not start."""
         if transport.pidfd >= 0:
             with contextlib.suppress(SandboxError):
                 self.channel.send({"op": "adopt", "pid": transport.pid})
 
     def move(self, sock: socket.socket, files: SessionSharedMemory) -> SessionSharedMemory:
-        """Switch the session to a new socket and new files. Returns its old files."""
+        """Switch the session to a new socket and new files, and return its old files."""
         self.stream = self.stream.successor(sock)
         self.write, self.pause, self.resume = (
             self.stream.write,
@@ -210,7 +211,7 @@ class ProcessTransport:
 
     @property
     def number(self) -> int:
-        """The process's number, as its server knows it."""
+        """The process id of the session, as the fork server sees it."""
         return self._pid
 
     @property
@@ -218,7 +219,7 @@ class ProcessTransport:
         return self._exited.done()
 
     def on_exit(self, call: Callable[[], None]) -> None:
-        """Run ``call`` once the process has ended."""
+        """Register a function to be called once the process has ended."""
         self._exited.add_done_callback(lambda _: call())
 
     def _note_exit(self, status: int | None) -> None:
@@ -242,7 +243,8 @@ class ProcessTransport:
                 self.channel.send({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def cpu_s(self) -> float:
-        """CPU time of the session's process in seconds, summed over its threads; 0 if unknown."""
+        """Return the CPU time of the session's process in seconds, summed over its threads, or 0 if
+        it is unknown."""
         if self._clock_id is None:
             pid = pid_of(self.pidfd)
             # As ``clock_getcpuclockid`` computes it, which Python does not offer.
@@ -261,7 +263,7 @@ class ProcessTransport:
         return os.pread(spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
 
     def file_bytes(self) -> int:
-        """Return the memory that the session's files use."""
+        """Return the memory that the session's files use, in bytes."""
         if self._files.spool < 0:
             return 0
         return sum(os.fstat(fd).st_blocks * 512 for fd in self._files.descriptors())
@@ -291,15 +293,16 @@ class ProcessTransport:
 
 
 class BranchTransport(ProcessTransport):
-    """Connection to a branch. The kernel reports which process sent the first message on its
-    socket; this identifies the branch. The server is not its parent, so its exit is observed
-    through its process descriptor (pidfd)."""
+    """The connection to a branch, a copy of a session that was made by forking it. The kernel
+    reports which process sent the first message on the socket, which identifies the branch. Its
+    parent is not the fork server, so the host notices its exit through a process descriptor
+    (pidfd)."""
 
     __slots__ = ()
 
     @property
     def pid(self) -> int:
-        """Process id as seen by the host, or -1."""
+        """The process id as the host sees it, or -1 if it is not known yet."""
         return self._pid
 
     def start_reading(
@@ -333,15 +336,15 @@ class BranchTransport(ProcessTransport):
         self.stream.start_reading(received, lost)
 
     def is_proven(self, pid: int) -> bool:
-        """Take ``pid`` as the branch's process and open a handle to it. Returns False if there is
-        no such process."""
+        """Accept a process as the branch and open a descriptor for it. Returns False if there is no
+        such process."""
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid
         return self.pidfd >= 0
 
     def abandon(self) -> None:
-        """Give up on a branch that will not start."""
+        """Give up on a branch that will not start, and release its resources."""
         self._sock.close()
         self._files.close()
         self._note_exit(None)

@@ -1,13 +1,14 @@
-"""State that the host keeps for a session and its running cell: output, calls to the host, and
-working time.
+"""The state that the host keeps for a session and its running cell: output, pending calls to the
+host, and working time.
 
-Decides the states of a session and the result of a cell. Each call of a cell to the host has one
-task, and this file decides how many may be pending. While one is pending, the cell's clock counts
-only the CPU time of its other threads. A large answer is encoded in a thread. Also decides what a
-cell receives if an answer fails, and what a branch inherits that is forked in the middle of a cell.
+This module defines the states of a session and builds the result of a cell. Each call of a cell to
+the host is answered in its own task, and the number of pending calls is limited. While one is
+pending, the clock of the cell counts only the CPU time of its other threads. A large answer is
+encoded in a thread. The module also defines what a cell receives if an answer fails, and what a
+branch inherits that is forked in the middle of a cell.
 
-Not here: what the calls do (``Answer``), and how a cell is stopped that does not end (see
-``session.py``).
+What the calls do is defined by the function that answers them (``Answer``). Stopping a cell that
+does not end is done by ``session.py``.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 
 class CellClock:
-    """The time that a cell has worked, in seconds. While it waits for the host, only the CPU time
-    of its other threads counts, if that can be read."""
+    """Measures how long a cell has worked, in seconds. While the cell waits for the host, only the
+    CPU time of its other threads counts, if that can be read."""
 
     __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
     def __init__(self, cpu_s: Callable[[], float] | None = None) -> None:
-        """``cpu_s`` returns the CPU time that the session has used, in seconds."""
+        """Create a stopped clock. ``cpu_s``: a function that returns the CPU time that the session
+        has used, in seconds, or None if that is unknown."""
         self.worked_s = 0.0
         """The time up to the last ``start``, ``pause`` or ``stop``."""
         self._cpu_s = cpu_s
@@ -64,7 +66,7 @@ class CellClock:
         self._since = time.monotonic()
 
     def pause(self) -> None:
-        """Count from now on only the CPU time of other threads, since the cell waits for the
+        """From now on, count only the CPU time of other threads, since the cell waits for the
         host."""
         self.stop()
         if self._cpu_s is not None:
@@ -85,7 +87,7 @@ class CellClock:
 
 
 class PendingHostCall(NamedTuple):
-    """A call that is not answered yet."""
+    """A call from a cell to the host that has not been answered yet."""
 
     name: str
     args: list[Any]
@@ -95,7 +97,7 @@ class PendingHostCall(NamedTuple):
 
 
 class CellCalls:
-    """The pending calls of one cell."""
+    """Answers the calls that one running cell makes to the host, each in its own task."""
 
     __slots__ = ("_clock", "_last_id", "_on_bug", "answer", "bug", "pending", "tasks", "wire")
 
@@ -106,8 +108,8 @@ class CellCalls:
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
-        """``on_bug`` is called if ``answer`` fails with an unexpected exception, which is then in
-        the attribute ``bug``."""
+        """Create the bookkeeping for a cell without calls. ``on_bug``: called if answering fails
+        with an unexpected exception, which is then stored in ``bug``."""
         self.wire = wire
         self._clock = clock
         self._on_bug = on_bug
@@ -119,8 +121,8 @@ class CellCalls:
         self.pending: dict[int, PendingHostCall] = {}
 
     def take(self, message: HostCallFrame, value: Any, weight: int, stopped: str | None) -> None:
-        """Start to answer a call. If the cell is being stopped, refuse the call with the reason
-        ``stopped``. Raises ProtocolError for a call that breaks the protocol."""
+        """Start to answer a call from the cell. ``stopped``: the reason if the cell is being
+        stopped, in which case the call is refused. Raises ProtocolError for a malformed call."""
         if message.id <= self._last_id:
             raise ProtocolError(f"call {message.id} after call {self._last_id}")
         self._last_id = message.id
@@ -144,11 +146,12 @@ class CellCalls:
             self.wire.pause_receiving("calls")
 
     def begin(self, id: int) -> None:
-        """Start to answer a pending call."""
+        """Start the task that answers a pending call."""
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
     def inherit(self, other: CellCalls, pending: dict[int, PendingHostCall]) -> None:
-        """Take over the unanswered calls of the cell that a branch was forked from."""
+        """Take over the unanswered calls of another cell: the one during which this cell's session
+        was forked off as a branch."""
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
@@ -187,7 +190,7 @@ class CellCalls:
         self.wire.send(header, encoder)
 
     def _settle(self, id: int) -> bool:
-        """Remove a call that was answered. Returns False if its cell has ended."""
+        """Remove a call from the pending ones. Returns False if its cell has ended meanwhile."""
         self.tasks.pop(id, None)
         is_waiting = self.pending.pop(id, None) is not None
         if not self.tasks and is_waiting:
@@ -200,19 +203,21 @@ class CellCalls:
             task.cancel()
 
     def end(self) -> None:
-        """Forget the pending calls: their cell has ended."""
+        """Stop the clock and forget the pending calls, since their cell has ended."""
         self._clock.stop()
         self.pending.clear()
 
     async def wait(self, timeout_s: float) -> None:
-        """Cancel the answers that are still in progress, and wait for them."""
+        """Cancel the answers that are still in progress, and wait up to ``timeout_s`` seconds for
+        their tasks to end."""
         if tasks := list(self.tasks.values()):
             self.cancel()
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
 def _encode(encoder: ValueEncoder, value: Any) -> Any:
-    """Encode a large value, with its long strings."""
+    """Encode a large value, including its long strings if they do not fit into the shared
+    buffers."""
     data = encoder.encode(value)
     if sum(map(len, encoder.blobs)) > HALF_BYTES:  # too long for the shared buffers
         encoder.blobs = encoded(encoder.blobs)
@@ -220,7 +225,8 @@ def _encode(encoder: ValueEncoder, value: Any) -> Any:
 
 
 def _is_large(value: Any) -> bool:
-    """Return True if encoding ``value`` may delay other sessions. Looks at part of it only."""
+    """Return True if encoding a value may take long enough to delay other sessions. Only part of
+    the value is inspected."""
     stack, left = [value], _MANY_ITEMS
     while stack:
         part = stack.pop()
@@ -239,7 +245,7 @@ End = tuple[CellDoneFrame, Any] | SessionDied
 
 
 class RunningCell:
-    """One cell that is running."""
+    """A cell that is running in a session: its code, output, pending calls, time limit and end."""
 
     __slots__ = (
         "_changed",
@@ -267,8 +273,9 @@ class RunningCell:
         max_output_bytes: int,
         on_bug: Callable[[], None],
     ) -> None:
-        """``on_bug`` is called if ``answer`` fails unexpectedly. It must not refer to this cell:
-        only the garbage collector could then free the two, which costs as much as the cell."""
+        """Create a cell that has not started yet. ``on_bug``: called if answering a call fails
+        unexpectedly. It must not refer to this cell, because only the garbage collector could then
+        free the two, which costs as much as the cell."""
         self.id = id
         self.code = code
         self.limit_s = limit_s
@@ -292,12 +299,12 @@ class RunningCell:
 
     @property
     def left_s(self) -> float:
-        """Working time that is left."""
+        """The working time that is left, in seconds."""
         return self.limit_s - self.clock.worked()
 
     @property
     def is_waiting(self) -> bool:
-        """True while the cell waits for the host."""
+        """True while the cell waits for the host to answer a call."""
         return self.end is None and self.stopped is None and bool(self.calls.tasks)
 
     def copy(
@@ -306,7 +313,7 @@ class RunningCell:
         wire: GuestFrameConnection,
         on_bug: Callable[[], None],
     ) -> RunningCell:
-        """Copy a running cell for a branch of its session. ``pending`` are the calls that were
+        """Copy a running cell for a branch of its session. ``pending``: the calls that were
         unanswered when the branch was forked."""
         twin = RunningCell(
             self.id,
@@ -324,15 +331,15 @@ class RunningCell:
         return twin
 
     def printed(self, data: Buffer, skipped: int, chars: int) -> None:
-        """Add ``data`` to the output of the cell. ``skipped`` is the number of bytes before it that
-        were lost, and ``chars`` the number of characters printed so far."""
+        """Add printed bytes to the output of the cell. ``skipped``: the number of bytes before them
+        that were lost. ``chars``: the number of characters printed so far."""
         if self._output is None:
             self._output = HeadTailBuffer(self._max_output_bytes)
         self._output.add(data, skipped)
         self.chars = chars
 
     def stdout(self) -> str:
-        """Return the output so far, or its head and tail."""
+        """Return the output so far, or only its beginning and end if it is long."""
         return "" if self._output is None else self._output.text(self.chars)
 
     def ends(self, end: End) -> None:
@@ -342,7 +349,7 @@ class RunningCell:
             self._changed.set_result(None)
 
     async def until_done(self) -> End:
-        """Wait for the end of the cell."""
+        """Wait until the cell has ended, and return how it ended."""
         if self.end is None:
             self._changed = asyncio.get_running_loop().create_future()
             await self._changed
@@ -350,15 +357,17 @@ class RunningCell:
         return self.end
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the cell has ended, also after an earlier wait was cancelled."""
+        """Wait up to ``timeout_s`` seconds until the cell has ended. This also works after an
+        earlier wait was cancelled."""
         if self.end is None:
             self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._changed,), timeout=timeout_s)
 
 
 class CellAlarm:
-    """Calls ``ring`` with a cell that has used up its working time. Its timer stays when a cell
-    ends: setting one for each costs as much as the frames of a short cell."""
+    """A timer that calls a function when a cell has used up its working time. The timer is kept
+    when a cell ends, because setting a new one for each cell costs as much as sending the messages
+    of a short cell."""
 
     __slots__ = ("_cell", "_loop", "_ring", "_timer")
 
@@ -369,7 +378,7 @@ class CellAlarm:
         self._cell: RunningCell | None = None
 
     def watch(self, cell: RunningCell | None) -> None:
-        """Watch the working time of a cell. Pass None when no cell runs."""
+        """Watch the working time of a cell. Pass None when no cell is running."""
         self._cell = cell
         if cell is None:
             return
@@ -392,13 +401,14 @@ class CellAlarm:
             self._timer = None
 
     def close(self) -> None:
-        """Forget the session, which refers to this alarm."""
+        """Cancel the timer and drop all references to the session, so that it can be freed at
+        once."""
         self.cancel()
         self._cell, self._ring = None, ignored
 
 
 class SessionLimits(NamedTuple):
-    """Limits of one session, as in ``SandboxSpec``."""
+    """The time and output limits of one session, taken from ``SandboxSpec``."""
 
     cell_s: float
     grace_s: float
@@ -410,8 +420,8 @@ def limits_of(spec: SandboxSpec) -> SessionLimits:
 
 
 def marshalled(source: str, name: str) -> bytes:
-    """Compile a module for sessions with the same Python. Returns nothing if it cannot be compiled:
-    the session that installs it reports the error."""
+    """Compile a module for sessions that run the same version of Python. Returns empty bytes if it
+    cannot be compiled; the session that installs it then reports the error."""
     try:
         return marshal.dumps(compile(source, name, "exec", 0, True))
     except (SyntaxError, ValueError):
@@ -423,7 +433,7 @@ compiled_module = functools.lru_cache(64)(marshalled)
 
 
 class SessionStatus(enum.Enum):
-    """What a session can do next."""
+    """The state of a session, which decides what can be requested of it next."""
 
     IDLE = "idle"
     BUSY = "busy"
@@ -434,7 +444,8 @@ class SessionStatus(enum.Enum):
 
 
 def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
-    """Return the result of a cell that has ended."""
+    """Build the result of a cell that has ended, from its final message and the note of its
+    hooks."""
     shown = Cell(
         code=cell.code,
         stdout=cell.stdout(),
@@ -448,7 +459,8 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
 
 
 class GuestRefused(Exception):
-    """The guest could not fulfil a request."""
+    """Raised if the guest could not fulfil a request. ``kind`` names the exception class in the
+    guest."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

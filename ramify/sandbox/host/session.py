@@ -1,8 +1,9 @@
-"""The host's side of a session: one guest behind a transport.
+"""The host's side of a session: requests to the code in the sandbox (the guest), and what it sends.
 
-Decides which frames may arrive in which order, when the cell's clock runs, and what happens to a
-cell that does not end. Not here: the frames (see ``session_wire.py``), the state of a running cell
-and its calls (see ``running_cell.py``), and the guest (see ``guest/``).
+This module decides which messages may arrive in which order, when the cell's clock runs, and what
+happens to a cell that does not end. Messages are encoded and checked by ``session_wire.py``, the
+state of a running cell and its calls is kept by ``running_cell.py``, and the other end is in
+``guest/``.
 
     run ──> run frame ──> … out* call* … ──> done ──> CellResult
               clock runs      └─ answer(name, args, kwargs), one task each; meanwhile the clock
@@ -42,7 +43,8 @@ or the cell may catch it."""
 
 
 class SessionHooks(NamedTuple):
-    """Callbacks with which a provider learns that a session was closed or has forked."""
+    """The callbacks through which a sandbox provider learns that a session was closed or has been
+    forked."""
 
     on_close: Callable[[GuestSessionProxy], None] = lambda session: None
     on_fork: Callable[[GuestSessionProxy], None] = lambda session: None
@@ -53,7 +55,8 @@ NO_HOOKS = SessionHooks()
 
 
 class GuestSessionProxy:
-    """A session of a guest behind a ``Transport``. Implements ``base.Session``."""
+    """The host's handle of a session whose code runs behind a ``Transport``. It implements the
+    interface ``base.Session``."""
 
     __slots__ = (
         "__weakref__",
@@ -104,8 +107,8 @@ class GuestSessionProxy:
         self._wire.start_reading(self._take, self._fail, self._lost)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
-        """Wait until the guest has sent its hello frame. Raises SandboxError after
-        ``timeout_s``."""
+        """Wait until the session has reported that it is ready. Raises SandboxError if it ends
+        before that, or after ``timeout_s`` seconds."""
         await asyncio.wait(
             (self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -180,8 +183,8 @@ class GuestSessionProxy:
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """Stop the cell after the caller of ``run`` was cancelled, so that the session stays usable
-        or is known to be dead."""
+        """Stop a cell after the caller of ``run`` was cancelled, so that the session either stays
+        usable or is known to be dead."""
         self._stop(cell, "cancelled")
         try:
             await cell.wait(self._limits.grace_s + 1.0)
@@ -198,8 +201,9 @@ class GuestSessionProxy:
         await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
 
     async def set_context(self, encoded: Any, packages: Sequence[str] = ()) -> None:
-        """Bind the reserved name ``context`` to a value that ``SharedContext`` has encoded. With
-        pandas among ``packages``, its tables become DataFrames."""
+        """Set the reserved variable ``context`` to a value that ``SharedContext`` has encoded. If
+        pandas is among the packages that the session may import, tables in the value become
+        DataFrames."""
         encoder = ValueEncoder()
         encoder.blobs.append(encoded)
         await self._ask({"op": "context", "packages": list(packages)}, encoder)
@@ -266,28 +270,30 @@ class GuestSessionProxy:
             self._state = SessionStatus.IDLE
 
     def seed(self, seed: str) -> None:
-        """Seed ``random`` again, before the next request. Raises SessionDied."""
+        """Seed the module ``random`` of the session again, before the next request. Raises
+        SessionDied if the session has ended, and SandboxError if it is busy."""
         self._check_free()
         self._wire.seed = seed
 
     def kill(self, reason: str) -> None:
-        """End the session at once; ``reason`` is reported to its user."""
+        """End the session at once. The reason is reported to its user."""
         self._fail(reason)
 
     @property
     def process(self) -> int:
-        """File descriptor of the session's process, or -1 if the transport has none."""
+        """The process descriptor (pidfd) of the session, or -1 if the transport has none."""
         return getattr(self._wire.transport, "pidfd", -1)
 
     @property
     def place(self) -> tuple[Any, int]:
-        """The channel of the server that started this session's process, and its number there."""
+        """The control channel of the server that started this session's process, and the id of the
+        process there."""
         transport = self._wire.transport
         return getattr(transport, "channel", None), getattr(transport, "number", -1)
 
     def host_bytes(self) -> int:
-        """Return the memory of the host that this session uses: unfinished frames, arguments of
-        pending calls, its output and its shared buffers."""
+        """Return the memory of the host that this session uses, in bytes: unfinished messages,
+        arguments of pending calls, its output and its shared buffers."""
         pending = self._cell.calls.pending.values() if self._cell is not None else ()
         files: int = getattr(self._wire.transport, "file_bytes", lambda: 0)()
         return self._wire.held_bytes() + sum(call.weight for call in pending) + files
@@ -295,8 +301,9 @@ class GuestSessionProxy:
     # -- branches
 
     async def fork(self) -> GuestSessionProxy:
-        """Fork a branch. Concurrent forks of one session run one after the other. If the caller is
-        cancelled, the fork is completed and its branch closed."""
+        """Fork a copy of the session, called a branch, and return it. Concurrent forks of one
+        session run one after the other. If the caller is cancelled, the fork is completed and the
+        branch closed."""
         transport, cell = self._wire.transport, self._cell
         if not self.caps.fork:
             raise SandboxError(
@@ -319,8 +326,8 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch. ``cell`` was running, and waiting for the host, when the fork was
-        requested."""
+        """Fork a branch, once it is this request's turn. ``cell``: the cell that was running, and
+        waiting for the host, when the fork was requested; None if the session was idle."""
         if cell is None:
             self._check_alive()
         self._check_waits(cell)
@@ -357,12 +364,12 @@ class GuestSessionProxy:
         return branch
 
     def _moved(self) -> None:
-        """Read the output from a new file from now on."""
+        """Note that the session's output arrives in a new file from now on."""
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
-        """Raise unless the session can fork: it must be idle, or a cell must be waiting for the
-        host."""
+        """Raise SandboxError unless the session can fork now: it must be idle, or its cell must be
+        waiting for the host."""
         self._check_alive()
         if self._state is SessionStatus.SUSPENDED:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
@@ -404,7 +411,7 @@ class GuestSessionProxy:
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _stop_for_bug(self) -> None:
-        """Stop the running cell: the host failed to answer one of its calls."""
+        """Stop the running cell, because the host failed to answer one of its calls."""
         if self._cell is not None:
             self._stop(self._cell)
 
@@ -421,7 +428,7 @@ class GuestSessionProxy:
             self._fail(f"it did not stop within {grace_s:g} s of an interrupt ({cell.stopped})")
 
     def _fail(self, why: str) -> None:
-        """End a session that cannot continue, with the reason ``why``."""
+        """End a session that cannot continue, and record the reason."""
         if not self._failure:
             self._failure, self._state = why, SessionStatus.ENDED
             self._wire.transport.kill()

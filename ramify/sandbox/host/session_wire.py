@@ -1,10 +1,11 @@
-"""The frames of one session: in order, checked, decoded, and never at the expense of other
-sessions.
+"""The messages ("frames") of one session: received in order, checked and decoded, without delaying
+other sessions.
 
-Every frame from a guest is hostile until it has been checked here. Decides the schema of frames
-from a guest, how much of its data the event loop handles at once, what is decoded in a thread, and
-when frames to the guest have to wait. Not here: which frames may arrive when (see ``session.py``),
-and the layout of frames and values, with their limits (see ``guest/``).
+Every frame from a guest must be treated as hostile until it has been checked here. This module
+defines the schema of frames from a guest, how much data of a session the event loop handles at
+once, what is decoded in a thread, and when frames to the guest have to wait. Which frames may
+arrive when is checked by ``session.py``; the layout of frames and values, with their limits, is in
+``guest/``.
 
     transport ──> frames ──small──────────────> received ──> session
                     └─large─> thread ─────────────┘   (later frames wait)
@@ -56,13 +57,14 @@ class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=Fals
 
 
 class HelloFrame(_Frame, tag="hello"):
-    """The guest is ready."""
+    """The first message of a guest, which reports that it is ready."""
 
     pid: Count
 
 
 class OutputFrame(_Frame, tag="out"):
-    """Output that the running cell has printed. The bytes are the frame's only blob."""
+    """A message with output that the running cell has printed. The bytes are the frame's only
+    binary part."""
 
     skip: Count
     """Number of bytes just before the blob that are not sent to the host."""
@@ -74,7 +76,7 @@ class OutputFrame(_Frame, tag="out"):
 
 
 class HostCallFrame(_Frame, tag="call"):
-    """The running cell calls the host."""
+    """A message with which the running cell calls a function of the host."""
 
     id: Count
     name: Name
@@ -86,7 +88,7 @@ class HostCallFrame(_Frame, tag="call"):
 
 
 class CellDoneFrame(_Frame, tag="done"):
-    """The running cell has ended."""
+    """A message that reports the end of the running cell."""
 
     id: Count
     value: Shown | None
@@ -148,8 +150,12 @@ def parse(
     *,
     is_later: bool = False,
 ) -> tuple[FromGuest, list[memoryview]]:
-    """Decode a frame and return it with its blobs. ``is_later``: the caller reads blobs from the
-    shared buffers afterwards, and calls ``note_read``. Raises ProtocolError."""
+    """Decode a frame and return the message with its binary parts. Raises ProtocolError if the
+    frame is malformed or over a limit.
+
+    ``is_later``: the caller will read binary parts from the shared buffers afterwards, and call
+    ``note_read``.
+    """
     header, end = open_frame(view)
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
@@ -177,7 +183,8 @@ def parse(
 
 
 def note_read(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
-    """Mark the shared buffers as free once the guest has read them."""
+    """Mark the shared buffers as free if a message shows that the guest has read everything in
+    them."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
         shared_buffers.is_free = True
 
@@ -185,7 +192,8 @@ def note_read(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) 
 def shared_blobs(
     message: FromGuest, shared_buffers: HostGuestSharedMemory | None
 ) -> list[memoryview]:
-    """Read the blobs of ``message`` from the shared buffers. Raises ProtocolError."""
+    """Read the binary parts of a message from the shared memory buffers. Raises ProtocolError if
+    they are not there, or if the guest may not have written yet."""
     note_read(message, shared_buffers)
     if shared_buffers is None:
         raise ProtocolError("a frame with blobs in shared memory, but none is shared")
@@ -201,7 +209,8 @@ def shared_blobs(
 def value_of(
     message: HostCallFrame | CellDoneFrame | ValueFrame, data: msgspec.Raw, blobs: list[memoryview]
 ) -> Any:
-    """Decode ``data``, a part of a message. Raises ProtocolError."""
+    """Decode a value that is part of a message from a guest. Raises ProtocolError if it is
+    malformed."""
     try:
         value = _decoded(data, time.thread_time() + _DECODE_S)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
@@ -213,7 +222,8 @@ def value_of(
 
 
 def _decoded(data: msgspec.Raw, deadline: float) -> Any:
-    """Decode JSON, in pieces if it is long."""
+    """Decode JSON, in pieces if it is long. Raises ProtocolError if that takes more CPU time than
+    is allowed."""
     if len(data) <= _PIECE_BYTES:
         return msgspec.json.decode(data)
     if time.thread_time() > deadline:
@@ -235,7 +245,7 @@ def _decoded(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Group neighbouring short items, and yield each group, or a long item alone."""
+    """Group neighbouring short items. Yields each group, and each long item by itself."""
     group: list[msgspec.Raw] = []
     size = 0
     for item in items:
@@ -256,7 +266,8 @@ def request(
     encoder: ValueEncoder | None = None,
     shared_buffers: HostGuestSharedMemory | None = None,
 ) -> list[Any]:
-    """Build a frame for a guest; long blobs go into ``shared_buffers`` if there is room."""
+    """Build a frame for a guest, as a list of buffers. Long binary data goes into the shared
+    buffers if there is room."""
     blobs: list[Any] = []
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs
@@ -280,7 +291,8 @@ _decoding: list[ThreadPoolExecutor] = []
 
 
 def in_thread(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-    """Run ``call`` in one of the threads for large values."""
+    """Run a function in one of the threads that decode and encode large values, and return its
+    future."""
     if not _decoding:
         _decoding.append(ThreadPoolExecutor(2, "ramify-values"))
     return asyncio.get_running_loop().run_in_executor(_decoding[0], call, *arguments)
@@ -292,7 +304,7 @@ in bytes. May raise ProtocolError."""
 
 
 class GuestFrameConnection:
-    """Frames from and to one guest."""
+    """Sends frames to one guest, and receives, checks and decodes its frames."""
 
     __slots__ = (
         "_assembler",
@@ -330,8 +342,9 @@ class GuestFrameConnection:
         failed: Callable[[str], None],
         lost: Callable[[], None],
     ) -> None:
-        """``received`` is called with each frame, and ``failed`` with the reason why the guest
-        cannot be trusted any more."""
+        """Start to receive. ``received``: called with each decoded frame. ``failed``: called with
+        the reason once the guest cannot be trusted any more. ``lost``: called at the end of the
+        stream."""
         self._received = received
         self._failed = failed
         self.transport.start_reading(self._feed, lost)
@@ -363,7 +376,7 @@ class GuestFrameConnection:
             self._failed(f"it broke the protocol: {error}")
 
     def _open(self, view: memoryview) -> None:
-        """Decode a small frame and hand it on."""
+        """Decode a small frame and pass it to the receiver."""
         message, blobs = parse(view, self.transport.shared_buffers)
         if type(message) is CellDoneFrame and message.note == NO_VALUE:
             self._received(message, None, 0)
@@ -371,7 +384,7 @@ class GuestFrameConnection:
             self._received(message, *_opened(message, blobs, len(view)))
 
     async def _decode(self, view: memoryview) -> None:
-        """Decode a large frame while other sessions are served."""
+        """Decode a large frame in a thread, so that other sessions are served meanwhile."""
         self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(open_frame(view)[0])
         try:
             parsing = functools.partial(parse, view, is_later=True)
@@ -387,7 +400,8 @@ class GuestFrameConnection:
         self.resume_receiving("decoding")
 
     def pause_receiving(self, reason: str) -> None:
-        """Handle no frames until ``resume_receiving``."""
+        """Stop handling frames until ``resume_receiving`` is called with the same reason. Several
+        reasons can apply at once."""
         if not self._holds:
             self.transport.pause()
         self._holds.add(reason)
@@ -402,18 +416,18 @@ class GuestFrameConnection:
             self.transport.resume()
 
     def held_bytes(self) -> int:
-        """Return how many bytes of memory are used by frames that are incomplete or being
+        """Return how many bytes of memory are used by frames that are incomplete or are being
         decoded."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def drain(self) -> None:
-        """Cancel all reasons to hold back frames, so that the stream is read to its end."""
+        """Drop all reasons to hold back frames, so that the stream is read to its end."""
         self._holds.clear()
         self.transport.resume()
 
     def close(self) -> Awaitable[None] | None:
-        """End the guest and stop handling its frames. Returns what the caller must wait for, if
-        there is anything."""
+        """End the guest and stop handling its frames. Returns an awaitable if the caller must wait
+        for the guest to end, otherwise None."""
         if self._decoder is not None:
             self._decoder.cancel()
         waits = self.transport.close()
@@ -459,7 +473,8 @@ class GuestFrameConnection:
 
 
 def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
-    """Return the value of a frame of ``size`` bytes, and an estimate of the memory it uses."""
+    """Decode the value of a frame, and return it with an estimate of the memory that it uses, in
+    bytes. ``size``: the size of the frame in bytes."""
     kind = type(message)
     if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]

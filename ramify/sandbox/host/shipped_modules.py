@@ -1,17 +1,18 @@
-"""The files of this package that another process runs, and the module names that they get there.
+"""Define which files of this package run in another process, and the module names that they have
+there.
 
-A fork server and a container have no installed ramify: the same few lines (``LOADER``) load each
-file from its folder, in the order in which a provider lists them. A file's module name there is its
-path below ``sandbox/`` with the prefix ``ramify_``; a folder becomes a package:
+Ramify is not installed in a fork server or a container. The same few lines of code (``LOADER``)
+load each file from its folder, in the order in which a provider lists them. A file's module name
+there is its path below ``sandbox/`` with the prefix ``ramify_``; a folder becomes a package:
 
     guest/                      ramify_guest                    in every session
     server/process_setup.py     ramify_server_process_setup     in the fork server
     jail/walls.py               ramify_jail_walls               in the fork server of a jail
 
-On this machine they are loaded from their own folder, so Python finds them compiled. Elsewhere they
-are loaded from a temporary folder, which is deleted before any code of a session runs. Not here:
-which files a provider needs (``MODULES`` of each), and how a process is started (see
-``forkserver_channel.py`` and ``providers/remote.py``).
+On this machine the files are loaded from their own folder, so Python finds them compiled. Elsewhere
+they are loaded from a temporary folder, which is deleted before any code of a session runs. Each
+provider lists the files that it needs (``MODULES``). Processes are started by
+``forkserver_process.py`` and ``providers/remote.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load(folder, names):
 
 
 def paths(modules: Sequence[str]) -> list[Path]:
-    """Return the files of ``modules``; for a package, all its files."""
+    """Return the source files of the given modules; for a package, all files in its folder."""
     from pathlib import Path
 
     files = []
@@ -54,5 +55,6 @@ def paths(modules: Sequence[str]) -> list[Path]:
 
 @cache
 def texts(modules: tuple[str, ...]) -> dict[str, str]:
-    """Return the source of ``modules``, by path relative to the folder that ``load`` takes."""
+    """Return the source code of the given modules, by file path relative to the folder that the
+    function ``load`` takes."""
     return {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in paths(modules)}

@@ -1,9 +1,9 @@
-"""The transport between host and guest: a stream of bytes to one guest, and operations on its
-process.
+"""The transport between the host and a guest, the code that runs in the sandbox: a stream of bytes,
+and operations on the guest's process.
 
-Decides how bytes move between a socket and the event loop at the lowest cost, and where a frame
-ends. Not here: what the bytes mean (see ``session.py``) and what is at the other end (see each
-provider).
+This module moves bytes between a socket and the event loop at the lowest cost, and finds where a
+message ("frame") ends. What the bytes mean is decided by ``session.py``, and what is at the other
+end by each provider.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ramify.sandbox.guest.values import ProtocolError
 
 
 class Transport(Protocol):
-    """Connection to one guest. All methods are called on the event loop's thread and return at
-    once."""
+    """A connection to one guest, the code that runs in a sandbox. All methods are called on the
+    thread of the event loop and return at once."""
 
     caps: SandboxCapabilities
     shared_buffers: HostGuestSharedMemory | None
@@ -34,41 +34,43 @@ class Transport(Protocol):
     def start_reading(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
-        """Start reading: pass bytes to ``received``, which must not keep them, and call ``lost`` at
-        the end of the stream."""
+        """Start reading. ``received``: called with the bytes that arrive, which it must not keep.
+        ``lost``: called at the end of the stream."""
         ...
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers in order; some are sent later if the other end does not read."""
+        """Send buffers in order. If the other end does not read, some are kept and sent later."""
         ...
 
     def pause(self) -> None:
-        """Stop reading until ``resume``."""
+        """Stop reading from the guest until ``resume`` is called."""
         ...
 
     def resume(self) -> None: ...
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the guest's main thread, if a cell is running and the
+        """Raise KeyboardInterrupt in the guest's main thread, if a cell is running there and the
         transport supports this."""
         ...
 
     def kill(self) -> None:
-        """End the guest, if the transport supports this; ``lost`` follows."""
+        """End the guest, if the transport supports this. The callback ``lost`` is then called as
+        soon as the stream ends."""
         ...
 
     def leftover(self, start: int) -> bytes:
-        """Return output that a dead guest printed but did not send, if the transport can read it:
-        the guest's output file from ``start``."""
+        """Return the output that a dead guest printed but did not send, if the transport can read
+        it. ``start``: the offset in the guest's output file."""
         ...
 
     async def exit_reason(self) -> str:
-        """Reason why the guest ended, if known; waits briefly for the exit status."""
+        """Return the reason why the guest ended, if it is known. Waits briefly for the exit
+        status."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """End the guest. Idempotent. Its process may take a moment to disappear. Returns what its
-        caller must wait for, if there is anything."""
+        """End the guest; calling this twice is harmless. The process may take a moment to
+        disappear. Returns an awaitable if the caller must wait for that, otherwise None."""
         ...
 
 
@@ -77,7 +79,7 @@ _MEANT = {70: "its process could not be set up", 71: "it got no new connection a
 
 
 def how_it_ended(status: int) -> str:
-    """Describe an exit status (as ``subprocess`` gives it) in words."""
+    """Describe an exit status, as ``subprocess`` reports it, in words."""
     if status >= 0:
         return _MEANT.get(status, f"its process exited with status {status}")
     try:
@@ -88,24 +90,26 @@ def how_it_ended(status: int) -> str:
 
 
 class ForkingTransport(Transport, Protocol):
-    """A transport whose guest can fork into two processes."""
+    """A transport to a guest whose process can be forked, so that the session continues as two."""
 
     async def prepare_branch(self) -> None:
-        """Finish everything that must be done before ``begin_branch``. Raises SandboxError."""
+        """Finish everything that must be done before ``begin_branch``. Raises SandboxError if the
+        session cannot be forked."""
         ...
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
-        """Send ``frame``, allow one process to be created, and return the transport to the branch.
-        ``moved`` is called if the session itself gets a new stream and new files."""
+        """Send the request to fork, allow the guest to create one process, and return the transport
+        to the new process. ``moved``: called if the original session gets a new stream and new
+        files."""
         ...
 
     def check_apart(self) -> None:
-        """Raise SandboxError if the session and its branch share memory."""
+        """Raise SandboxError if the session and its branch still share memory after the fork."""
         ...
 
     def end_branch(self, transport: Any) -> None:
-        """End the fork: the branch behind ``transport`` has started or will not start. No more
-        processes may be created."""
+        """Complete a fork: the branch has started or will not start, and no more processes may be
+        created."""
         ...
 
 
@@ -118,16 +122,17 @@ guest until the guest has read."""
 
 
 def ignored(*_: Any) -> None:
-    """Do nothing with what still arrives for a closed session or stream.
+    """Do nothing. Used as the callback for data that still arrives for a closed session or stream.
 
-    This function takes the place of their callbacks. So no cycle of references is left for the
-    garbage collector, which would stop the event loop while it searches the whole host.
+    Replacing the original callbacks by this function avoids a cycle of references. Only the garbage
+    collector could free such a cycle, and it would stop the event loop while it searches the whole
+    host.
     """
 
 
 class ReadBuffers:
-    """What all transports of one sandbox share: read buffers, whose data is only valid until the
-    next read, and the tasks that wait for processes that were killed."""
+    """The buffers and tasks that all connections of one sandbox share: read buffers, whose data is
+    only valid until the next read, and the tasks that wait for killed processes to end."""
 
     __slots__ = ("endings", "shared_buffers", "stream")
 
@@ -138,19 +143,19 @@ class ReadBuffers:
 
 
 class FrameAssembler:
-    """Turns bytes from a guest into complete frames: views that are valid until the next ``feed``.
-    If the caller stops early, the rest is kept."""
+    """Assembles bytes from a guest into complete frames, which are views that are valid until the
+    next ``feed``. If the caller stops iterating early, the rest is kept."""
 
     __slots__ = ("_held", "_max_bytes", "_need")
 
     def __init__(self, max_bytes: int = MAX_FRAME) -> None:
-        """``max_bytes`` is the maximum size of a frame."""
+        """Create an assembler that accepts frames of up to ``max_bytes`` bytes."""
         self._max_bytes = max_bytes
         self._held: bytearray | None = None
         self._need = 0
 
     def is_one(self, data: memoryview) -> bool:
-        """Return True if ``data`` is exactly one frame, and nothing was read before."""
+        """Return True if some data is exactly one frame, and no earlier data is incomplete."""
         size = len(data)
         return self._held is None and size >= 9 and int.from_bytes(data[:4], "little") == size - 4
 
@@ -179,19 +184,19 @@ class FrameAssembler:
                 self._held = bytearray(data[at:])
 
     def keep(self, data: memoryview) -> None:
-        """Keep ``data`` for the next ``feed``."""
+        """Store data without handling it, until the next call of ``feed``."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
         self._held += data
 
     def held_bytes(self) -> int:
-        """Return the size of the unfinished frames."""
+        """Return the number of bytes in unfinished frames."""
         return len(self._held) if self._held is not None else 0
 
 
 class SocketStream:
-    """Byte stream over a socket, without an asyncio transport: this saves two callbacks per round
-    trip."""
+    """A byte stream over a socket on the event loop. It uses no asyncio transport, which saves two
+    callbacks per round trip."""
 
     __slots__ = (
         "_backlog",
@@ -246,8 +251,8 @@ class SocketStream:
         self._listen()
 
     def _listen(self) -> None:
-        """Start or stop reading: a guest that sends requests but does not read the answers must not
-        fill the host's memory with them."""
+        """Start or stop reading from the guest. A guest that sends requests but does not read the
+        answers must not fill the host's memory with them."""
         fd = self._sock.fileno()
         if fd < 0:
             return
@@ -257,7 +262,7 @@ class SocketStream:
             self._loop.add_reader(fd, self._readable)
 
     def drain(self) -> None:
-        """Read what has already arrived, and no more."""
+        """Read the data that has already arrived, without waiting for more."""
         with contextlib.suppress(OSError):
             for _ in range(_MOST_READS):
                 count = self._sock.recv_into(self._scratch)
@@ -266,19 +271,19 @@ class SocketStream:
                 self._received(self._view[:count])
 
     def successor(self, sock: socket.socket) -> SocketStream:
-        """Close this stream and return the stream over ``sock`` that replaces it."""
+        """Close this stream, and return a stream over another socket that replaces it."""
         self.close()
         stream = SocketStream(sock, self._scratch)
         stream.start_reading(self._received, self._lost)
         return stream
 
     def lose(self) -> None:
-        """Report the end of the stream: the other end is gone."""
+        """Report the end of the stream, because the other end is gone."""
         self._lost()
 
     def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
-        """Send buffers and file descriptors in one message. Raises SandboxError if not all bytes
-        fit."""
+        """Send buffers and file descriptors in one message. Raises SandboxError if the socket does
+        not take all bytes at once."""
         count = -1
         if self._backlog is None:
             with contextlib.suppress(OSError):
@@ -340,7 +345,7 @@ class SocketStream:
             self._loop.remove_writer(self._sock.fileno())
 
     def end(self) -> None:
-        """Close the stream for good; what is still on its way is ignored."""
+        """Close the stream for good. Data that is still on its way is ignored."""
         self.close()
         self._received = self._lost = ignored
 

@@ -1,1 +1,3 @@
-"""The jail's confinement: code that runs in its fork server and in a session before user code."""
+"""The confinement of sessions in the jail. This code runs in the fork server, and in a session
+before user code.
+"""

@@ -1,16 +1,17 @@
-"""Confines a session's process before any code of a cell runs. This cannot be undone.
+"""Confine the process of a session before any code of a cell runs. This cannot be undone.
 
-Decides the order of the steps, which matters. The user namespace comes before the limit of
-processes, which then counts this session alone. Mounts come before Landlock, which forbids them.
-Descriptors come before the system call filter, which is last. Not here: the walls around all
-sessions (see ``walls.py``).
+The order of the steps matters. The user namespace comes before the limit of processes, which then
+counts this session alone. Mounts come before Landlock, which forbids them. Descriptors come before
+the system call filter, which is last. The isolation that all sessions share is built by
+``walls.py``.
 
-Also skips the after-fork hooks of the standard library, which a session does not need. Otherwise
-each session, forked from a process with one thread, would renew unused locks, list threads that do
-not exist, and draw a random seed that is then replaced. This would write to about two hundred
-memory pages, a fifth of the time of a fork. Skipping the hooks also leaves a branch the random
-state of its origin. The hooks of the user's packages do run. So the zygote loads this file before
-any module that has hooks. Standard library only.
+This module also skips the after-fork hooks of the standard library, which a session does not need.
+Otherwise each session, forked from a process with one thread, would renew unused locks, list
+threads that do not exist, and draw a random seed that is then replaced. This would write to about
+two hundred memory pages, a fifth of the time of a fork. Skipping the hooks also lets a branch
+continue with the random state of the session that it was forked from. The hooks of the user's
+packages do run. So the zygote, the process that forks sessions, loads this file before any module
+that has hooks. Standard library only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _OWN_SPACES = primitives.NEWUSER | primitives.NEWNS | primitives.NEWIPC
 
 
 class JailLimits(NamedTuple):
-    """Resource limits of one session."""
+    """The resource limits of one session in the jail."""
 
     cpu_s: int
     files_bytes: int
@@ -52,7 +53,8 @@ class JailLimits(NamedTuple):
 
 
 class JailSessionDescriptors(NamedTuple):
-    """What the zygote prepares for one session: two descriptors, each -1 if not used."""
+    """The two descriptors that the zygote, the process that forks sessions, prepares for one
+    session. Each is -1 if it is not used."""
 
     scratch: int
     """The file system of its folder."""
@@ -60,24 +62,26 @@ class JailSessionDescriptors(NamedTuple):
     """Its Landlock rules."""
 
     def drop_rules(self) -> None:
-        """Close the rules in the zygote, once the session has them."""
+        """Close the Landlock rules in the zygote, once the session has inherited them."""
         if self.rules >= 0:
             os.close(self.rules)
 
     def drop(self) -> None:
-        """Clean up after the session's end."""
+        """Release the file system of a session that has ended."""
         if self.scratch >= 0:
             os.close(self.scratch)
 
 
 class JailSessionConfiner:
-    """The parts of the confinement that are prepared once, for all sessions of a zygote."""
+    """Confines the processes of sessions. What all sessions have in common, such as the compiled
+    system call filter, is prepared once."""
 
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
-        """With ``own_user``, each session gets its own user and mount namespaces. With ``paths``,
-        system calls may name files. With ``drops``, there are capabilities to drop."""
+        """Prepare the confinement of sessions. ``own_user``: give each session its own user and
+        mount namespaces. ``landlock``: the Landlock rules, or None. ``paths``: allow system calls
+        that name files. ``drops``: there are capabilities to drop."""
         self._bounds = bounds
         self._own_user = own_user
         self._landlock = landlock
@@ -91,8 +95,8 @@ class JailSessionConfiner:
         self._limits = _limits(bounds, own_user)
 
     def prepare(self) -> JailSessionDescriptors:
-        """Prepare one session before it is forked from the zygote. After the fork, the same work
-        would copy memory pages."""
+        """Prepare the folder and the Landlock rules of one session before it is forked. After the
+        fork, the same work would copy memory pages."""
         scratch = -1
         if self._has_folder:
             size, inodes = (
@@ -105,8 +109,8 @@ class JailSessionConfiner:
         )
 
     def set_up_session_process(self, prepared: JailSessionDescriptors) -> None:
-        """Do the first part of the confinement, while the descriptors inherited from the zygote are
-        still open: namespaces, the session's folder, and Landlock."""
+        """Do the first part of the confinement, while the inherited descriptors are still open:
+        enter new namespaces, mount the session's folder, and apply the Landlock rules."""
         if self._own_user:
             primitives.unshare(
                 _OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace"
@@ -123,7 +127,8 @@ class JailSessionConfiner:
 
     def finish(self, wire: int) -> None:
         """Do the last part of the confinement: drop all capabilities and install the system call
-        filter. The host gets the descriptor at which requests to create a process arrive."""
+        filter. The host receives, over the connection ``wire``, the descriptor at which requests to
+        create a process arrive."""
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
@@ -137,8 +142,8 @@ class JailSessionConfiner:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return each resource to limit with its soft and hard limit, which is never above the current
-    hard limit."""
+    """Return the resources to limit, each with its soft and hard limit. No limit is set above the
+    current hard limit."""
     limits = {
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
@@ -160,11 +165,11 @@ _register_at_fork = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """Replacement for ``os.register_at_fork`` that ignores the hooks."""
+    """Replacement for ``os.register_at_fork`` that ignores the hooks it is given."""
 
 
 def end_skipping() -> None:
-    """Stop ignoring ``os.register_at_fork``: hooks that are registered from now on run after
+    """Restore ``os.register_at_fork``, so that hooks that are registered from now on run after
     forks."""
     os.register_at_fork = _register_at_fork
 

@@ -1,10 +1,11 @@
-"""Kernel features for confining a process, one small function each: namespaces, mounts, Landlock,
-capabilities.
+"""Kernel features for confining a process, one small function each: namespaces, mounts, Landlock
+and capabilities.
 
-Decides how each system call is made (with ctypes, without dependencies) and the message if it
-fails. Not here: which of them are used, and when (see ``zygote.py``, ``confine.py``), and the
-system call filter (see ``seccomp.py``). Loaded in the zygote, so standard library only. System call
-numbers below 400 differ between architectures, so those calls go through the C library.
+Each system call is made with ctypes, without dependencies, and raises an error with a clear message
+if it fails. Which calls are used, and when, is decided in ``zygote.py`` and ``confine.py``; the
+system call filter is in ``seccomp.py``. The zygote (the process that forks sessions) loads this
+module, so it uses the standard library only. System call numbers below 400 differ between
+architectures, so those calls go through the C library.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _syscall.restype = ctypes.c_long
 
 
 class KernelDenied(OSError):
-    """The kernel refused an operation; ``what`` names it."""
+    """Raised if the kernel refused an operation; ``what`` names the operation."""
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(number, f"{what}: {os.strerror(number)}")
@@ -50,14 +51,15 @@ class KernelDenied(OSError):
 
 
 def checked(result: int, what: str) -> int:
-    """Return ``result`` of a C library call. Raises KernelDenied if it is negative."""
+    """Return the result of a C library call. Raises KernelDenied if it is negative."""
     if result < 0:
         raise KernelDenied(ctypes.get_errno(), what)
     return result
 
 
 def syscall(number: int, *arguments: object, what: str) -> int:
-    """Make a system call by number, with ints, bytes and None as arguments."""
+    """Make a system call by number. Its arguments may be ints, bytes or None. Raises KernelDenied
+    if it fails."""
     return checked(_syscall(ctypes.c_long(number), *map(_argument, arguments)), what)
 
 
@@ -72,7 +74,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def unshare(flags: int, what: str) -> None:
-    """Leave the namespaces in ``flags`` for new ones."""
+    """Move this process to new namespaces of the kinds in ``flags``. Raises KernelDenied."""
     checked(_libc.unshare(ctypes.c_int(flags)), what)
 
 
@@ -117,9 +119,9 @@ _clone_arguments = tuple(
 
 
 def fork_apart() -> int:
-    """Fork without running any hook of Python or the C library. The new process is a child of this
-    process's parent, so neither of the two learns how the other ends. Only for a process with one
-    thread."""
+    """Fork without running any hook of Python or the C library. The new process becomes a sibling:
+    a child of this process's parent, so neither of the two learns how the other ends. Use this only
+    in a process with one thread."""
     while True:
         try:
             return checked(_forking(*_clone_arguments), "fork")
@@ -129,11 +131,11 @@ def fork_apart() -> int:
 
 
 def take_wire(wire: int, *files: int) -> None:
-    """After a fork, get a connection to the host that no other process has. Its descriptor gets the
-    number ``wire``.
+    """Ask the host for a connection that no other process has, after a fork. The connection's
+    descriptor gets the number ``wire``.
 
-    The host sends the standard streams over it, then the output file and the shared buffers, which
-    get the numbers in ``files``. Raises OSError.
+    Over the connection, the host sends the standard streams, then the output file and the shared
+    buffers, which get the numbers in ``files``. Raises OSError if something is missing.
     """
     take_descriptor(wire)
     end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
@@ -151,8 +153,8 @@ def take_wire(wire: int, *files: int) -> None:
 
 
 def take_descriptor(number: int) -> None:
-    """Get a descriptor from the host as ``number``. The host gives it only to a process that has no
-    others, so all are closed first. Raises OSError."""
+    """Ask the host for a descriptor with the given number. The host gives it only to a process that
+    has no others, so all descriptors are closed first. Raises OSError."""
     while True:
         try:
             _closerange(0, 1 << 20)
@@ -179,7 +181,7 @@ _ENOENT = 2
 
 
 class SeccompNotification(NamedTuple):
-    """A system call that waits for the answer of a listener."""
+    """A system call that is blocked until the listener of its filter answers."""
 
     id: int
     pid: int
@@ -193,7 +195,8 @@ def asks_for_wire(request: SeccompNotification) -> bool:
 
 
 def receive_seccomp_notification(listener: int) -> SeccompNotification:
-    """Return the next request. Raises OSError if there is none (any more)."""
+    """Return the next blocked system call of a confined process. Raises OSError if there is none,
+    or if the process has ended."""
     data = bytearray(80)
     fcntl.ioctl(listener, _RECEIVE, data)
     id, pid, _, number, _, _, *arguments = struct.unpack("<QIIiIQ6Q", data)
@@ -201,7 +204,8 @@ def receive_seccomp_notification(listener: int) -> SeccompNotification:
 
 
 def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
-    """Answer a request. Returns False if its process no longer waits."""
+    """Answer a blocked system call, so that the process continues. Returns False if the process no
+    longer waits for the answer."""
     with contextlib.suppress(OSError):
         fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, 0, -error, flags))
         return True
@@ -209,11 +213,11 @@ def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags
 
 
 def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
-    """Insert the descriptor ``fd`` into a waiting process, under the number ``number``. Raises
-    OSError, also if the process no longer waits.
+    """Give a descriptor of this process to a process that is blocked in a system call, under the
+    number ``number``. Raises OSError, also if that process no longer waits.
 
-    With ``answers``, this also answers the process's request (Linux 5.14). Otherwise each call
-    wakes the process and waits for it.
+    ``answers``: also answer the system call, in the same step (Linux 5.14). Otherwise each
+    insertion wakes the process and waits for it.
     """
     flags = _SET_NUMBER | (_AND_ANSWER if answers else 0)
     request = struct.pack("<QIIII", id, flags, fd, number & 0xFFFFFFFF, os.O_CLOEXEC)
@@ -221,8 +225,8 @@ def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = Fals
 
 
 def can_insert(listener: int) -> bool:
-    """Return True if this kernel lets the host insert descriptors into a waiting process (Linux 5.9
-    and later)."""
+    """Return True if this kernel can insert descriptors into a process that is blocked in a system
+    call (Linux 5.9 and later)."""
     try:
         insert(listener, 0, listener, 0)
     except OSError as error:
@@ -249,8 +253,8 @@ def unmount(target: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and everything below it read-only, without set-uid and devices. Locked mount
-    flags stay as they are."""
+    """Make a mount and everything below it read-only, without set-uid and devices. Mount flags that
+    the kernel has locked stay as they are."""
     attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     what = f"make {target} read-only (mount_setattr, Linux 5.12)"
     syscall(
@@ -265,7 +269,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot(root: str) -> None:
-    """Make ``root``, a mount, the only file system."""
+    """Make ``root``, which must be a mount, the only file system that this process sees."""
     os.chdir(root)
     syscall(_PIVOT_ROOT[os.uname().machine], b".", b".", what="pivot_root")
     unmount(".")
@@ -293,7 +297,7 @@ def place_mount(fd: int, target: str) -> None:
 
 def freeze_mount(fd: int) -> None:
     """Make the file system behind a mount read-only, wherever it is mounted. Raises KernelDenied
-    (busy) while a file is open for writing."""
+    (busy) while a file in it is open for writing."""
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
         syscall(_FSCONFIG, context, 0, b"ro", None, 0, what="fsconfig ro")
@@ -312,7 +316,7 @@ _NO_WRITER_NEEDS = _EXECUTE | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 15
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock, 0 if the kernel has none."""
+    """Return the version of Landlock that the kernel supports, or 0 if it has none."""
     return max(
         int(_syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))),
         0,
@@ -320,15 +324,17 @@ def landlock_version() -> int:
 
 
 def _rights(version: int) -> int:
-    """Return every file access right that this kernel can deny."""
+    """Return all file access rights that this version of Landlock can deny, as a bit mask."""
     return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
 
 
 class LandlockRules:
-    """The files that may be read, opened once for the rulesets of any number of processes."""
+    """The files that confined processes may read. They are opened once, and can then be used to
+    restrict any number of processes."""
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
-        """``listed`` are folders whose file names may be read, but nothing else."""
+        """Open the files and folders that may be read. ``listed``: folders whose file names may be
+        read, but nothing else."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         # Rights to files; to TCP; to abstract sockets and signals.
@@ -353,8 +359,8 @@ class LandlockRules:
         return self._rule_of(fd, rights)
 
     def ruleset(self, writable: int) -> int:
-        """Create a ruleset and return its descriptor for ``restrict``. ``writable``: descriptor of
-        a folder that may be written to, or -1."""
+        """Create a ruleset and return its descriptor for ``restrict``. ``writable``: the descriptor
+        of a folder that may be written to, or -1."""
         size = len(self._attributes)
         rules = syscall(
             _LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)"
@@ -366,8 +372,8 @@ class LandlockRules:
 
 
 def restrict(rules: int) -> None:
-    """Apply a ruleset to this process permanently. Needs no_new_privs. No mount can be changed
-    afterwards."""
+    """Apply a Landlock ruleset to this process permanently. This requires the flag no_new_privs.
+    Afterwards, the process cannot change any mount."""
     syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
 
 
@@ -382,15 +388,16 @@ def drop_capabilities() -> None:
 
 
 def become(uid: int) -> None:
-    """Become user and group ``uid`` permanently, with no other groups."""
+    """Switch permanently to the user and the group with the id ``uid``, without any other
+    groups."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Map the one user and group of this process's new user namespace. ``proc``: a descriptor of
-    /proc."""
+    """Map the one user and group of this process's new user namespace to those outside. ``proc``: a
+    descriptor of /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {uid} 1"),
@@ -400,7 +407,7 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def put(path: str, text: str, folder: int | None = None) -> None:
-    """Write to a kernel file. Raises KernelDenied."""
+    """Write text to a file of the kernel, such as one in /proc. Raises KernelDenied."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
         try:

@@ -1,9 +1,9 @@
 """The system calls that a session may make: an allowlist, compiled into a filter for the kernel.
 
-Decides the list for x86_64 and aarch64, which arguments are checked, and that the host is asked
-before a process is created. All other calls fail with EPERM, so that Python code sees an exception.
-Not here: when the filter is installed (see ``confine.py``) and how the host answers (see
-``providers/jail_watch.py``). Standard library only.
+This module contains the list for x86_64 and aarch64 and defines which arguments are checked. The
+host is asked before a process is created. All other calls fail with EPERM, so that Python code sees
+an exception. The filter is installed by ``confine.py``, and the host's answers come from
+``providers/jail_watch.py``. Standard library only.
 
     number ──search tree over the allowed numbers──> ALLOW | EPERM | steps that check an argument
 """
@@ -109,8 +109,8 @@ _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the numbers of system calls on ``machine``, by name. The table has one
-    ``name=x86_64/aarch64`` per word; calls that the machine does not have are skipped."""
+    """Return the numbers of system calls on a machine, by name. The table has one word
+    ``name=x86_64/aarch64`` for each call; calls that the machine does not have are skipped."""
     column, number_of = _COLUMN[machine], {}
     for word in table.split():
         name, _, both = word.partition("=")
@@ -125,9 +125,9 @@ def is_supported(machine: str) -> bool:
 
 
 def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
-    """Return the filter of a session. Without ``paths``, no call can name a file. Without
-    ``changes``, no call can change one: Landlock does not cover modes and times, nor file lengths
-    before Linux 6.2."""
+    """Compile the system call filter of a session. ``paths``: allow calls that name files.
+    ``changes``: allow calls that change files, which Landlock does not cover fully: it ignores
+    modes and times, and before Linux 6.2 also file lengths."""
     allowed = numbers(
         _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
     )
@@ -138,7 +138,7 @@ def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
 
 
 def denying(machine: str, calls: set[int]) -> bytes:
-    """Return a filter that denies only ``calls``, to simulate a less capable kernel."""
+    """Compile a filter that denies only the given calls, to simulate a less capable kernel."""
     return assemble(machine, dict.fromkeys(calls, EPERM), ALLOW)
 
 
@@ -147,7 +147,8 @@ def denying(machine: str, calls: set[int]) -> bytes:
 
 
 def _argument(index: int, half: int = 0) -> Step:
-    """Load the low (0) or high (1) 32 bits of an argument."""
+    """Return a filter step that loads the low (0) or high (1) 32 bits of an argument of the system
+    call."""
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * half)
 
 
@@ -164,7 +165,7 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 def _own_pid(otherwise: int) -> list[Step]:
     """Return filter steps that allow a call only if its first argument is process 0, which means
-    the caller."""
+    the calling process."""
     return [_argument(0), (_EQUAL, 0, 1, 0), _end(ALLOW), _end(otherwise)]
 
 
@@ -173,10 +174,10 @@ def _without(index: int, bits: int) -> list[Step]:
 
 
 def _opening(flags: int) -> list[Step]:
-    """Return the filter steps for a system call that opens a file, whose argument ``flags`` has the
-    open flags. Truncating requires write access too, because Landlock before Linux 6.2 does not
-    cover the right to truncate. Access mode 3 (neither reading nor writing) and ``O_PATH`` are
-    refused, because no version of Landlock denies them."""
+    """Return the filter steps for a system call that opens a file; ``flags`` is the index of the
+    argument with the open flags. Truncating also requires write access, because Landlock before
+    Linux 6.2 does not cover the right to truncate. Access mode 3 (neither reading nor writing) and
+    ``O_PATH`` are refused, because no version of Landlock denies them."""
     return [
         _argument(flags),
         (_ANY_BIT, 0, 1, _O_OTHER),
@@ -267,7 +268,8 @@ _STEPS: dict[str, int | list[Step]] = {
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
-    """Compile rules by number into instructions for the kernel."""
+    """Compile rules into a program for the kernel. ``rules``: the answer or the steps for each
+    system call number. ``otherwise``: the answer for all other numbers."""
     bodies: list[list[Step]] = []
     head = [
         (_LOAD, 0, 0, 4),
@@ -291,7 +293,8 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
 def _ranges(
     rules: dict[int, int | list[Step]], otherwise: int
 ) -> list[tuple[int, int | list[Step]]]:
-    """Return (first number, rule) for each range of numbers with one rule."""
+    """Group the system call numbers into ranges with the same rule. Returns the first number of
+    each range with its rule."""
     ranges: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
     for number in sorted(rules):
         for start, rule in ((number, rules[number]), (number + 1, otherwise)):
@@ -303,8 +306,8 @@ def _ranges(
 
 
 def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]) -> list[Step]:
-    """Binary search for the range that contains a number. A jump to a body holds its negative index
-    until ``assemble`` sets it."""
+    """Return the filter steps of a binary search for the range that contains a system call number.
+    A jump to the steps of a rule holds their negative index until ``assemble`` replaces it."""
     if len(ranges) == 1:
         rule = ranges[0][1]
         if isinstance(rule, int):
@@ -325,7 +328,7 @@ class _Program(ctypes.Structure):
 
 
 class SeccompFilter:
-    """A filter that any number of processes can install."""
+    """A compiled system call filter that any number of processes can install."""
 
     def __init__(self, steps: bytes) -> None:
         self._steps = ctypes.create_string_buffer(steps, len(steps))
@@ -333,8 +336,8 @@ class SeccompFilter:
         self._number = _SECCOMP[os.uname().machine]
 
     def install(self, *, listener: bool) -> int:
-        """Install the filter on this process permanently. With ``listener``, returns the descriptor
-        at which its notifications arrive. Needs no_new_privs."""
+        """Install the filter on this process permanently, which requires the flag no_new_privs.
+        ``listener``: return the descriptor at which calls that need an answer arrive."""
         flags = 8 if listener else 0
         return primitives.syscall(
             self._number,

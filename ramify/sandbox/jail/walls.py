@@ -1,13 +1,14 @@
-"""The walls around all sessions of a zygote. Building them shows which tier this machine supports.
+"""Build the isolation ("walls") that all sessions of a jail share. Trying to build it shows which
+tier, or level of isolation, this machine supports.
 
-Decides what each tier consists of and tries the strongest one first. Not here: what each session
-adds (see ``confine.py``). Standard library only.
+This module defines what each tier consists of and tries the strongest one first. The further
+confinement of each session is added by ``confine.py``. Standard library only.
 
     A   namespaces: no files of the host, no network, no other processes; also Landlock if available
     B   Landlock: files are visible but cannot be opened; no namespaces
     C   no system call that names a file; no namespaces, no Landlock
 
-All three use the system call filter; the jail does not run without it.
+All three tiers use the system call filter; the jail does not run without it.
 
     zygote process ──fork──> tries A ──fork──> first process of its namespaces: becomes the zygote
                    └─ becomes the zygote of tier B or C if A failed
@@ -52,7 +53,8 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 
 
 class TierUnavailable(Exception):
-    """Error if none of the requested tiers is available. ``missing`` says what each tier lacks."""
+    """Raised if none of the requested tiers (levels of isolation) is available. ``missing`` says
+    what each tier lacks."""
 
     def __init__(self, missing: dict[str, str]) -> None:
         super().__init__("; ".join(f"tier {tier}: {why}" for tier, why in missing.items()))
@@ -60,8 +62,8 @@ class TierUnavailable(Exception):
 
 
 class ZygoteWalls(NamedTuple):
-    """Isolation of a zygote, the process from which a jail's sessions are forked: the tier that it
-    has reached, and what is missing for stronger ones."""
+    """The isolation of a zygote, the process from which a jail's sessions are forked: the tier that
+    it has reached, and what is missing for stronger ones."""
 
     tier: str
     missing: dict[str, str]
@@ -82,8 +84,8 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
     The zygote may have to be a new process. This function then returns only there; the calling
     process calls ``let_go``, waits for the zygote's end, and exits.
 
-    ``preload`` imports what sessions will need, if that cannot be read from inside. Raises
-    TierUnavailable, and the errors of ``preload``.
+    ``preload`` imports what sessions will need, if they could not read it from inside. Raises
+    TierUnavailable, and any error that ``preload`` raises.
     """
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
@@ -101,7 +103,7 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
 
 
 def _cause(error: BaseException) -> str:
-    """Return what failed, and why."""
+    """Describe what failed and why, from an exception."""
     why = str(getattr(error, "strerror", None) or error)
     if not isinstance(error, OSError) or not error.errno or hasattr(error, "what"):
         return why
@@ -114,8 +116,8 @@ def _cause(error: BaseException) -> str:
 
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ZygoteWalls:
-    """Isolate by namespaces (tier A), in a child process, since half-built isolation cannot be
-    removed. Returns in the child. If the child fails, raises OSError here."""
+    """Build the isolation of tier A, by namespaces, in a child process, since half-built isolation
+    cannot be removed. Returns only in the child. If the child fails, raises OSError here."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -139,7 +141,7 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Zyg
 
 
 def _wait_out(pid: int) -> None:
-    """Wait for the end of ``pid``, end everything that it leaves behind, and exit with its
+    """Wait until a child has ended, kill everything that it leaves behind, and exit with its
     status."""
     os.closerange(3, 1 << 20)
     primitives.prctl(primitives.PR_SET_CHILD_SUBREAPER, 1)
@@ -183,8 +185,8 @@ def _own_user(proc: int) -> None:
 
 
 def _become_nobody(proc: int) -> None:
-    """Stop being root for good: the limit of processes does not apply to root, not even in a user
-    namespace."""
+    """Stop being root permanently, because the limit on the number of processes does not apply to
+    root, not even in a user namespace."""
     _drop_root()
     primitives.prctl(
         primitives.PR_SET_DUMPABLE, 1
@@ -194,8 +196,8 @@ def _become_nobody(proc: int) -> None:
 
 
 def _drop_root() -> None:
-    """Become a user that owns nothing and runs nothing else, if this machine supports such user
-    ids."""
+    """Switch to a user id that owns no files and runs no other process. If this machine does not
+    support such ids, use the traditional unprivileged user with the id 65534."""
     uid = _FIRST_UID + int.from_bytes(os.urandom(4), "little") % _UIDS
     try:
         primitives.become(uid)
@@ -204,8 +206,8 @@ def _drop_root() -> None:
 
 
 def _continue_as_first() -> None:
-    """Fork and continue in the child, process 1 of its namespace; all other processes there end
-    with it."""
+    """Fork and continue in the child, which becomes process 1 of its namespace. All other processes
+    there end when it ends."""
     pid = os.fork()
     if pid:
         _wait_out(pid)
@@ -218,7 +220,7 @@ def _die_with_parent() -> None:
 
 def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
     """Build a file system in memory with read-only views of what sessions may see. ``mounts`` maps
-    a path in it to a file or folder of the host."""
+    paths in it to files or folders of the host."""
     places = {path: path for path in readable} | mounts
     sources = {
         place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
@@ -250,7 +252,7 @@ def _show(fd: int, target: str, is_folder: bool) -> None:
 
 
 def _links() -> list[str]:
-    """Return system paths that are symbolic links, such as /lib if /usr is merged."""
+    """Return the system paths that are symbolic links, such as /lib if /usr is merged."""
     return [path for path in _SYSTEM if os.path.islink(path)]
 
 
@@ -261,13 +263,14 @@ def _link(path: str) -> None:
 
 
 def scratch_in(shown: list[str]) -> str:
-    """Return the path of a session's own folder: /tmp, unless that would hide a path that is shown
-    there."""
+    """Return the path of a session's private folder. This is /tmp, unless that would hide a path
+    below /tmp that sessions should see."""
     return "/scratch" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
 
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
-    """Return the real paths that Python and the requested packages need, none inside another."""
+    """Return the real paths that Python and the requested packages need, without those that are
+    inside another one."""
     candidates = [
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("platstdlib"),
@@ -284,7 +287,8 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _continue_kept(let_go: Any) -> bool:
-    """Fork and continue in the child. The parent ends what the child leaves behind."""
+    """Fork and continue in the child. The parent waits, and ends everything that the child leaves
+    behind."""
     pid = os.fork()
     if pid:
         let_go()
@@ -345,14 +349,14 @@ def _finish(
 
 
 def _landlock(config: dict[str, Any]) -> int:
-    """Return the version of Landlock to use, 0 for none."""
+    """Return the version of Landlock to use, or 0 to use none."""
     newest: int = config["landlock"]
     return min(primitives.landlock_version(), newest)
 
 
 def _try_out(walls: ZygoteWalls) -> None:
     """Test the isolation with a trial session, which does what sessions do and then attacks. Raises
-    OSError if it cannot do its work, or if an attack succeeds."""
+    OSError if the trial session cannot do its work, or if an attack succeeds."""
     prepared = walls.confinement.prepare()
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -385,8 +389,8 @@ def _try_out(walls: ZygoteWalls) -> None:
 def _trial(
     walls: ZygoteWalls, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
-    """Confine this process like a session, then try the known attacks. Returns a bit for each one
-    that succeeds, or ``_NOT_STARTED`` if it cannot be confined."""
+    """Confine this process like a session, then try the known attacks. Returns a bit mask of the
+    attacks that succeeded, or ``_NOT_STARTED`` if the process cannot be confined."""
     fd = wire.detach()
     try:
         walls.confinement.set_up_session_process(prepared)
@@ -405,8 +409,8 @@ def _trial(
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Act as the host of a trial session, with all kernel features that a host needs. Returns the
-    error if something is missing."""
+    """Act as the host of a trial session, using all kernel features that a host needs. Returns the
+    error if something is missing, otherwise None."""
     listener = -1
     try:
         wire.settimeout(_TRIAL_S)

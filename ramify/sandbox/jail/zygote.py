@@ -1,10 +1,10 @@
-"""The zygote: the fork server inside the walls, from which every session and template of a jail is
-forked.
+"""The zygote, the isolated fork server of a jail: every session, and every template that holds a
+large context for sessions, is forked from it.
 
-Decides when the zygote builds its walls, what it reports to the host about them, and what it
-prepares for a session. Not here: the fork server in general (see ``server/forkserver.py``) and the
-walls themselves (see ``walls.py``). Runs in a separate process with an empty environment. Standard
-library only.
+This module decides when the isolation is built, what is reported to the host about it, and what is
+prepared for a session. The fork server in general is ``server/forkserver.py``, and the isolation is
+built by ``walls.py``. The zygote runs in a separate process with an empty environment, and uses the
+standard library only.
 
     host:    config{tiers,…}  freeze{id,pid}  folders{id}  and the messages of ``forkserver.py``
     zygote:  walls{tier,missing,landlock} | failed{message}, then ready | failed{message}
@@ -115,8 +115,9 @@ _NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test
 
 
 class InMemoryStdlibImporter:
-    """Finds the modules of the standard library in memory, for sessions that cannot read its files:
-    no call may name a file, or its folder belongs to a user that this process no longer is."""
+    """Imports modules of the standard library from memory, for sessions that cannot read its files:
+    they may make no system call that names a file, or the folder belongs to a user that their
+    process no longer is."""
 
     def __init__(self, folders: list[str]) -> None:
         self._modules: dict[str, tuple[str, bytes]] = {}
@@ -145,7 +146,7 @@ class InMemoryStdlibImporter:
         return spec
 
     def create_module(self, _: ModuleSpec) -> None:
-        """Let Python create the module object."""
+        """Return None, so that Python creates the module object itself."""
 
     def exec_module(self, module: ModuleType) -> None:
         path, source = self._modules[module.__name__]
@@ -153,8 +154,8 @@ class InMemoryStdlibImporter:
 
 
 def _store_library() -> None:
-    """Make the rest of the standard library importable: load its compiled modules now, and store
-    the others, which sessions import when they need them."""
+    """Make the rest of the standard library available to sessions that cannot read files: import
+    its compiled modules now, and keep the source of the others in memory."""
     places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
     folders = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
     for folder in folders:
@@ -168,7 +169,7 @@ def _store_library() -> None:
 
 
 class Zygote(forkserver.ForkServer):
-    """Forks confined sessions."""
+    """The fork server of a jail, which forks confined sessions."""
 
     def __init__(self, control: Any, config: dict[str, Any], built: Any) -> None:
         super().__init__(control, config)
@@ -212,7 +213,7 @@ class Zygote(forkserver.ForkServer):
             super().handle(header, fds)
 
     def _freeze(self, id: int, pid: int) -> None:
-        """Make a session's folder read-only: from now on the session may have branches."""
+        """Make a session's folder read-only, because from now on the session may have branches."""
         prepared = self.children.get(pid)
         try:
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -223,8 +224,8 @@ class Zygote(forkserver.ForkServer):
         self.control.send({"op": "frozen", "id": id})
 
     def _folders(self) -> list[tuple[int, int]]:
-        """Return the process id of each session that has a folder, with the folder's size in
-        bytes."""
+        """Return the process id of each session that has a folder, with the size of the folder's
+        content in bytes."""
         found = []
         for pid, prepared in self.children.items():
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -233,8 +234,8 @@ class Zygote(forkserver.ForkServer):
         return found
 
     def kill_orphans(self) -> None:
-        """Do nothing unless the zygote is ending: a session can start only branches, and the host
-        ends these."""
+        """Do nothing unless the zygote is ending. A session can start no processes except branches,
+        and the host ends these."""
         if self.is_ending and self._walls.outer:
             super().kill_orphans()
 
@@ -258,7 +259,7 @@ def main(control_fd: int) -> None:
 
 
 def _use_wait(sock: socket.socket) -> None:
-    """Import what sessions will need until the configuration arrives."""
+    """Import what sessions will need, until the configuration arrives."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     for name in forkserver.PRELOAD:
@@ -306,6 +307,7 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Deny some system calls, to simulate a kernel or container that lacks them."""
+    """Deny some system calls to this process, to simulate a kernel or a container that lacks
+    them."""
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

@@ -1,10 +1,10 @@
-"""The provider ``docker``: every session runs in a separate container, on a local engine.
+"""The sandbox provider ``docker``: every session runs in a separate container, on a local engine.
 
-Decides what a container may do: nothing but compute in memory. It has no network, no capabilities,
-no way to gain privileges, a read-only root, and limits on memory, CPU and processes. The provider
-also checks that the engine enforces this, by comparing the container's description with the
-request. Also decides where to look for an engine, and how its responses become values or one-line
-errors. Not here: the connection to the guest (see ``remote.py``).
+A container can do nothing but compute in memory. It has no network, no capabilities, no way to gain
+privileges, a read-only root, and limits on memory, CPU and processes. The provider checks that the
+engine enforces this, by comparing the container's description with the request. The module also
+finds the engine, and converts its responses to values or one-line errors. The connection to the
+code in the container is in ``remote.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HOW_TO_GET_ONE = (
 
 
 class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the provider ``docker``.
+    """The configuration of the sandbox provider ``docker``.
 
     Example:
         DockerSpec(image="python:3.12-slim")
@@ -63,7 +63,7 @@ class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class DockerService:
-    """Starts containers on an engine. Implements ``remote.SandboxService``."""
+    """Starts containers on a Docker-compatible engine. Implements ``remote.SandboxService``."""
 
     name = "docker"
     carries: Carries = "bytes"
@@ -119,7 +119,7 @@ class DockerService:
                 )
 
     async def close(self) -> None:
-        """Do nothing: no resources are held between sessions."""
+        """Do nothing, because no resources are held between sessions."""
 
 
 class DockerContainer:
@@ -146,7 +146,7 @@ async def _remove(engine: DockerEngine, id: str) -> None:
 
 
 def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
-    """Return the request to create a container."""
+    """Return the request to create a container for a session, in the format of the engine's API."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
         "Image": spec.image or IMAGE,
@@ -206,7 +206,7 @@ def _compare(request: dict[str, Any], description: dict[str, Any]) -> None:
 
 
 class DockerEngineError(SandboxError):
-    """The engine responded with an error."""
+    """Raised if the container engine responded with an error."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
         super().__init__(f"the container engine could not {what}: {message} (status {status})")
@@ -214,8 +214,8 @@ class DockerEngineError(SandboxError):
 
 
 def find_socket() -> str:
-    """Return the path of the engine's socket. Raises ConfigError if DOCKER_HOST is not a Unix
-    socket, and SandboxError if no engine is found."""
+    """Return the path of the container engine's socket. Raises ConfigError if DOCKER_HOST is not a
+    Unix socket, and SandboxError if no engine is found."""
     host = os.environ.get("DOCKER_HOST", "")
     if host and not host.startswith("unix://"):
         raise ConfigError(
@@ -239,15 +239,15 @@ def _usual_places() -> Iterator[str]:
 
 
 class DockerEngine:
-    """Client of one engine's HTTP API over its Unix socket; every request uses a new connection.
-    Podman's compatible service works too."""
+    """A client for the HTTP API of a container engine, over its Unix socket. Every request uses a
+    new connection. Podman's compatible service works too."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     async def ask(self, what: str, method: Method, path: str, body: Any = None) -> Any:
-        """Send a request and return the decoded response. ``what`` names the operation in errors.
-        Raises DockerEngineError."""
+        """Send a request to the engine and return the decoded response. ``what`` names the
+        operation in errors. Raises DockerEngineError if the engine reports an error."""
         data = b"" if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
         async with self._exchange(what, method, path, headers, data) as exchange:
@@ -257,7 +257,8 @@ class DockerEngine:
         return _decoded(answer.body)
 
     async def attach(self, container: str) -> ContainerStdio:
-        """Return the stream of a container that was created with its standard input open."""
+        """Connect to the standard input and output of a container, which must have been created
+        with its input open."""
         path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         upgrade = {"Upgrade": "tcp", "Connection": "Upgrade"}
         what = "attach to a container"
@@ -295,12 +296,12 @@ class DockerEngine:
 
 
 class ContainerStdio:
-    """Standard input and output of a container without a terminal. Its output arrives in frames
-    that name the stream."""
+    """The standard input and output of a container without a terminal. The engine sends output in
+    frames that name the stream."""
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """``transport`` is a connection that no longer speaks HTTP. ``begin`` is the bytes that
-        have already arrived on it."""
+        """Take over a connection that no longer speaks HTTP. ``begin``: the bytes that have already
+        arrived on it."""
         self._transport = transport
         loop = asyncio.get_running_loop()
         self._reader = asyncio.StreamReader(loop=loop)
@@ -315,7 +316,7 @@ class ContainerStdio:
         await self._writer.drain()
 
     async def receive(self) -> bytes:
-        """Return output of either stream; b"" at the end."""
+        """Return the next output, of standard output or standard error, or b"" at the end."""
         try:
             while True:
                 _, size = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
@@ -331,8 +332,8 @@ class ContainerStdio:
 
 
 def _decoded(data: bytes) -> Any:
-    """Decode a response: a JSON value, a list for a stream of JSON lines (from a pull), or else
-    text."""
+    """Decode the engine's response. The result is a JSON value, a list if there are several lines
+    of JSON (as when pulling an image), or otherwise the text."""
     try:
         return json.loads(data) if data else None
     except (ValueError, RecursionError):
@@ -350,5 +351,5 @@ def _message(data: bytes) -> str:
 
 
 def open_provider(spec: DockerSpec) -> RemoteSandbox:
-    """Open a sandbox of containers; ``base.open_sandbox`` calls this."""
+    """Open a sandbox whose sessions run in containers. ``base.open_sandbox`` calls this."""
     return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec))

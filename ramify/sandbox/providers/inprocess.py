@@ -1,10 +1,10 @@
-"""The provider ``inprocess``: the same guest in a thread of the host, for debugging with
-breakpoints.
+"""The sandbox provider ``inprocess``: sessions run in threads of the host process, for debugging
+with breakpoints.
 
-Decides how a guest shares its process: the output of its cells goes to their session, and an
-interrupt is an exception set in its thread. Most other guarantees of a session do not hold: a cell
-cannot be killed, code blocked in C (``time.sleep``) cannot be interrupted, memory is not limited,
-``random`` is the host's, output of other processes and of C code goes to the host's terminal, and
+The output of a cell goes to its session, and an interrupt is an exception that is set in the
+session's thread. Most other guarantees of a session do not hold: a cell cannot be killed, code
+blocked in C (``time.sleep``) cannot be interrupted, memory is not limited, ``random`` is the
+host's, output of other processes and of C code goes to the host's terminal, and
 ``sys.modules["__main__"]`` remains the host's.
 """
 
@@ -41,7 +41,7 @@ WARNING = (
 
 
 class InprocessSandbox:
-    """Sandbox whose sessions are threads of the host. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions are threads of the host process. Implements ``base.Sandbox``."""
 
     warning: str | None = WARNING
 
@@ -77,7 +77,7 @@ class InprocessSandbox:
 
 
 class ThreadTransport:
-    """Connection to a guest in a thread."""
+    """The connection to a session that runs in a thread of this process."""
 
     shared_buffers: HostGuestSharedMemory | None = None
     has_same_python = True
@@ -132,7 +132,7 @@ class ThreadTransport:
             )
 
     def kill(self) -> None:
-        """Close the guest's socket. A thread cannot be killed; it ends when it next waits for the
+        """Close the session's socket. A thread cannot be killed; it ends when it next waits for the
         host."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -158,8 +158,8 @@ class ThreadTransport:
 
 
 class _Router(io.TextIOBase):
-    """Replacement for ``sys.stdout`` while sessions run in this process: writes to the session
-    whose thread prints, or else to the host's stream."""
+    """A replacement for ``sys.stdout`` or ``sys.stderr`` while sessions run in this process. It
+    writes to the session whose thread prints, or otherwise to the host's stream."""
 
     def __init__(self, host: TextIO, name: str) -> None:
         self.host = host
@@ -183,7 +183,7 @@ class _Router(io.TextIOBase):
         return getattr(self.host, name)
 
     def close(self) -> None:
-        """Do nothing: the host's stream must stay open."""
+        """Do nothing, because the host's stream must stay open."""
 
 
 _guests: dict[int, Guest] = {}
@@ -191,8 +191,8 @@ _lock = threading.Lock()
 
 
 class _RoutedPrints:
-    """Context manager that sends this thread's prints to ``guest``. The first guest installs the
-    routers, and the last one removes them."""
+    """A context manager that directs this thread's prints to its session. The first session
+    replaces ``sys.stdout`` and ``sys.stderr``, and the last one restores them."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -217,8 +217,9 @@ class _RoutedPrints:
 
 
 def _builtins_for(guest: Guest) -> types.ModuleType:
-    """Return the builtins of one session: its ``print`` reaches it from every thread that runs its
-    code, and its ``import`` finds the modules that were installed in it."""
+    """Return the module ``builtins`` of one session. Its ``print`` writes to the session from every
+    thread that runs its code, and its ``import`` finds the modules that were installed in the
+    session."""
     own = types.ModuleType("builtins")
     own.__dict__.update(vars(builtins))
 
@@ -242,6 +243,6 @@ def _exit(code: Any = None) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> InprocessSandbox:
-    """Open a sandbox whose sessions are threads of this process; ``base.open_sandbox`` calls
+    """Open a sandbox whose sessions are threads of this process. ``base.open_sandbox`` calls
     this."""
     return InprocessSandbox(spec)

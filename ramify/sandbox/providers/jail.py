@@ -1,11 +1,12 @@
-"""The provider ``jail``: sessions with full Python, opened in milliseconds, without access to
-files, the network or other processes.
+"""The sandbox provider ``jail``: sessions with full Python that open in milliseconds and have no
+access to files, the network or other processes.
 
-Decides which tier is used, reports what is missing for a stronger one, and decides what each
-session gets and how many sessions are kept ready. The tier is found out once per process, by
-building the walls and letting a trial session attack them: it is reported only if it was tested,
-never because of a version number. Not here: forking sessions from a server (see ``process.py``),
-the walls (see ``sandbox/jail/``), and the memory budget (see ``jail_watch.py``).
+This module decides which tier (level of isolation) is used, reports what is missing for a stronger
+one, and decides what each session gets and how many sessions are kept ready. The tier is determined
+once per process, by building the isolation and letting a trial session attack it: it is reported
+only if it was tested, never because of a version number. Forking sessions from a server is done by
+``process.py``, the isolation is built in ``sandbox/jail/``, and the memory budget is enforced by
+``jail_watch.py``.
 
     JailSandbox ──> zygote in its walls ─┬─fork─> confined session <──> GuestSessionProxy
               └───> template ────────────┴─fork─> confined session
@@ -81,23 +82,25 @@ _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
 def learn(server: StartedForkServer) -> None:
-    """Read which isolation a zygote has reached, and keep the result. The zygote must have been
-    started with ``reports`` and not been read before."""
+    """Read from a zygote (a jail's fork server) which level of isolation it has reached, and keep
+    the result. The zygote must have been started with ``reports``, and its report not been read
+    before."""
     _probed[_WHOLE] = found = read_walls(server)
     keep_tier(found)
 
 
 def known() -> ProbedTier | None:
-    """Return the tier of this machine if it was found before, else None. It is the tier with all
-    features of the kernel."""
+    """Return the level of isolation of this machine if it was determined before, otherwise None. It
+    applies if all features of the kernel are used."""
     if _WHOLE not in _probed and (kept := kept_tier()) is not None:
         _probed[_WHOLE] = kept
     return _probed.get(_WHOLE)
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
-    """Start a zygote only to find the tier of this machine. ``deny`` are numbers of system calls
-    that it must not use, and ``landlock`` is the newest version of Landlock that it may use."""
+    """Determine the level of isolation that this machine supports, by starting a jail's fork server
+    for this purpose. The result is cached. ``deny``: numbers of system calls that it must not use.
+    ``landlock``: the newest version of Landlock that it may use."""
     if (deny, landlock) not in _probed:
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, JAIL_MODULES)
@@ -132,8 +135,8 @@ EMPTY = {
 
 
 def read_walls(server: StartedForkServer) -> ProbedTier:
-    """Read a zygote's first frame, which reports the isolation that it has reached. Blocks until
-    the zygote has built it, which takes milliseconds."""
+    """Read the first message of a jail's fork server, which reports the isolation that it has
+    reached. Blocks until the isolation has been built, which takes milliseconds."""
     header = msgspec.json.decode(open_frame(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
@@ -143,7 +146,8 @@ def read_walls(server: StartedForkServer) -> ProbedTier:
 
 
 def _first_frame(sock: socket.socket) -> memoryview:
-    """Read one frame, and no byte of the next, which the zygote's channel will read."""
+    """Read the first message of a jail's fork server, and no byte of the next one, which is read
+    later by another reader."""
     reader = FrameReader()
     poll = select.poll()  # select does not support descriptors above 1023
     poll.register(sock, select.POLLIN)
@@ -160,8 +164,8 @@ def _first_frame(sock: socket.socket) -> memoryview:
 
 
 def unreachable(tier_needed: str, missing: Mapping[str, str]) -> str:
-    """Return the error message for a machine that does not reach a tier of isolation: what failed,
-    and what to do."""
+    """Return the error message for a machine that does not reach the required level of isolation:
+    what failed, and what to do about it."""
     tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
     remedies = "; ".join(
         f"for tier {tier} {_remedy(why)}" for tier, why in missing.items() if tier <= tier_needed
@@ -193,7 +197,7 @@ WEAKER = {
 
 
 class JailSandbox(ProcessSandbox):
-    """Sandbox whose sessions are confined by the kernel. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions are confined by the kernel. Implements ``base.Sandbox``."""
 
     def __init__(
         self,
@@ -203,9 +207,13 @@ class JailSandbox(ProcessSandbox):
         landlock: int = NEWEST,
         counts: bool = True,
     ) -> None:
-        """``deny`` are numbers of system calls that must not be used, and ``landlock`` is the
-        newest version of Landlock to use. Without ``counts``, the number of a process's descriptors
-        counts as unknown. All three simulate a less capable kernel."""
+        """Create a jail and determine its level of isolation. Raises SandboxError if the level is
+        too weak.
+
+        The other parameters simulate a less capable kernel. ``deny``: numbers of system calls that
+        must not be used. ``landlock``: the newest version of Landlock to use. ``counts``: use the
+        kernel's count of a process's open descriptors.
+        """
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
@@ -237,7 +245,7 @@ class JailSandbox(ProcessSandbox):
         )
 
     def _uses_whole_kernel(self) -> bool:
-        """Return True if all features of this kernel are used."""
+        """Return True if no feature of this kernel has been disabled for a simulation."""
         return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
@@ -247,7 +255,8 @@ class JailSandbox(ProcessSandbox):
         return WEAKER[tier] if tier > spec.tier else None
 
     def describe(self) -> list[str]:
-        """Describe the tier and how files, network and processes are isolated."""
+        """Describe the level of isolation, and how files, network and processes are isolated, in
+        lines of text."""
         tier, landlock = str(self.reached.tier), self.reached.landlock
         files = {
             "A": "do not exist (mount namespace)",
@@ -283,8 +292,8 @@ class JailSandbox(ProcessSandbox):
             raise
 
     def check_server(self, ready: Mapping[str, Any]) -> None:
-        """Compare the isolation that the zygote has built and tested with what was expected,
-        perhaps from an earlier process. Raises SandboxError if it is too weak."""
+        """Compare the isolation that a fork server has built and tested with what was expected,
+        perhaps from an earlier process. Raises SandboxError if it is weaker than allowed."""
         found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
         if found != self.reached:
             if self._uses_whole_kernel():
@@ -337,7 +346,8 @@ class JailSandbox(ProcessSandbox):
         self._budget.forget(session)
 
     async def _ask_folders(self) -> None:
-        """Ask the fork servers for the sizes of all sessions' folders."""
+        """Request the sizes of all sessions' folders from the fork servers, for the memory
+        budget."""
         places = {session.place: session for session in self.sessions}
         with contextlib.suppress(SandboxError):  # a server that is gone has no sessions
             for channel in {channel for channel, _ in places}:
@@ -357,7 +367,8 @@ class JailSandbox(ProcessSandbox):
 
 
 def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
-    """Raise ConfigError for mounts that do not exist or are not allowed."""
+    """Raise ConfigError if a mount's source does not exist, or its source or target is not
+    allowed."""
     for source, place in mounts:
         if not os.path.exists(source):
             raise ConfigError(f"sandbox mounts: there is no '{source}' on this machine")
@@ -378,8 +389,8 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
 
 
 def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
-    """Raise ConfigError if a mount cannot have its path at the tier that was reached. Without their
-    own file system, sessions see a mount under its real path, or not at all."""
+    """Raise ConfigError if a mount is not possible at the level of isolation that was reached.
+    Without their own file system, sessions see a mount under its real path, or not at all."""
     if reached.tier == "A":
         return
     for source, place in mounts:
@@ -396,7 +407,7 @@ def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> No
 
 
 def check_memory(spec: JailSpec) -> None:
-    """Raise ConfigError if ``spec`` asks for more memory than this machine has."""
+    """Raise ConfigError if a jail is configured with more memory than this machine has."""
     available, default = machine_bytes(), SandboxSpec().memory_bytes
     for name, num_bytes in (
         ("memory_bytes", spec.memory_bytes),
@@ -412,8 +423,8 @@ def check_memory(spec: JailSpec) -> None:
 def _start(
     spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """Start a zygote. ``poorer`` names kernel features that it must not use. With ``reports``, its
-    first frame says which isolation it has reached."""
+    """Start the fork server of a jail. ``poorer``: kernel features that it must not use.
+    ``reports``: let its first message say which isolation it has reached."""
     config = (
         EMPTY
         | poorer
@@ -441,7 +452,8 @@ _reported: set[JailSpec] = set()
 
 
 def launch(spec: JailSpec) -> None:
-    """Start the zygote for the next sandbox of ``spec`` while the caller has other work to do."""
+    """Start the fork server for the next jail with this configuration in advance, while the caller
+    has other work to do."""
     if sys.platform != "linux" or spec in launched:
         return
     with _lock:
@@ -452,8 +464,8 @@ def launch(spec: JailSpec) -> None:
 
 
 def _read_report(spec: JailSpec) -> None:
-    """Read which isolation the zygote for ``spec`` has reached, if it was launched in advance and
-    its report was not read yet."""
+    """Read which isolation a jail's fork server has reached, if one was launched in advance and its
+    report was not read yet."""
     if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
@@ -468,7 +480,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _discard() -> None:
-    """End the zygotes that were launched and never used."""
+    """End the fork servers that were launched in advance and never used."""
     for server in launched.values():
         _end(server)
     launched.clear()
@@ -485,8 +497,8 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: JailSpec) -> Sandbox:
-    """Open a jail; ``base.open_sandbox`` calls this. If the jail is not available and ``spec``
-    accepts weaker isolation, return a process sandbox with a warning instead."""
+    """Open a jail; ``base.open_sandbox`` calls this. If the jail is not available and the
+    configuration accepts weaker isolation, return a process sandbox with a warning instead."""
     try:
         return JailSandbox(spec)
     except SandboxError:

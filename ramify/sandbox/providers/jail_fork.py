@@ -1,8 +1,8 @@
-"""One fork of a session of the jail, as the host sees it: the connections (wires) that its two
-processes get.
+"""One fork of a session in the jail, as the host sees it: the connections that its two processes
+get.
 
-Not here: which process may ask for a connection (``jail_watch.py``), and when a fork begins and
-ends (``jail_transport.py``).
+Whether a process may ask for a connection is decided in ``jail_watch.py``. A fork is begun and
+ended by ``jail_transport.py``.
 """
 
 from __future__ import annotations
@@ -46,27 +46,28 @@ class JailFork:
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def branch(self) -> SessionProcess:
-        """Return the branch's process, which the host reaches over the new connection."""
+        """Return the process that the fork creates, together with the connection over which the
+        host reaches it."""
         host_end, _, files = self._branch
         return SessionProcess(host_end, files, self._origin.channel)
 
     def begin(self) -> None:
-        """Close the host's old connection. From now on, data is ignored on the stream that both
-        processes inherit. The process that is about to fork is blocked until this returns."""
+        """Close the host's old connection to the session, because after the fork two processes
+        could write to it. The process that is about to fork is blocked until this returns."""
         if not self._is_begun:
             self._is_begun = True
             self._origin.stream.drain()
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
-        """Return the socket that the process ``pid`` gets as its connection to the host, or -1 if
-        it gets none. The files that the process needs were already sent over it."""
+        """Return the socket that a process gets as its new connection to the host, or -1 if it gets
+        none. The files that the process needs were already sent over it."""
         if pid != self.pid and self.taker >= 0:
             return -1
         return (self._new if pid == self.pid else self._branch)[1].fileno()
 
     def took(self, pid: int) -> None:
-        """Record that the process ``pid`` has received its connection."""
+        """Record that a process has received its connection."""
         if pid != self.pid:
             self.taker = pid
             self._branch[1].close()  # otherwise the end of its stream would not show
@@ -76,8 +77,8 @@ class JailFork:
             self._moved()
 
     def give_up_branch(self) -> None:
-        """Close the connection that was meant for the branch, so that the host sees the end of its
-        stream."""
+        """Close the connection that was meant for the new process, so that the host sees the end of
+        its stream."""
         self._branch[1].close()
 
     def end(self) -> None:
@@ -96,9 +97,9 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 
 
 def _private_ends(origin: ProcessTransport) -> _Ends:
-    """Create a connection for one process and send the files that it needs over it: standard input,
-    output and buffers. Each process gets its own standard input, since processes that share an open
-    file also share its flags. Raises SandboxError."""
+    """Create a connection for one process and send the files that the process needs over it:
+    standard input, output and buffers. Each process gets its own standard input, since processes
+    that share an open file also share its flags. Raises SandboxError."""
     ends = origin.branch_ends()
     spool, *buffers = ends[2].descriptors()
     try:

@@ -1,7 +1,7 @@
-"""The transport to a session of the jail: that of a process, plus its requests to create processes.
+"""The connection to a session in the jail, including its requests to create processes.
 
-Decides when descriptors are accepted from a session: once, before it has run any code. Not here:
-the answers to its requests (see ``jail_watch.py``).
+A session may send the host a descriptor only once, before it has run any code. Its requests to
+create processes are answered by ``jail_watch.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LATER_S = 0.5
 
 
 class ForkableJailTransport(ProcessTransport):
-    """Connection to a process of the jail, which forks with the host's help. Base of the
-    connections to sessions and to branches."""
+    """The connection to a process in the jail, which can fork only with the host's help. This is
+    the base class of the connections to sessions and to branches."""
 
     __slots__ = ("forking", "listener")
 
@@ -65,16 +65,17 @@ class ForkableJailTransport(ProcessTransport):
         return transport
 
     def _ended(self) -> None:
-        """Report the end of a session that ends while it forks: it has no stream on which its end
-        would show."""
+        """Report the end of a session that ends while it forks, when it may have no connection on
+        which the host would notice."""
         if self.forking is not None:
             self.forking.give_up_branch()
             if not self.forking.old:
                 self.stream.lose()
 
     def check_apart(self) -> None:
-        """Seal the memory files that both processes inherited against writing: they are no longer
-        used. Raises SandboxError if one of them is mapped."""
+        """Make the memory files that both processes inherited read-only, since they are no longer
+        used. Raises SandboxError if one of them is mapped, because the two processes would then
+        share memory."""
         old = self.forking.old if self.forking is not None else ()
         for fd in (fd for files in old for fd in files.descriptors()):
             try:
@@ -87,8 +88,7 @@ class ForkableJailTransport(ProcessTransport):
                 ) from None
 
     def end_branch(self, transport: BranchTransport) -> None:
-        """End the fork. If the grant was used but no branch has connected, kill the process that
-        was created."""
+        """Complete a fork. If a process was created but has not connected, kill it."""
         fork, self.forking = self.forking, None
         if fork is not None:
             fork.end()
@@ -114,7 +114,7 @@ class ForkableJailTransport(ProcessTransport):
 
 
 class JailTransport(ForkableJailTransport):
-    """Connection to a session of the jail. Implements ``Transport``."""
+    """The connection to a session in the jail. Implements ``Transport``."""
 
     __slots__ = ("_counts", "_is_frozen")
 
@@ -125,8 +125,8 @@ class JailTransport(ForkableJailTransport):
         process: SessionProcess,
         counts: bool,
     ) -> None:
-        """With ``counts``, the number of a process's descriptors is used, if this kernel reports
-        it."""
+        """Create a connection. ``counts``: use the kernel's count of a process's open descriptors,
+        if this kernel reports it."""
         super().__init__(caps, buffers, process)
         self._is_frozen = False
         self._counts = counts
@@ -138,8 +138,8 @@ class JailTransport(ForkableJailTransport):
         loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """Receive the first byte, which the confined process sends before it becomes a guest. Its
-        listener arrives with it."""
+        """Receive the first byte, which the confined process sends before it runs any cell. With it
+        arrives the descriptor for the session's requests to create processes."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
         except (BlockingIOError, InterruptedError):
@@ -161,7 +161,8 @@ class JailTransport(ForkableJailTransport):
         lost()
 
     async def prepare_branch(self) -> None:
-        """Make the session's files read-only: from now on it would share them with its branch."""
+        """Make the session's files read-only, because after the fork it will share them with its
+        branch. Raises SandboxError if a file is open for writing."""
         if not self._is_frozen:
             try:
                 await self.channel.ask({"op": "freeze", "pid": self._pid})
@@ -173,23 +174,23 @@ class JailTransport(ForkableJailTransport):
 
 
 class JailBranchTransport(ForkableJailTransport, BranchTransport):
-    """Connection to a branch, a process that was forked from a running session. Its requests to
-    create processes arrive at the listener of that session. Implements ``Transport``."""
+    """The connection to a branch, a process that was forked from a running session. Its requests to
+    create processes arrive together with those of that session. Implements ``Transport``."""
 
     __slots__ = ("origin",)
 
     def comes_from(self, listener: ForkRequestListener, pid: int) -> None:
-        """Record which process is asked to fork this branch, and the listener at which that
-        process's requests arrive."""
+        """Record the process that this branch is forked from, and the listener that receives its
+        requests to create processes."""
         self.listener, self.origin = listener, pid
         listener.hold()
 
     def is_proven(self, pid: int) -> bool:
-        """Accept ``pid`` only if that process has taken the connection that was made for this
+        """Accept a process as the branch only if it has taken the connection that was made for this
         branch."""
         assert self.listener is not None
         self.on_exit(functools.partial(self.listener.branches.discard, pid))
         return pid != self.origin and pid in self.listener.branches and super().is_proven(pid)
 
     async def prepare_branch(self) -> None:
-        """Nothing to prepare: a branch's files are read-only from the start."""
+        """Do nothing, because the files of a branch are read-only from the start."""

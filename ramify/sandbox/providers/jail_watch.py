@@ -1,4 +1,4 @@
-"""What the host watches in a jail: the requests of sessions to create a process, and the memory of
+"""Watch the sessions of a jail: answer their requests to create a process, and limit the memory of
 all sessions together.
 
 Requests are refused, except once when the host itself has requested a fork. A grant is used up by
@@ -6,17 +6,18 @@ one request, from the right process while it has one thread. All sessions of a f
 requests to one listener, so each process has a separate grant. A system call filter cannot do this
 alone, since it cannot count.
 
-After the fork, both processes ask for a wire (a socket to the host, with new files) and are blocked
-until the answer. The host gives a wire only to a process that has one thread and no descriptor, and
-inserts all of them itself. If a signal interrupts the process meanwhile, the request is gone and
-nothing that was verified counts. The listener also handles aborts. A session may not send signals,
-not even to itself, so the host sends SIGABRT to the process that asks, and to no other.
+After the fork, both processes ask for a new connection (a socket to the host, with new files) and
+are blocked until the answer. The host gives one only to a process that has one thread and no
+descriptor, and inserts all descriptors itself. If a signal interrupts the process meanwhile, the
+request is gone and nothing that was verified counts. The listener also handles aborts. A session
+may not send signals, not even to itself, so the host sends SIGABRT to the process that asks, and to
+no other.
 
-Memory: a session's private pages, beyond those it was forked with; its folder, output and shared
-buffers; its frames in the host. It is measured some times a second, and the session that uses the
-most is ended if the budget is exceeded. Sixteen sessions may each stay within their limits, which
-the kernel enforces, and still use more memory than the machine has. Not here: when a fork is
-granted (see ``jail_transport.py``).
+The memory budget counts a session's private pages, beyond those it was forked with; its folder,
+output and shared buffers; and its messages in the host. Memory is measured some times a second, and
+if the budget is exceeded, the session that uses the most is ended. Sixteen sessions may each stay
+within their limits, which the kernel enforces, and still use more memory than the machine has. When
+a fork is granted is decided in ``jail_transport.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine, or of the container that this process runs in."""
+    """Return the memory of this machine in bytes, or of the container that this process runs in if
+    that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CGROUP:
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -54,12 +56,13 @@ def machine_bytes() -> int:
 
 
 class JailBudgetWatcher:
-    """Watches the memory of sessions, while there are any."""
+    """Limits the memory that all sessions of a jail use together, by measuring it regularly while
+    there are sessions. If it exceeds the budget, the largest session is ended."""
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
-        """``limit_bytes`` is the budget of all sessions together; 0 means three quarters of the
-        machine's memory. ``ask_folders`` requests the sizes of the sessions' folders and passes
-        them to ``note_folder``."""
+        """Create a watcher without sessions. ``limit_bytes``: the budget of all sessions together;
+        0 means three quarters of the machine's memory. ``ask_folders``: a function that requests
+        the sizes of the sessions' folders and passes them to ``note_folder``."""
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
         self._folders: dict[GuestSessionProxy, int] = {}
@@ -125,7 +128,8 @@ _SLOWEST_S = 0.05
 
 
 class ForkRequestListener:
-    """Receives the requests of a session and its branches to create processes, and answers them."""
+    """Answers the requests of a session and its branches to create processes. They are refused,
+    except for a single one after the host itself has requested a fork."""
 
     __slots__ = (
         "_counts",
@@ -139,8 +143,8 @@ class ForkRequestListener:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """With ``counts``, the number of a process's descriptors is used, if this kernel reports
-        it."""
+        """Listen at the descriptor of a system call filter. ``counts``: use the kernel's count of a
+        process's open descriptors, if this kernel reports it."""
         self._fd = fd
         self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
@@ -154,8 +158,8 @@ class ForkRequestListener:
         self._loop.add_reader(fd, self._readable)
 
     def grant_one(self, pid: int, fork: JailFork) -> None:
-        """Allow process ``pid`` (as seen by the host) to create one process. Raises
-        SandboxError."""
+        """Allow a process, given by its id on the host, to create one process. Raises SandboxError
+        if the kernel is too old or the process is not the leader of its session."""
         if not primitives.can_insert(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         if session_of(pid) != pid:
@@ -164,14 +168,15 @@ class ForkRequestListener:
         self._forks[pid] = fork
 
     def withdraw(self, pid: int) -> bool:
-        """Withdraw the grant of ``pid``; returns True if it was unused."""
+        """Withdraw the permission of a process to create another. Returns True if it was not
+        used."""
         is_unused = pid in self._granted
         self._granted.discard(pid)
         self._forks.pop(pid, None)
         return is_unused
 
     def hold(self) -> None:
-        """Add a branch, whose requests arrive here too."""
+        """Count one more branch whose requests arrive at this listener."""
         self._holders += 1
 
     def drop(self) -> None:
@@ -273,7 +278,7 @@ class ForkRequestListener:
 
 
 def _is_alive(fd: int) -> bool:
-    """Return True if any process is left to which the filter applies."""
+    """Return True if at least one process is left that the system call filter applies to."""
     import select
 
     poll = select.poll()
@@ -296,7 +301,8 @@ def has_one_thread(pid: int) -> bool:
 
 
 def has_no_descriptors(pid: int) -> bool:
-    """Return True if ``pid`` has no open descriptor, on a kernel that reports their number."""
+    """Return True if a process has no open descriptor. This requires a kernel that reports their
+    number."""
     try:
         return os.stat(f"/proc/{pid}/fd").st_size == 0
     except OSError:
@@ -304,9 +310,8 @@ def has_no_descriptors(pid: int) -> bool:
 
 
 def session_of(pid: int) -> int:
-    """Return the session id (as set by ``setsid``) of the process ``pid``, or -1 if there is no
-    such process. A forked process keeps the session id of its parent until it has become a
-    branch."""
+    """Return the session id (as set by ``setsid``) of a process, or -1 if there is no such process.
+    A forked process keeps the session id of its parent until it has become a branch."""
     return int(_status(pid)[_SESSION])
 
 
@@ -315,8 +320,8 @@ _GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 
 def _status(pid: int | str) -> list[bytes]:
-    """Return what /proc reports on a process after its name: state, parent, process group, session,
-    … The name is skipped because it may contain any bytes."""
+    """Return the fields that /proc reports about a process after its name: state, parent, process
+    group, session, and so on. The name is skipped because it may contain any bytes."""
     try:
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split() or _GONE
     except OSError:
@@ -324,7 +329,8 @@ def _status(pid: int | str) -> list[bytes]:
 
 
 def kill_strays(origin: int, known: set[int]) -> None:
-    """Kill the processes that ``origin`` has created and that are not in ``known``."""
+    """Kill the processes that a session has created, except those that are known to be its
+    branches."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in {origin, *known}:
             status = _status(entry)

@@ -1,13 +1,14 @@
-"""The tier of the jail that was found on this machine, and the file that keeps it.
+"""The tier (level of isolation) that the jail was found to reach on this machine, and the file in
+which this result is kept.
 
-Trying out the walls takes a good part of a short question's time. So a result is used again if it
-was found since this boot, by this user, on this kernel, with the same rights, by the same files. It
-only decides that a run may begin: each fork server tries out its own walls before its first
-session, and a session whose walls are weaker than the run accepts does not open. Not here: how the
-tier is found (see ``jail.py``).
+Testing the isolation takes a good part of the time of a short question. So a result is used again
+if it was found since this boot, by this user, on this kernel, with the same rights, by the same
+files. It only decides that a run may begin: each fork server tests its own isolation before its
+first session, and a session whose isolation is weaker than the run accepts does not open. The tier
+is determined in ``jail.py``.
 
-The result is kept in a folder of the user's. A folder or file that another user owns, or can write
-to, is not used: that user could claim walls that do not stand.
+The result is kept in a folder of the user. A folder or file that another user owns, or can write
+to, is not used: that user could claim isolation that does not exist.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ProbedTier(msgspec.Struct, frozen=True):
 
 
 class _KeptTier(msgspec.Struct, frozen=True):
-    """Contents of the file in which a found tier is kept."""
+    """The content of the file that keeps a test result for later processes."""
 
     conditions: list[str]
     """What the result depends on."""
@@ -61,7 +62,8 @@ class _KeptTier(msgspec.Struct, frozen=True):
 
 
 def kept_tier() -> ProbedTier | None:
-    """Return the tier that was found under the conditions of this process, or None."""
+    """Return the level of isolation that an earlier process found under the same conditions, or
+    None if there is no such result."""
     if _UNFILTERED not in _content("/proc/self/status"):
         return None
     with contextlib.suppress(OSError, ValueError), _opened_folder() as folder:
@@ -77,8 +79,9 @@ def kept_tier() -> ProbedTier | None:
 
 
 def keep_tier(found: ProbedTier) -> None:
-    """Keep ``found`` for later processes, if there is a private folder for it. A tier that lacks
-    something is not kept: the next process may find that it was repaired."""
+    """Keep a test result for later processes, if there is a private folder for it. A result in
+    which something is missing is not kept, because the problem may be solved by the time the next
+    process starts."""
     if found.tier is None or found.missing or _UNFILTERED not in _content("/proc/self/status"):
         return
     with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:
@@ -94,14 +97,15 @@ def keep_tier(found: ProbedTier) -> None:
 
 
 def forget_tier() -> None:
-    """Remove a result that turned out not to hold."""
+    """Delete the kept test result, because it turned out to be wrong."""
     with contextlib.suppress(OSError), _opened_folder() as folder:
         os.unlink(_FILE, dir_fd=folder)
 
 
 @contextlib.contextmanager
 def _opened_folder(makes: bool = False) -> Iterator[int]:
-    """Open the folder. Raises PermissionError if another user can write to it."""
+    """Open the folder that keeps the test result. Raises PermissionError if another user can write
+    to it."""
     above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = os.path.join(above, "ramify")
     if makes:
@@ -124,14 +128,16 @@ def _check_private(found: os.stat_result, is_kind: object) -> None:
 
 
 def _check_parent(found: os.stat_result) -> None:
-    """Raise PermissionError if another user could put a folder in the place of ours."""
+    """Raise PermissionError if another user could replace our folder by putting another in its
+    place."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
         raise PermissionError("others can write here")
 
 
 def _conditions() -> list[str]:
-    """Return everything that a tier depends on and that can be read in microseconds."""
+    """Return everything that the level of isolation depends on and that can be read in
+    microseconds."""
     conditions = [sys.executable, sys.version, *map(str, os.uname())]
     for path in _FACTS:
         conditions.append(f"{path}: {_content(path)}")

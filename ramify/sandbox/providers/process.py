@@ -1,9 +1,10 @@
-"""The provider ``process``: every session is a separate CPython process, forked in milliseconds.
+"""The sandbox provider ``process``: every session is a separate CPython process, forked in
+milliseconds.
 
-Decides which process a session is forked from (the fork server, or a template process that already
-holds the session's large context) and ensures that closing leaves nothing behind. Not here: the
-connection to a session (see ``host/process_transport.py``) and isolation (see ``jail.py``): code
-here runs with the user's rights.
+This module decides which process a session is forked from: the fork server, or a template process
+that already holds the session's large context. It also ensures that closing leaves nothing behind.
+The connection to a session is in ``host/process_transport.py``. Sessions are not isolated, unlike
+those of ``jail.py``: code runs with the user's rights.
 
     ProcessSandbox ──ForkServerChannel──> fork server ─┬─> session <──> GuestSessionProxy
                    └─ForkServerChannel──> template ────┴─> session
@@ -63,8 +64,8 @@ _SPARE_FDS = 128
 
 
 class ProcessSandbox:
-    """Sandbox whose sessions are forked processes. Implements ``base.Sandbox``. The jail overrides
-    ``start`` and ``make_transport``."""
+    """A sandbox whose sessions are forked processes. Implements ``base.Sandbox``. The jail is a
+    subclass, which overrides how the fork server is started and how sessions are connected."""
 
     warning: str | None = WARNING
 
@@ -126,15 +127,15 @@ class ProcessSandbox:
     # -- servers
 
     async def base(self) -> ForkServerChannel:
-        """Return the fork server. It is started for the first session, and again if it was
-        killed."""
+        """Return the connection to the fork server. The server is started for the first session,
+        and again if it was killed."""
         if self._server is None or _is_gone(self._server):
             self._clean_up(self._server)
             self._server = _watched(self._start())
         return await asyncio.shield(self._server)
 
     def _clean_up(self, server: asyncio.Task[ForkServerChannel] | None) -> None:
-        """Release what a server that has ended leaves."""
+        """Release the resources of a fork server that has ended."""
         if server is not None and not server.cancelled() and server.exception() is None:
             server.result().abandon()
         self._processes = [each for each in self._processes if each.poll() is None]
@@ -155,15 +156,17 @@ class ProcessSandbox:
         raise AssertionError("a start ends well or raises")
 
     def check_server(self, ready: Mapping[str, Any]) -> None:
-        """Raise SandboxError if a server that reports ``ready`` is not what sessions need."""
+        """Raise SandboxError if a fork server's report shows that it is not what sessions need.
+        Accepts every server here."""
 
     def start(self) -> StartedForkServer:
-        """Start a fork server."""
+        """Start a fork server, or return one that was started in advance."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template(self, context: SharedContext) -> ForkServerChannel:
-        """Return the template process that has decoded ``context``. It is created for the context's
-        first session and kept as long as the context."""
+        """Return the connection to the template process that has decoded a large context. The
+        template is started for the context's first session, and kept as long as the context
+        exists."""
         base = await self.base()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
@@ -215,7 +218,7 @@ class ProcessSandbox:
             self._retire(next(iter(self._templates)))
 
     def _retire(self, key: int) -> None:
-        """Let a template process end once its last session has ended."""
+        """Let a template process end as soon as its last session has ended."""
         entry = self._templates.pop(key, None)
         if entry is None:
             return
@@ -235,8 +238,8 @@ class ProcessSandbox:
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
-        """Fork a session from the process behind ``channel``. ``early``: the session is created in
-        advance; no caller waits for it yet."""
+        """Fork a session from a fork server or a template. ``early``: the session is created in
+        advance, so no caller is waiting for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         host_end, session_end = socket.socketpair()
         files = SessionSharedMemory.make(self.buffers.shared_buffers)
@@ -270,7 +273,7 @@ class ProcessSandbox:
         return session
 
     def opened(self, session: GuestSessionProxy) -> None:
-        """Register a new session or branch."""
+        """Register a new session or branch, and raise the limit of open files if necessary."""
         self.sessions.add(session)
         with contextlib.suppress(SandboxError):  # the next fork reports what is missing
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
@@ -318,10 +321,11 @@ _launched: dict[SandboxSpec, StartedForkServer] = {}
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start the fork server for the next sandbox of ``spec`` while the caller has other work to do.
+    """Start the fork server for the next sandbox with this configuration in advance, while the
+    caller has other work to do.
 
-    For a command that knows early what it needs; no event loop has to run yet. A server that is
-    never used ends with this process.
+    This is for a command that knows early what it needs; no event loop has to run yet. A server
+    that is never used ends with this process.
     """
     if not _launched:
         atexit.register(_discard)
@@ -330,8 +334,8 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
-    """In a forked child, forget servers that the parent launched for its own sandboxes. Otherwise
-    parent and child would talk to the same server."""
+    """In a forked child, forget the fork servers that the parent launched for its own sandboxes.
+    Otherwise parent and child would talk to the same server."""
     for server in launched.values():
         server.leave_to_parent()
     launched.clear()
@@ -342,7 +346,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _discard() -> None:
-    """End the fork servers that were launched and never used."""
+    """End the fork servers that were launched in advance and never used."""
     for server in _launched.values():
         server.discard()
         shutil.rmtree(server.folder, ignore_errors=True)
@@ -369,7 +373,7 @@ async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
-    """Return True for a server that has ended, or that could not be started."""
+    """Return True if a fork server has ended or could not be started."""
     if not server.done():
         return False
     return server.cancelled() or server.exception() is not None or server.result().gone.done()
@@ -378,14 +382,15 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _watched(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task whose error is known to be handled, even if all its callers are cancelled."""
+    """Start a task whose exception counts as retrieved, even if all its callers are cancelled, so
+    that asyncio logs no warning about it."""
     task = asyncio.ensure_future(start)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
 async def _map_files(channel: ForkServerChannel, files: Sequence[ReferencedFile]) -> None:
-    """Let a template process map ``files``. Raises SourceError if one has changed."""
+    """Let a template process map files into its memory. Raises SourceError if one has changed."""
     fds: list[int] = []
     try:
         for file in files:
@@ -397,7 +402,8 @@ async def _map_files(channel: ForkServerChannel, files: Sequence[ReferencedFile]
 
 
 def _make_room(fds: int) -> None:
-    """Raise the soft limit of open files to what many sessions need."""
+    """Raise the soft limit of open files if needed. Raises SandboxError if the hard limit is too
+    low."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -419,5 +425,5 @@ def _close_all(fds: list[Any]) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> ProcessSandbox:
-    """Open a sandbox of plain processes; ``base.open_sandbox`` calls this."""
+    """Open a sandbox of plain processes. ``base.open_sandbox`` calls this."""
     return ProcessSandbox(spec)

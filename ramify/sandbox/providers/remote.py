@@ -1,8 +1,8 @@
-"""Sessions on a service that starts commands elsewhere: a container engine or a cloud.
+"""Run sessions on a service that starts commands elsewhere, such as a container engine or a cloud.
 
-Decides how the guest gets there (its files are the first data sent, so nothing is installed), how
-the guest's bytes and control messages share one stream, and how streams are read that carry only
-text or begin with a greeting. Not here: the services. Each is a ``SandboxService`` of a few lines
+The guest, the code that runs cells, needs no installation: its files are the first data sent. This
+module defines how the guest's bytes and control messages share one stream, and how streams are read
+that carry only text or begin with a greeting. Each service is a ``SandboxService`` of a few lines
 (see ``docker.py`` and ``extras/sandboxes/``).
 
     GuestSessionProxy ─ RemoteTransport ─frames──> ByteStream ··> session_supervisor ─fork─> guest/
@@ -71,7 +71,8 @@ _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()
 
 
 def boot_command(carries: Carries) -> list[str]:
-    """Command that the service starts: Python 3.11 or later with a clean environment."""
+    """Return the command that the service starts for a session: Python 3.11 or later with a clean
+    environment."""
     environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
     return [
         "env",
@@ -97,7 +98,8 @@ def _parcel(spec: SandboxSpec, seed: str) -> bytes:
 
 
 class SupervisorMessage(msgspec.Struct):
-    """Header of a frame from the session supervisor."""
+    """The header of a message from the session supervisor, the program that starts the session's
+    code on the remote machine."""
 
     op: Literal["data", "failed", "ended"]
     message: str = ""
@@ -112,32 +114,31 @@ _decoder = msgspec.json.Decoder(SupervisorMessage)
 
 
 class ByteStream(Protocol):
-    """Bytes to and from one command that a service has started."""
+    """The standard input and output of one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
-        """Send all of ``data`` to the command's standard input, in order. Not called
-        concurrently."""
+        """Send all data to the command's standard input, in order. Calls never overlap."""
         ...
 
     async def receive(self) -> bytes:
-        """Return some of the command's standard output; b"" at the end."""
+        """Return the next data from the command's standard output, or b"" at the end."""
         ...
 
     async def close(self) -> None:
-        """End the command and delete the box it ran in."""
+        """End the command and delete the box (container or machine) that it ran in."""
         ...
 
 
 class SandboxService(Protocol):
-    """A service that starts boxes. It may raise any exception of its SDK; ``RemoteSandbox`` adds
-    what was attempted."""
+    """A service that starts commands in separate boxes, which are containers or machines. It may
+    raise any exception of its SDK; ``RemoteSandbox`` adds what was attempted."""
 
     name: str
     """Name for messages, such as "docker"."""
     carries: Carries
 
     async def start(self, command: list[str]) -> ByteStream:
-        """Create a fresh box and start ``command`` in it."""
+        """Create a fresh box (container or machine) and start a command in it."""
         ...
 
     async def close(self) -> None: ...
@@ -156,8 +157,8 @@ SEPARATE_MACHINE = SandboxCapabilities(
 
 
 class RemoteSandbox:
-    """Sandbox over a ``SandboxService``, with a separate box for every session. Implements
-    ``base.Sandbox``."""
+    """A sandbox on a remote service, with a separate box (container or machine) for every session.
+    Implements ``base.Sandbox``."""
 
     def __init__(
         self,
@@ -220,7 +221,8 @@ class RemoteSandbox:
 
 
 class RemoteTransport:
-    """Transport to one guest behind a ``ByteStream``. Call ``begin`` before ``start_reading``."""
+    """The connection to one session that runs on a remote service. Call ``begin`` before
+    ``start_reading``."""
 
     shared_buffers: HostGuestSharedMemory | None = None
 
@@ -248,8 +250,8 @@ class RemoteTransport:
         self._lost: Callable[[], None] = lambda: None
 
     async def begin(self, parcel: bytes) -> None:
-        """Send the guest's files. Raises SandboxError, with the output of the other end, if Python
-        did not start there."""
+        """Wait for Python to start at the other end, and send it the files of the session's code.
+        If Python does not start, raise SandboxError with the output of the other end."""
         greeting = bytearray()
         try:
             async with asyncio.timeout(START_S):
@@ -355,7 +357,8 @@ class RemoteTransport:
             self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the next urgent frame, or as many frames as fit into one of full size."""
+        """Return the data to send next: an urgent message, or as many waiting messages as fit into
+        one piece of full size."""
         if self._urgent:
             return self._urgent.popleft()
         parts = [self._backlog.popleft()]
@@ -378,7 +381,8 @@ class RemoteTransport:
             self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _decoded(self, data: bytes) -> bytes:
-        """Return ``data``, or the bytes of the lines of base64 that it completes."""
+        """Decode received data if the stream carries lines of base64; an incomplete line is kept
+        for the next call. Otherwise return the data unchanged."""
         if self._service.carries == "bytes":
             return data
         lines, _, self._line = (self._line + data).rpartition(b"\n")
@@ -387,8 +391,8 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _take(self, data: bytes) -> None:
-        """Handle each message that ``data`` completes. Waits before each one while the session has
-        paused the channel."""
+        """Handle each message that the data completes. Waits before a message while the session has
+        paused reading."""
         for view in self._assembler.feed(memoryview(self._decoded(data))):
             if not self._flows.is_set():
                 await self._flows.wait()
@@ -419,7 +423,8 @@ class RemoteTransport:
 
 
 class _ClosedStream:
-    """The stream of a closed transport."""
+    """A stream that ignores data and is at its end, which replaces the stream of a closed
+    transport."""
 
     async def send(self, data: bytes) -> None:
         pass
@@ -432,7 +437,8 @@ class _ClosedStream:
 
 
 class SdkCallbackQueue:
-    """Queue of the data that an SDK passes to a callback; read by ``ByteStream.receive``."""
+    """A queue for data that an SDK passes to a callback, for services whose ``ByteStream.receive``
+    reads from it."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
@@ -442,8 +448,8 @@ class SdkCallbackQueue:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
     async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """Wait for the command to end, then mark the end of its data. ``wait`` returns when the
-        command has ended."""
+        """Wait for the command to end, then mark the end of its data. ``wait``: a function that
+        returns when the command has ended."""
         try:
             with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
                 await wait()

@@ -1,9 +1,10 @@
-"""A session that survives a cell that had to be killed: it continues from a fork made before the
-cell.
+"""A session that survives a cell that had to be killed, because it continues from a fork that was
+made before the cell.
 
-Decides when the fork is made and what the caller sees. Not here: forking (see
-``host/session.py``). If a session cannot be forked at the moment (threads are alive), it runs its
-cell without a fork. If that cell is killed, the error says why the session was not rolled back.
+This module decides when the fork is made and what the caller sees. If a session cannot be forked at
+the moment, for example because threads are alive, it runs its cell without a fork. If that cell is
+killed, the error says why the session was not rolled back. Forking itself is done by
+``host/session.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ramify.types.trajectory import Cell
 
 
 class RollbackSession:
-    """A session that is forked before each cell. Implements ``base.Session``."""
+    """A session that is forked before each cell, so that it can be rolled back if the cell must be
+    killed. Implements ``base.Session``."""
 
     def __init__(self, session: GuestSessionProxy) -> None:
         self._session = session
@@ -49,7 +51,7 @@ class RollbackSession:
         return ran
 
     async def _try_fork(self) -> GuestSessionProxy | str:
-        """Return a fork of the session, or the reason why there is none."""
+        """Return a fork of the session, or the reason why it cannot be forked now."""
         try:
             return await self._session.fork()
         except SessionDied:
@@ -86,7 +88,8 @@ class RollbackSession:
 
 @contextlib.contextmanager
 def _reporting(why: str) -> Iterator[None]:
-    """Add the reason why the session was not rolled back to a SessionDied."""
+    """Add the reason why the session was not rolled back to a SessionDied that is raised in the
+    block."""
     try:
         yield
     except SessionDied as died:

@@ -1,1 +1,1 @@
-"""Runs in the fork server, which is trusted: forks sessions, and sets their processes up."""
+"""The fork server, a trusted process that forks sessions and sets up their processes."""

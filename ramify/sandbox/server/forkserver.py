@@ -1,9 +1,9 @@
-"""The fork server: a small process from which sessions are forked. It never runs inside the host
+"""The fork server, a small process from which sessions are forked. It never runs inside the host
 process.
 
-Decides how a session's process is set up (process group, limits, folder, descriptors). Ensures that
-nothing it started outlives it, and that everything ends with the host. Not here: the session itself
-(see ``guest/``) and isolation (see ``jail/``). The server is started with an empty environment; the
+This module sets up a session's process (process group, limits, folder, descriptors). It ensures
+that nothing it started outlives it, and that everything ends with the host. The session itself is
+in ``guest/``, and isolation in ``jail/``. The server is started with an empty environment; the
 host's end is ``host/forkserver_channel.py``. Standard library only.
 
     host ──control socket──> server ──fork──> session          (has its own socket to the host)
@@ -114,20 +114,22 @@ BRANCH = False
 
 
 class ForkServerControl:
-    """Frames with file descriptors to and from the host. Small, trusted and blocking."""
+    """The fork server's end of the connection to the host: messages with file descriptors. It
+    trusts the host and may block."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._reader = frames.FrameReader(sock.fileno(), sock.recvmsg)
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """Wait for the next frame and its descriptors. Raises EOFError."""
+        """Wait for the next message and return it with its descriptors. Raises EOFError if the host
+        is gone."""
         while (message := self.next()) is None:
             self._reader.fill()
         return message
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the next frame and its descriptors, or None if more must be read first."""
+        """Return the next message and its descriptors, or None if more data must be read first."""
         view = self._reader.next()
         if view is None:
             return None
@@ -147,8 +149,8 @@ class ForkServerControl:
 
 
 class ForkServer:
-    """Forks sessions and templates on request, and cleans up after them. A template is a server
-    too."""
+    """Forks sessions and templates on request, and cleans up after them. A template is a process
+    that has decoded a large context; it is a fork server too."""
 
     def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
         self.control = control
@@ -171,7 +173,8 @@ class ForkServer:
         self.pid = os.getpid()
 
     def serve(self) -> None:
-        """Serve until the host is gone, or until this template is retired and has no sessions."""
+        """Handle requests until the host is gone or, for a template, until it has been retired and
+        has no sessions left."""
         self.pid = os.getpid()
         if self.apart is not None:  # its parts then lie on pages that sessions share
             self._guest = self._make_guest(_USUAL_FDS)
@@ -252,7 +255,8 @@ class ForkServer:
     # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """Prepare what the next session needs before it is forked: here its folder."""
+        """Prepare what the next session needs before it is forked, and return it. Here this is the
+        session's folder."""
         self._num_opened += 1
         folder = os.path.join(self.config["folder"], f"{os.getpid()}-{self._num_opened}")
         os.mkdir(folder, 0o700)
@@ -262,8 +266,8 @@ class ForkServer:
         self, prepared: Any, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
         """Set up the session's process after the fork: move to the prepared folder, close all
-        descriptors except ``fds`` (connection, output file, shared buffers), and set the limits.
-        Returns the new numbers of the descriptors, and the memory limits."""
+        descriptors except the given ones (connection, output file, shared buffers), and set the
+        limits. Returns the new descriptor numbers and the memory limits."""
         os.setsid()
         tie_to_parent(self.pid)
         fds = keep_only(fds)
@@ -273,11 +277,11 @@ class ForkServer:
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
     def after_fork(self, prepared: Any) -> None:
-        """Called in the server after a session was forked, to release what only the session still
-        needs. Does nothing here."""
+        """Release, in the server, what only the forked session still needs. Does nothing here;
+        subclasses override it."""
 
     def clear(self, prepared: Any) -> None:
-        """Clean up after the session's end."""
+        """Delete the folder of a session that has ended."""
         shutil.rmtree(prepared, ignore_errors=True)
 
     def _template(self, header: dict[str, Any], fds: list[int]) -> None:
@@ -304,8 +308,8 @@ class ForkServer:
         self.control.send({"op": "failed", "id": id, "message": message})
 
     def _become_template(self, control: int, context: int, num_files: int) -> None:
-        """Turn this process into a template server: decode the context from the file descriptor
-        ``context``, then serve forks that have it in memory. The host sends ``num_files`` more
+        """Turn this process into a template: decode the context from a file descriptor, then serve
+        requests to fork sessions that have it in memory. The host sends ``num_files`` more
         descriptors, of files that hold texts of the context."""
         quiet_signals()
         tie_to_parent(self.pid)
@@ -330,8 +334,8 @@ class ForkServer:
         self.serve()
 
     def _map_files(self, count: int) -> dict[str, memoryview]:
-        """Map files whose descriptors the host sends. Returns the bytes of their texts, by the
-        digest of the file."""
+        """Map files into memory whose descriptors the host sends. Returns the bytes of their texts,
+        by the digest of the file."""
         mapped: dict[str, memoryview] = {}
         while len(mapped) < count:
             header, fds = self.control.receive()
@@ -342,7 +346,7 @@ class ForkServer:
         return mapped
 
     def _session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
-        """Run the session in its process, until it ends."""
+        """Run a session in its forked process until it ends."""
         os.dup2(fds[1], 2)  # the host reads there why it could not be set up
         quiet_signals()
         own_fds, memory = self.set_up_session_process(prepared, fds)
@@ -373,8 +377,8 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Reap ended processes. A session's process group is killed first, while its pid cannot
-        have been reused."""
+        """Collect the exit status of processes that have ended and report it to the host. A
+        session's process group is killed first, while its id cannot have been reused."""
         while True:
             pid = _next_dead()
             if not pid:
@@ -394,15 +398,15 @@ class ForkServer:
                     )
 
     def kill_orphans(self) -> None:
-        """Kill processes that left their session's group: this process is their subreaper, so they
-        become its children when the session ends."""
+        """Kill processes that have left the process group of their session. They become children of
+        this process when the session ends, since it is their subreaper."""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
             for pid in map(int, file.read().split()):
                 if pid not in self.children:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """End everything: the host is gone."""
+        """End all sessions and templates, and this process, because the host is gone."""
         self.is_ending = True
         signal.set_wakeup_fd(-1)
         deadline = time.monotonic() + 2.0
@@ -425,8 +429,8 @@ class ForkServer:
 
 
 def _next_dead() -> int | None:
-    """Return a child that has ended and is not reaped yet, 0 if there is none, None if there are no
-    children. Its pid is not reused until then."""
+    """Return the process id of a child that has ended but was not waited for, 0 if there is none,
+    or None if there are no children. The id is not reused until the child is waited for."""
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -435,7 +439,7 @@ def _next_dead() -> int | None:
 
 
 def _in_child(life: Any) -> None:
-    """Run a forked child to its end; it never returns into the server's loop."""
+    """Run the work of a forked child and exit, so that it never returns into the server's loop."""
     try:
         life()
     except BaseException:  # noqa: BLE001  (whatever happened, it must not continue as a server)
@@ -445,7 +449,8 @@ def _in_child(life: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Execute once what every session does, so that no session pays for it.
+    """Execute the code that every session runs once in advance, so that no session has to pay for
+    it.
 
     Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
     Code that has already run writes less: it is specialised, and its caches are filled.
@@ -460,7 +465,7 @@ def _warm_up() -> None:
 
 
 def _rehearse(cells: int) -> None:
-    """Run a guest whose host executes a few cells and disconnects."""
+    """Run a guest, the code that serves a session, on some trivial cells, as a rehearsal."""
     if not hasattr(os, "memfd_create"):
         return
     host, guest_end = socket.socketpair()
@@ -485,7 +490,7 @@ def _rehearse(cells: int) -> None:
 
 
 def main(control_fd: int) -> None:
-    """Run the server until the host is gone."""
+    """Run the fork server until the host is gone."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = ForkServerControl(socket.socket(fileno=control_fd))
@@ -504,11 +509,12 @@ def main(control_fd: int) -> None:
 
 
 class PackageNotImportable(Exception):
-    """A package that sessions should have cannot be imported."""
+    """Raised if a package that sessions should have cannot be imported."""
 
 
 def preload(paths: list[str], names: Sequence[str]) -> None:
-    """Import what sessions will need. Raises PackageNotImportable."""
+    """Import the modules that sessions will need, after adding folders to the search path. Raises
+    PackageNotImportable."""
     sys.path += [path for path in paths if path not in sys.path]
     for name in names:
         try:
@@ -520,7 +526,8 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 
 def settle(proc: int | None = None) -> None:
-    """Prepare for the first fork: be the first to be killed when memory runs out, and warm up."""
+    """Prepare this process for the first fork: adopt orphans, become the first to be killed if
+    memory runs out, and warm up."""
     if sys.platform == "linux":
         adopt_orphans()
         with contextlib.suppress(OSError):

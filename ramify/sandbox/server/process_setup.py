@@ -1,7 +1,8 @@
-"""How a session's process is set up: its signals, descriptors and limits, and what ends it.
+"""Set up the process of a session: its signals, descriptors and limits, and the rule that it dies
+with its parent.
 
-Not here: when this happens (see ``forkserver.py``), and walls (see ``jail/``). Runs in the fork
-server and its children. Standard library only.
+These functions run in the fork server and its children, and use the standard library only. They are
+called by ``forkserver.py``; isolation from the rest of the machine is done in ``jail/``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphans among this process's descendants, and allow as many open files
-    as this user may have: the limit also applies to descriptors on their way."""
+    """Make this process the parent of orphans among its descendants, and raise its limit of open
+    files as far as the user may. That limit also applies to descriptors in transit."""
     global _libc
     import ctypes
 
@@ -41,9 +42,9 @@ def adopt_orphans() -> None:
 
 
 def quiet_signals() -> None:
-    """Reset signal handling to the state of a new process. This uses the C module ``_signal``,
-    since ``signal`` creates enums for all numbers, and so writes to memory pages that the session
-    shares."""
+    """Reset the handling of SIGCHLD and the wake-up descriptor to the state of a new process. The C
+    module ``_signal`` is used because ``signal`` would create enums, and so write to memory pages
+    that sessions share."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
 
@@ -70,11 +71,11 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close every descriptor except ``fds`` (connection, output file, …), and move those to high
-    numbers, out of reach of loops that close descriptors. Returns the new numbers.
+    """Close all descriptors except the given ones (connection, output file, …), and move these to
+    high numbers, out of reach of loops that close descriptors. Returns the new numbers.
 
-    Standard output and error become the output file. Standard input is opened again, since sessions
-    would otherwise share the flags of the server's.
+    Standard output and error are redirected to the output file. Standard input is opened again,
+    since sessions would otherwise share its flags with the server.
     """
     at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
     moved = []
@@ -93,8 +94,8 @@ def keep_only(fds: list[int]) -> list[int]:
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """Set the resource limits of one session. Returns the limits of address space while a cell runs
-    (on top of what was forked) and while the guest itself runs."""
+    """Set the resource limits of one session. Returns two limits of address space in bytes: one
+    while a cell runs (in addition to the forked memory), and one for the guest itself."""
     memory = mapped + memory_bytes
     for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
         _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
@@ -107,8 +108,8 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
 
 
 def limit_files() -> None:
-    """Limit the number of open files. This has to be the last step: the kernel also counts
-    descriptors on their way to the host, from all processes of the user."""
+    """Limit the number of open files. This must be the last step of the setup, because the kernel
+    also counts descriptors in transit to the host, from all processes of the user."""
     _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
 
 
@@ -121,8 +122,9 @@ def _limit(number: int, soft: int, hard: int) -> None:
 
 
 def map_file(fd: int, num_bytes: int) -> memoryview:
-    """Map the first ``num_bytes`` of a file for reading, as long as this process and its children
-    exist. Unlike ``mmap.mmap``, this keeps no descriptor, of which sessions have few."""
+    """Map the beginning of a file into memory for reading, for as long as this process and its
+    children exist. Unlike ``mmap.mmap``, this keeps no descriptor open, of which sessions have
+    few."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -135,8 +137,8 @@ def map_file(fd: int, num_bytes: int) -> memoryview:
 
 
 def mapped_bytes(proc: int | None = None) -> int:
-    """Return the size of this process's address space in bytes. ``proc`` is a descriptor of /proc,
-    if that has no path here."""
+    """Return the size of this process's address space in bytes, or 0 if it cannot be read.
+    ``proc``: a descriptor of /proc, if that has no path here."""
     try:
         fd = os.open(
             "/proc/self/statm" if proc is None else "self/statm",

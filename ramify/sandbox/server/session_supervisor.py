@@ -1,11 +1,11 @@
-"""The session supervisor: the first program in a container or on a cloud machine. It forks the
-guest there and forwards its bytes.
+"""The session supervisor, the first program in a container or on a cloud machine. It forks the
+guest (the code that runs cells) there and forwards its bytes.
 
-Decides how one stream of a service (the command's standard input and output) carries both the
-guest's bytes and the operations on its process: interrupt, kill, and the report of its end. So a
-service only needs to start a command. Not here: the host's end (see ``providers/remote.py``) and
-the guest (see ``guest/``). Runs remotely with the standard library only: it is sent together with
-``guest/`` and ``forkserver.py``, and nothing is installed (see ``host/server_files.py``).
+The command's standard input and output carry both the guest's bytes and the operations on its
+process: interrupt, kill, and the report of its end. So a service only needs to start a command. The
+host's end is ``providers/remote.py``. The supervisor runs remotely with the standard library only:
+it is sent together with ``guest/`` and ``forkserver.py``, and nothing is installed (see
+``host/shipped_modules.py``).
 
     host:        data + {bytes to the guest}    interrupt  kill
     supervisor:  data + {bytes from the guest}  failed{message}
@@ -47,7 +47,7 @@ _CHUNK = 1 << 16
 
 
 class SupervisorChannel:
-    """Frames over standard input and output."""
+    """Messages to and from the host over standard input and output."""
 
     def __init__(self, has_lines: bool) -> None:
         self._has_lines = has_lines
@@ -63,7 +63,8 @@ class SupervisorChannel:
             frames.write_all(1, parts)
 
     def receive(self) -> tuple[dict[str, Any], memoryview]:
-        """Return the next header and its blob. Raises EOFError."""
+        """Return the header and the data of the next message. Raises EOFError if the host has
+        closed the stream."""
         while (view := self._reader.next()) is None:
             chunk = self._in.readline() if self._has_lines else self._in.read1(_CHUNK)
             if not chunk:
@@ -74,7 +75,7 @@ class SupervisorChannel:
 
 
 class SessionSupervisor:
-    """Supervises one guest and forwards its bytes."""
+    """Forwards bytes between the host and one guest, and controls the guest's process."""
 
     def __init__(self, wire: SupervisorChannel, pid: int, sock: socket.socket, spool: int) -> None:
         self._wire = wire
@@ -86,7 +87,7 @@ class SessionSupervisor:
         self._inbox: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Run until the guest has ended or the host is gone."""
+        """Forward data until the guest has ended or the host is gone."""
         for work in (self._receive, self._deliver):
             threading.Thread(target=work, daemon=True).start()
         with contextlib.suppress(OSError):
@@ -110,8 +111,8 @@ class SessionSupervisor:
         os._exit(0)
 
     def _deliver(self) -> None:
-        """Forward data to the guest. Runs in a separate thread: a guest that does not read must not
-        delay the detection of its end."""
+        """Forward data to the guest. This runs in a separate thread, because a guest that does not
+        read must not delay the detection of its end."""
         with contextlib.suppress(OSError):
             while True:
                 self._sock.sendall(self._inbox.get())
@@ -122,8 +123,8 @@ class SessionSupervisor:
                 os.kill(self._pid, number)
 
     def _reap(self) -> int | None:
-        """Reap the guest and return its exit status as ``subprocess`` gives it, or None if it
-        closed its connection but did not end."""
+        """Wait for the guest's process and return its exit status as ``subprocess`` reports it, or
+        None if the guest closed its connection but had to be killed."""
         has_ended = self._wait(0.3)
         if not has_ended:
             self._signal(signal.SIGKILL)
@@ -136,7 +137,8 @@ class SessionSupervisor:
         return os.waitstatus_to_exitcode(status) if has_ended else None
 
     def _wait(self, seconds: float) -> bool:
-        """Return True if the guest ends within ``seconds``. It is not reaped here."""
+        """Return True if the guest ends within ``seconds``. Its exit status is left for ``_reap``
+        to collect."""
         fd = os.pidfd_open(self._pid)
         try:
             return bool(select.select([fd], [], [], seconds)[0])
@@ -150,7 +152,7 @@ class SessionSupervisor:
 
 
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
-    """Run the guest in its process, until it ends."""
+    """Run the guest in its process until it ends."""
     (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
@@ -166,8 +168,9 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
 
 
 def main(config: dict[str, Any], has_lines: bool) -> None:
-    """Run the supervisor until the guest has ended. ``config``: seed, packages, memory_bytes,
-    max_output_bytes."""
+    """Run the supervisor until the guest has ended. ``config`` has the keys seed, packages,
+    memory_bytes and max_output_bytes. ``has_lines``: the streams carry only text, as lines of
+    base64."""
     wire = SupervisorChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
