@@ -37,12 +37,12 @@ __version__ = "0.1.0"
 def lazy_namespace(
     package: str, folder: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose public names are the
-    imports in ``folder/__init__.pyi``.
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports each public
+    name only when the name is first used.
 
-    That file is the only list: type checkers and editors read it, and so does this function. A name
-    is imported from its home when it is first used. ``from ramify import train as train`` names a
-    package."""
+    The public names are the imports in ``folder/__init__.pyi``. That file is the only list of them:
+    type checkers and editors read it, and so does this function. The line ``from ramify import
+    train as train`` there names a package."""
     with open(f"{folder}/__init__.pyi", encoding="utf-8") as file:
         homes = _homes(file.read())
 
@@ -73,7 +73,8 @@ def lazy_namespace(
 
 
 def _homes(stub: str) -> dict[str, str]:
-    """Map each name to the module it is imported from: ``{"RLM": "ramify.engine.rlm", …}``."""
+    """Read the imports of a stub file, and map each imported name to the module that defines it:
+    ``{"RLM": "ramify.engine.rlm", …}``."""
     homes = {}
     for statement in stub.split("\nfrom ramify")[1:]:
         home, _, rest = statement.partition(" import ")

@@ -1,8 +1,10 @@
-"""The ``ramify`` command: Ctrl-C ends it silently even while its modules are still being imported.
+"""The entry point of the ``ramify`` command. Pressing Ctrl-C ends the command without a traceback,
+even while its modules are still being imported.
 
-The default signal handler is installed before anything else is imported. ``_signal`` is used
-because importing ``signal`` takes as long as the rest of this file. The fork server of a question
-over files starts next, so that it is ready when this process is.
+For that, the default signal handler is installed before anything else is imported. The module
+``_signal`` is used because importing ``signal`` takes as long as the rest of this file. If the
+command asks a question over files, the fork server, a process that starts sandbox sessions, is
+launched next, so that both are ready at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 
 
 def main() -> None:
-    """Command-line entry point. Never returns."""
+    """Run the ``ramify`` command. This function never returns: it exits the process."""
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     from ramify.cli.early_start import asks_over_much
 

@@ -1,4 +1,4 @@
-"""Every process that a run starts and watches, and the calls between them.
+"""This package starts and watches the processes of a run, and carries the calls between them.
 
 child_process.py      a process of this machine, beside this one or in its place
 process_guard.py      the program that ends a process with everything that it started

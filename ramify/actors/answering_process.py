@@ -1,11 +1,11 @@
-"""Small processes of this package that answer requests over their pipes, one at a time.
+"""Start small helper processes that answer requests over pipes, one request at a time.
 
     here                                              the process
     start("ramify.sources.sqlite_process:serve")  ──> serve() ── answer_requests(answer)
     ask(process, [request], limit_s=20.0)         ──> answer([request]) ──> [answer]
 
-A request and its answer are lists of byte strings, each preceded by its length. Not here: how many
-such processes there are (see ``IdleProcesses`` in ``child_process.py``), and what they are asked.
+A request and its answer are lists of byte strings, each preceded by its length. The pool that keeps
+such processes is ``IdleProcesses`` in ``child_process.py``; callers decide what to ask them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BARE = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
 def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Popen[bytes]:
     """Start a Python process that calls the function ``serve``, given as ``module:name``.
 
-    is_bare: whether it starts without the environment variables of this process, which may be
-    keys."""
+    If ``is_bare`` is True, the process does not get the environment variables of this process,
+    because they may contain API keys."""
     module, _, function = serve.partition(":")
     kept = {n: v for n, v in os.environ.items() if not is_bare or n in _BARE}
     return subprocess.Popen(
@@ -44,9 +44,10 @@ def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Pop
 
 
 def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: float) -> list[bytes]:
-    """Return the answer of ``process`` to ``request``. Raises TimeoutError if it does not begin
-    within ``limit_s`` seconds, and EOFError or OSError if the process ends before it is
-    complete."""
+    """Send a request to a helper process and return its answer.
+
+    Raises TimeoutError if the answer does not begin within ``limit_s`` seconds, and EOFError or
+    OSError if the process ends before the answer is complete."""
     assert process.stdin is not None
     assert process.stdout is not None
     _send(process.stdin, request)
@@ -59,7 +60,8 @@ def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: flo
 
 
 def answer_requests(answer: Callable[[list[bytes]], Sequence[bytes]]) -> None:
-    """Answer requests from standard input until it is closed, or until memory runs out."""
+    """Answer requests from standard input, by calling ``answer``, until the input is closed or
+    memory runs out."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt, MemoryError):
         while True:

@@ -1,15 +1,15 @@
-"""Processes of this machine: each has its own session and log, and ends when this process ends,
-with everything that it started.
+"""Start processes on this machine, each with its own session and log. A process ends when this one
+ends, together with everything that it started.
 
     child = ChildProcess(command, log=…)
     child.poll()           exit status, or None while it runs
     child.exit_reason()    "ended with status 1; its log ends: …", without secrets
     child.end(10.0)        SIGTERM, then SIGKILL for it and everything it started
 
-Each has a guard (``process_guard.py``), a small process between it and this one, which does this
-whichever of the processes is killed first. A child also ends when its ``ChildProcess`` is
-forgotten. Not here: which commands are run, when one is restarted (``restarts.py``), other machines
-(``launcher.py``), and sandbox sessions, which are forked (``sandbox/``).
+Each child has a guard (``process_guard.py``), a small process between the child and this process,
+which ends the child whichever of the processes is killed first. A child also ends when its
+``ChildProcess`` is garbage-collected. Other modules restart processes (``restarts.py``), start them
+on other machines (``launcher.py``), and fork sandbox sessions (``sandbox/``).
 
 ``IdleProcesses`` keeps small processes without a guard, such as those that answer SQL queries.
 A ``ForegroundProcess`` is in place of this one: it has the same terminal, and gets its signals.
@@ -56,7 +56,8 @@ quote is still recognised and redacted."""
 
 
 class Process(Protocol):
-    """A process that this one started, here or on another machine. Safe to use from any thread."""
+    """A running process that this one started, on this machine or on another one. Its methods are
+    thread-safe."""
 
     pid: int
     """Process id; 0 if it runs on another machine."""
@@ -64,25 +65,27 @@ class Process(Protocol):
     """Description such as ``process 4711 on node-2``."""
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for a signal, or None while the process runs."""
+        """Return the exit status of the process, or None while it runs. If a signal killed the
+        process, the status is the negative signal number."""
         ...
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to the process group of the process, if it runs."""
+        """Send a signal to the process group of the process, unless the process has ended."""
         ...
 
     def end(self, timeout_s: float) -> None:
-        """Send SIGTERM, wait up to ``timeout_s``, then kill the process and everything it started.
-        Idempotent."""
+        """Send SIGTERM, wait up to ``timeout_s`` seconds, then kill the process and everything it
+        started. Calling this again has no effect."""
         ...
 
     def exit_reason(self) -> str:
-        """Return how the process ended, with the end of its log, as the rest of a sentence."""
+        """Describe how the process ended and quote the end of its log, in words that complete an
+        error message such as "worker 1 …"."""
         ...
 
 
 class ChildProcess:
-    """One process on this machine; implements ``Process``."""
+    """A process on this machine that ends when this process ends; implements ``Process``."""
 
     def __init__(
         self,
@@ -97,17 +100,18 @@ class ChildProcess:
         inherits: bool = True,
         left_s: float = 0.0,
     ) -> None:
-        """Start ``command``.
+        """Start ``command`` as a child process, and return once the command runs. Raises OSError,
+        with the name of the program, if it cannot be started.
 
-        ``environment`` is added to the environment of this process; without ``inherits`` it is all
-        that the child gets. Output is appended to ``log``,
-        which is created with its folder; without a log, only stderr is shown, on the stderr of this
+        The child gets the environment of this process with ``environment`` added to it; if
+        ``inherits`` is False, it gets ``environment`` alone. Output is appended to ``log``, which
+        is created with its folder; without a log, only stderr is shown, on the stderr of this
         process. The child runs in ``folder`` if that exists. ``files`` are descriptors to use as
-        its stdin, stdout and stderr instead. ``stdin``: a few bytes that it reads from its standard
-        input, where neither its environment nor its command line shows them. A child that is
-        stopped (SIGSTOP) for ``stopped_s`` is killed. Processes that the command leaves behind may
-        take ``left_s`` to end by themselves; ``num_left`` counts the others. Raises OSError, with
-        the name of the program, if it cannot be started.
+        its stdin, stdout and stderr instead. ``stdin`` holds a few bytes for the child's standard
+        input, such as a key, which neither its environment nor its command line then shows. A child
+        that is stopped (SIGSTOP) for ``stopped_s`` seconds is killed. Processes that the command
+        leaves behind get ``left_s`` seconds to end by themselves; ``num_left`` counts those that
+        do not.
         """
         self._log = log
         self._environment = {**(os.environ if inherits else {}), **(environment or {})}
@@ -149,13 +153,14 @@ class ChildProcess:
         self.where = f"process {self.pid} on {os.uname().nodename}"
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for a signal, or None while the process runs. Once there
-        is a status, everything that the process started has ended, too."""
+        """Return the exit status of the process, or None while it runs. If a signal killed the
+        process, the status is the negative signal number. Once there is a status, everything that
+        the process started has ended, too."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait up to ``timeout_s`` for the process to end, or without limit if that is None.
-        Returns the exit status, negative for a signal, or None if the process still runs."""
+        """Wait for the process to end, at most ``timeout_s`` seconds unless that is None. Returns
+        the exit status, a negative signal number, or None if the process still runs."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
             with self._lock:  # another thread may have read the line
@@ -164,12 +169,13 @@ class ChildProcess:
         return self._status
 
     def fileno(self) -> int:
-        """Descriptor that is readable once the process has ended, for a selector or an event
-        loop. ``poll`` then returns its status."""
+        """Return a file descriptor that becomes readable once the process has ended, so that a
+        selector or an event loop can wait for it. ``poll`` then returns the exit status."""
         return self._socket
 
     def log_tail(self) -> str:
-        """Return the end of the log on one line, without the secrets of the environment."""
+        """Return the end of the process's log on one line, with the secrets of its environment
+        redacted."""
         if self._log is None:
             return ""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
@@ -181,8 +187,9 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        """Return how the process ended, with the end of its log, as the rest of a sentence. A
-        process whose connections have just closed gets a moment to end first."""
+        """Describe how the process ended and quote the end of its log, in words that complete an
+        error message. A process whose connections have just closed is first given a moment to
+        end."""
         status = self.wait(_ENDS_S)
         return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
@@ -211,8 +218,8 @@ class ChildProcess:
         return first, second, third
 
     def _started(self, program: str) -> int:
-        """Wait until the guard has started the command, and return its process id. Raises OSError
-        if it cannot be started."""
+        """Wait until the guard has started the command, and return the command's process id. Raises
+        OSError if the command cannot be started."""
         line, until = None, time.monotonic() + _START_S
         while line is None and self._is_readable(until):
             line = self._line()
@@ -233,8 +240,8 @@ class ChildProcess:
         return bool(poll.poll(left_s * 1000))
 
     def _line(self) -> str | None:
-        """Return the next line from the guard: empty if the guard has ended, None if no line has
-        arrived."""
+        """Return the next line that the guard has sent. Returns None if no complete line has
+        arrived yet, and an empty string if the guard has ended."""
         try:
             block = os.read(self._socket, 1000)
         except BlockingIOError:
@@ -246,8 +253,10 @@ class ChildProcess:
         return line.decode() if end else None if block else ""
 
     def _set_ended(self, line: str) -> None:
-        """Record ``ended STATUS NUM_LEFT REASON``. If the guard was killed, the line is empty, and
-        the child was killed with it: kill the group that it may have left."""
+        """Record the exit status from the guard's last line, ``ended STATUS NUM_LEFT REASON``.
+
+        If the guard was killed, the line is empty, and the child was killed with it; the child's
+        process group may be left, so it is killed here."""
         _, _, rest = line.partition(" ")
         status, _, rest = rest.partition(" ")
         num_left, _, self._reason = rest.partition(" ")
@@ -272,7 +281,7 @@ _KEPT = ("LD_LIBRARY_PATH", "PATH")
 
 def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
     """End several child processes at the same time. Each gets SIGTERM and up to ``timeout_s``
-    seconds; then it is killed with everything it started."""
+    seconds to end; then it is killed with everything it started."""
     alive = [child for child in children if child.poll() is None]
     until = time.monotonic() + timeout_s + _KILLED_S
     for child in alive:
@@ -284,8 +293,8 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
 
 
 def end_when_done(processes: Sequence[Process], timeout_s: float) -> None:
-    """Wait up to ``timeout_s`` until ``processes``, which were asked to end, have ended; kill the
-    others."""
+    """Wait up to ``timeout_s`` seconds for processes that were asked to end, and kill those that
+    still run afterwards."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and any(process.poll() is None for process in processes):
         time.sleep(_POLL_S)
@@ -294,8 +303,8 @@ def end_when_done(processes: Sequence[Process], timeout_s: float) -> None:
 
 
 def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:
-    """Describe how a process ended, as the rest of a sentence. ``log_tail`` is the end of its log,
-    or None if it has no log."""
+    """Describe how a process ended, in words that complete an error message, such as "was killed by
+    signal 9". ``log_tail`` is the end of the process's log, or None if it has no log."""
     if status is None:
         how = "still runs"
     elif status < 0:
@@ -307,22 +316,24 @@ def exit_reason(status: int | None, reason: str = "", log_tail: str | None = Non
 
 
 def import_path() -> dict[str, str]:
-    """Environment with which a Python process imports this copy of the package."""
+    """Return the environment variable ``PYTHONPATH`` with which a Python process imports this copy
+    of the package."""
     inherited = os.environ.get("PYTHONPATH", "")
     package = str(Path(__file__).parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [package, inherited]))}
 
 
 def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
-    """Return a copy of ``descriptor`` with a number above those of the standard streams."""
+    """Duplicate a file descriptor to a number above 2, so that it does not collide with the
+    standard streams. The copy is closed when ``stack`` ends."""
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     stack.callback(os.close, copy)
     return copy
 
 
 def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
-    """Return the read end of a pipe that holds ``data``, which has at most ``select.PIPE_BUF``
-    bytes."""
+    """Return the read end of a pipe that already holds ``data``, which may have at most
+    ``select.PIPE_BUF`` bytes."""
     assert len(data) <= select.PIPE_BUF, "more would block"
     reading, writing = os.pipe()
     stack.callback(os.close, reading)
@@ -332,16 +343,16 @@ def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
-    """End a child process whose ``ChildProcess`` was garbage-collected. Closing the socket makes
-    the guard, a small process that watches the child, end it."""
+    """End a child process whose ``ChildProcess`` was garbage-collected. This closes the socket to
+    its guard, the small process that watches the child and then ends it."""
     os.close(descriptor)
     with contextlib.suppress(RuntimeError):  # at the end of the interpreter
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
 
 
 class IdleProcesses:
-    """Pool of small processes, each of which answers one request at a time over its pipes. They are
-    started on demand, kept while idle, and end with this process.
+    """A pool of small processes, each of which answers one request at a time over its pipes.
+    Processes are started on demand, kept while idle, and ended with this process.
 
         with processes.one() as process:
             …    a request and its answer; a process that was left by an exception is killed
@@ -355,7 +366,8 @@ class IdleProcesses:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[subprocess.Popen[Any]]:
-        """Yield a process that has no other user during the block."""
+        """Lend a process from the pool to the block. No other user gets the same process during the
+        block."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:
@@ -379,7 +391,7 @@ class IdleProcesses:
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process without a guard, and close its pipes."""
+    """Kill a process that has no guard, and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -389,7 +401,8 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 class ForegroundProcess:
-    """Context manager that runs commands in turn, and passes on SIGINT, SIGTERM and SIGHUP."""
+    """A context manager that runs commands in the terminal, one after the other, and forwards
+    SIGINT, SIGTERM and SIGHUP to the running command."""
 
     def __init__(self) -> None:
         self.was_stopped = False
@@ -408,8 +421,8 @@ class ForegroundProcess:
             self._process.end(0.0)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run ``command`` on the standard streams of this process; returns its exit status,
-        negative for a signal."""
+        """Run a command on the standard streams of this process and wait for it. Returns its exit
+        status, or a negative signal number."""
         self._process = ChildProcess(command, files=(0, 1, 2))
         if self.was_stopped:  # by a signal that came before there was a process
             self._process.signal(signal.SIGTERM)
@@ -418,7 +431,8 @@ class ForegroundProcess:
         return code
 
     def pause(self, seconds: float) -> None:
-        """Wait. Raises KeyboardInterrupt after a signal."""
+        """Sleep for a number of seconds. Raises KeyboardInterrupt if this process gets a signal
+        meanwhile, or got one earlier."""
         until = time.monotonic() + seconds
         while not self.was_stopped and time.monotonic() < until:
             time.sleep(0.05)
@@ -426,7 +440,8 @@ class ForegroundProcess:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Pass the signal on to the process, which has a separate session."""
+        """Forward a signal to the running command. The terminal does not send it there, because the
+        command has its own session."""
         self.was_stopped = True
         if self._process is not None:
             self._process.signal(number)

@@ -1,11 +1,11 @@
-"""Commands that a user writes with placeholders: how they are split, checked and filled in.
+"""Split, check and fill in commands that a user writes with placeholders.
 
     "{python} my_agent.py {question}"  ──split──> words  ──filled──> arguments of a process
 
 A command is split into words first and filled in afterwards, so that a question with spaces or
-quotes is one argument, and no shell reads it. Also the variables that a stranger's program gets
-from this process: where programs and the home folder are, and the language, but no key. Not here:
-what each command's placeholders stand for, and the process (``child_process.py``).
+quotes is one argument, and no shell reads it. This module also lists the environment variables that
+an untrusted program may get from this process: where programs and the home folder are, and the
+language, but no key. Each caller defines its placeholders; ``child_process.py`` runs the command.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PASSED_ON = (
 def split_command(
     command: str | Sequence[str], placeholders: Collection[str], where: str
 ) -> list[str]:
-    """Split ``command`` into words, and check that their placeholders are among ``placeholders``.
-    Error messages begin with ``where``.
+    """Split a user's command into words, and check that it uses only the given placeholders. Error
+    messages begin with ``where``.
 
     Raises ConfigError if the command is empty, or has an unclosed quote or an unknown
     placeholder.
@@ -55,21 +55,23 @@ def split_command(
 
 
 def filled_words(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return ``words`` with each placeholder replaced by its entry in ``values``."""
+    """Replace each placeholder in the words of a command by its value, and return the new words."""
     values = without_nulls(values)
     return [word.format_map(values) for word in words]
 
 
 def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
-    """Return ``values`` without null characters, which arguments of a process cannot contain."""
+    """Replace null characters in the values of placeholders, because the arguments of a process
+    cannot contain them."""
     return {
         name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
     }
 
 
 def absolute_word(word: str) -> str:
-    """Return ``word`` as an absolute path if it names a file in the current folder and is not a
-    program, because the command runs in another folder."""
+    """Make a word of a command an absolute path if it names a file in the current folder, because
+    the command will run in another folder. Programs on PATH and other words are returned
+    unchanged."""
     if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
         return word
     if os.sep not in word and shutil.which(word) is not None:
@@ -78,7 +80,8 @@ def absolute_word(word: str) -> str:
 
 
 def check_program_installed(word: str, where: str) -> None:
-    """Raise ConfigError unless the first ``word`` of a command is a program here."""
+    """Raise ConfigError unless the first word of a command names a program that is installed on
+    this machine."""
     if "{" not in word and shutil.which(word) is None:
         raise ConfigError(
             f"{where}: command {word!r:.200} is not a program here: install it, or give its path"
@@ -86,12 +89,14 @@ def check_program_installed(word: str, where: str) -> None:
 
 
 def passed_on() -> dict[str, str]:
-    """Return the environment variables in ``PASSED_ON`` that this process has."""
+    """Return this process's values of the environment variables that untrusted programs may get
+    (``PASSED_ON``)."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
 def _check_placeholders(word: str, known: Collection[str], where: str) -> None:
-    """Raise ConfigError unless each placeholder of ``word`` is a known name alone."""
+    """Raise ConfigError if a word contains an unknown placeholder, or one with a format such as
+    ``{name:>8}``."""
     try:
         parts = list(string.Formatter().parse(word))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Lets a process connect back to the run that started it.
+"""Let a started process open an authenticated connection back to the run that started it.
 
     run      with Listener() as listener:
                  start(command, stdin=listener.ticket("worker 3"))
@@ -7,8 +7,8 @@
 
 The process reads its ticket (the address, the key and its name) from its standard input, which is
 an inherited pipe. So the key appears neither in its environment nor on its command line. A
-connected process sends heartbeats (``beat``). If they stop for too long, for any reason, it counts
-as lost (``HeartbeatDeadline``).
+connected process sends heartbeats (``beat``). If they stop for too long, for any reason, the
+process counts as lost (``HeartbeatDeadline``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ BEAT_S = 1.0
 
 
 class ConnectBackTicket(msgspec.Struct, frozen=True):
-    """What a started process needs to connect back."""
+    """The data that a started process needs to connect back to the run: the run's address, the
+    run's key, and the name of the process."""
 
     address: str
     key: bytes
@@ -36,27 +37,32 @@ class ConnectBackTicket(msgspec.Struct, frozen=True):
 
 
 class ConnectBackListener(ChannelListener):
-    """Accepts the channels of processes that were started with this listener's tickets."""
+    """A listener that accepts connections from the processes that were started with its tickets. A
+    ticket holds the listener's address, a key, and the name of the process."""
 
     def ticket(self, name: str) -> bytes:
-        """Encode a ticket, to be the standard input of a process that calls ``connect_back``."""
+        """Return a ticket, which holds the run's address and key, as bytes for the standard input
+        of a new process. That process then calls ``connect_back``."""
         return encode(ConnectBackTicket(self.address, self.key, name))
 
 
 def read_ticket() -> ConnectBackTicket:
-    """Read the ticket of this process from standard input."""
+    """Read the ticket, which holds the run's address and key, from this process's standard
+    input."""
     ticket: ConnectBackTicket = decode(sys.stdin.buffer.read(), ConnectBackTicket)
     return ticket
 
 
 def connect_back() -> Channel:
-    """Connect to the listener whose ticket this process was started with."""
+    """Connect this process to the run that started it, using the ticket (address and key) on
+    standard input."""
     ticket = read_ticket()
     return connect(ticket.address, ticket.key, ticket.name)
 
 
 def beat(send: Callable[[], None], stop: threading.Event) -> None:
-    """Call ``send`` every second, in a separate thread, until ``stop`` is set."""
+    """Start a thread that sends a heartbeat, by calling ``send``, every second until ``stop`` is
+    set."""
 
     def run() -> None:
         while not stop.wait(BEAT_S):
@@ -66,21 +72,24 @@ def beat(send: Callable[[], None], stop: threading.Event) -> None:
 
 
 class HeartbeatDeadline:
-    """Detects that a process has not sent a heartbeat for too long. It counts its own checks, not
-    time, so that no process is overdue after this one was stopped, or its machine suspended."""
+    """Detects that a process has sent no heartbeat for too long.
+
+    It counts its own checks instead of reading a clock, so that no process seems overdue after this
+    one was stopped or its machine was suspended."""
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        """``look_s`` is the number of seconds between calls of ``is_overdue``."""
+        """Create a deadline of ``limit_s`` seconds. The caller then calls ``is_overdue`` every
+        ``look_s`` seconds."""
         self.limit_s = limit_s
         self._look_s = look_s
         self._quiet_s = 0.0
 
     def heard(self) -> None:
-        """Record that the process sent a message. May be called in any thread."""
+        """Record that the process has sent a message. This may be called from any thread."""
         self._quiet_s = 0.0
 
     def is_overdue(self) -> bool:
-        """Return True if no message has arrived for more than ``limit_s`` seconds. Each call counts
-        as one interval between checks, so call this at regular intervals."""
+        """Return True if no message has arrived for more than ``limit_s`` seconds. Call this at
+        regular intervals, because each call counts as one interval of silence."""
         self._quiet_s += self._look_s
         return self._quiet_s > self.limit_s

@@ -1,4 +1,4 @@
-"""Authenticates the connections that gloo and NCCL open between the processes of a group.
+"""Authenticate the connections that gloo and NCCL open between the processes of a group.
 
 gloo identifies a rank by a small number that any process can send. A stranger who connects first
 with that number would receive gradients and weights, and could send false ones. gloo checks no key,
@@ -35,17 +35,18 @@ _SETTING = threading.RLock()
 
 
 class AuthenticatedGroupFactory:
-    """Forms the groups of processes that have a common key."""
+    """Creates torch.distributed groups and checks that every member has the run's secret key."""
 
     def __init__(self, key: bytes, is_local: bool) -> None:
-        """``is_local`` is True if all processes are on this machine."""
+        """Create a factory for groups whose members have ``key``. ``is_local`` is True if all
+        members run on this machine."""
         self._key = key
         self._is_local = is_local
 
     def formed(self, form: Callable[[], Any], *devices: str) -> Any:
-        """Create a torch.distributed group by calling ``form``, and authenticate its members before
-        returning it. On each of the ``devices`` (``cpu``, ``cuda``), every member proves over the
-        group's connections that it has the key."""
+        """Create a torch.distributed group by calling ``form``, and return it once all members are
+        authenticated. For each of the ``devices`` (``cpu``, ``cuda``), every member proves over the
+        group's own connections that it has the key."""
         with on_loopback(self._is_local):
             group = form()
         for device in devices:
@@ -53,8 +54,9 @@ class AuthenticatedGroupFactory:
         return group
 
     def formed_mesh(self, form: Callable[[], Any], device: str) -> Any:
-        """Call ``form``, which creates a device mesh, and return the mesh once the members of the
-        group of each axis have proved the key."""
+        """Create a device mesh by calling ``form``, and return it once its members are
+        authenticated. For each axis of the mesh, the members of its group prove that they have the
+        key."""
         with on_loopback(self._is_local):
             mesh = form()
         for axis in range(mesh.ndim):
@@ -69,8 +71,9 @@ class AuthenticatedGroupFactory:
 
 
 def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
-    """Check that every other process of a process group has ``key``. Every process of the group
-    must call this at the same time, before it uses the group. Raises TrainError."""
+    """Check that every other member of a process group has the run's key. All members must call
+    this at the same time, before the group is used. Raises TrainError if a member has another key
+    or is lost."""
     rank, size = group.rank(), group.size()
     if size < 2:
         return
@@ -94,9 +97,9 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """Bind the listeners that gloo opens in the block to loopback, if ``is_local`` says that all
-    processes are on this machine. By default gloo binds them to this host's name, which may not
-    resolve, or may be reachable from other machines."""
+    """While the block runs, make gloo listen on the loopback interface, provided that all processes
+    are on this machine. By default gloo listens on the host's name, which may not resolve, or may
+    be reachable from other machines."""
     with _SETTING:
         if not is_local or _INTERFACE in os.environ or not sys.platform.startswith("linux"):
             yield
@@ -109,7 +112,8 @@ def on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _exchanged(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
-    """Send message j to rank j. Returns the messages that all ranks sent to this one."""
+    """Exchange one message with each rank of a group: send message j to rank j, and return the
+    messages that the ranks sent to this one."""
     import torch
     from torch import distributed as dist
 

@@ -1,4 +1,5 @@
-"""Launchers start processes, each on its slot: on this machine, or by Ray on others.
+"""Start the processes of a run, each on its slot (a share of a machine): on this machine, or on
+other machines through Ray.
 
     launcher.start(RoleInstance("trainer", 1), command, environment, log)
         ->  Process: is it alive, why did it end, end it
@@ -7,10 +8,10 @@
     RayLauncher ── NodeAgent, one per slot (an actor) ── ChildProcess
                    └─ RemoteProcess, here ◀── asks ──┘
 
-Not here: which process is on which slot (``train/placement/``), how processes communicate, and
-which of them leads; neither depends on the launcher.
+``train/placement/`` decides which process runs on which slot. How processes communicate, and which
+of them leads, does not depend on the launcher.
 
-A slot is the share of a machine that a process takes, or several that are colocated:
+A slot is the share of a machine that one process uses, or that several colocated processes share:
 
     NodeResourceSlot("gpus", node=0, needs=SlotResources(gpus=1, cpus=8),
                      members=(RoleInstance("trainer", 0), RoleInstance("inference", 0)))
@@ -39,7 +40,7 @@ ALMOST = 1e-9
 
 
 class SlotResources(NamedTuple):
-    """Resources that a slot takes from a node, or that a node has."""
+    """The GPUs, CPUs and memory that a slot requires, or that a node offers."""
 
     gpus: float = 0.0
     cpus: float = 0.0
@@ -57,14 +58,15 @@ class SlotResources(NamedTuple):
 
 
 class RoleInstance(NamedTuple):
-    """A process, given by its role (such as ``trainer``) and its number in that role."""
+    """Identifies one process of a run by its role (such as ``trainer``) and its number in that
+    role."""
 
     role: str
     number: int
 
 
 class NodeResourceSlot(msgspec.Struct, frozen=True):
-    """The share of one node that a process takes, or several that are colocated."""
+    """A share of one node's resources, for one process or for several colocated ones."""
 
     pool: str
     """Empty if the placement declares no pools."""
@@ -76,9 +78,11 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
     """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
 
     def share(self, member: RoleInstance, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
-        """Return the GPUs of this slot that ``member`` may use. ``slot_gpus`` lists all GPUs of the
-        slot, and ``gpus`` is how many of them the member needs. Without ``offsets``, or if ``gpus``
-        is 0, the member shares all of them."""
+        """Return the GPUs of this slot that the process ``member`` may use.
+
+        ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
+        needs. Without ``offsets``, or if ``gpus`` is 0, the process shares all GPUs with the
+        others."""
         if not self.offsets or not gpus:
             return list(slot_gpus)
         first = int(self.offsets[self.members.index(member)] + ALMOST)
@@ -93,11 +97,11 @@ _KILLED = -int(signal.SIGKILL)
 
 
 class Launcher(Protocol):
-    """Starts processes, each on its slot. Thread-safe."""
+    """Starts each process of a run on its slot, a share of one machine. Thread-safe."""
 
     @property
     def address(self) -> str:
-        """Return the address at which other processes reach this one."""
+        """Return the address at which other processes can reach this one."""
         ...
 
     def start(
@@ -108,32 +112,34 @@ class Launcher(Protocol):
         log: Path,
         stdin: bytes = b"",
     ) -> Process:
-        """Start a process on the slot of ``member``. ``environment`` is added to the machine's
-        environment, ``log`` receives all output, and ``stdin`` is as in ``ChildProcess``. Raises
-        ConfigError if the process cannot be started."""
+        """Start a process on the slot reserved for it, and return a handle to the process.
+
+        ``environment`` is added to the machine's environment, ``log`` receives all output, and
+        ``stdin`` holds a few bytes for the standard input. Raises ConfigError if the process cannot
+        be started."""
         ...
 
     def address_of(self, member: RoleInstance) -> str:
-        """Return the address of the machine on which the process ``member`` is placed, as other
+        """Return the network address of the machine on which a process is placed, as other
         processes reach it."""
         ...
 
     def free_port(self, member: RoleInstance) -> int:
-        """Return a free TCP port on the machine on which the process ``member`` is placed."""
+        """Return a free TCP port on the machine on which a process is placed."""
         ...
 
     def renew(self, member: RoleInstance) -> None:
-        """Ensure that the process ``member`` has a slot. If its slot is lost, another one is found,
-        perhaps on another machine, which may take a while. Raises ConfigError if there is none."""
+        """Ensure that a process still has a slot. If its slot is lost, find another one, perhaps on
+        another machine, which may take a while. Raises ConfigError if there is none."""
         ...
 
     def close(self) -> None:
-        """End all started processes. Idempotent."""
+        """End all processes that this launcher started. Calling this again has no effect."""
         ...
 
 
 class LocalLauncher:
-    """Starts processes on this machine; implements ``Launcher``."""
+    """Starts all processes of a run on this machine; implements ``Launcher``."""
 
     address = "127.0.0.1"
 
@@ -148,8 +154,7 @@ class LocalLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> ChildProcess:
-        """Start the process ``member`` on this machine. Raises ConfigError if it cannot be
-        started."""
+        """Start a process on this machine. Raises ConfigError if the process cannot be started."""
         try:
             child = self._children[member] = ChildProcess(
                 command, environment=environment, log=log, stdin=stdin, stopped_s=STOPPED_S
@@ -165,21 +170,24 @@ class LocalLauncher:
         return free_port(self.address)
 
     def renew(self, member: RoleInstance) -> None:
-        """Do nothing: this machine is available as long as the run is."""
+        """Do nothing, because this machine is available as long as the run is."""
 
     def close(self) -> None:
         end_all(self._children.values(), _END_S)
 
 
 class NodeAgent:
-    """Starts and controls the processes of one slot, in a separate process on its machine, which
-    the cluster's software starts. It uses that software only to report its location."""
+    """A process on a cluster node that starts and controls the run's processes on one slot, a share
+    of that node.
+
+    The cluster's software (Ray) starts the agent; the agent uses that software only to report its
+    location."""
 
     def __init__(self) -> None:
         self._children: dict[str, ChildProcess] = {}
 
     def about(self) -> dict[str, Any]:
-        """Return where this agent runs: host name, address, and the GPUs of its slot."""
+        """Return where this agent runs: its host name, its address, and the GPUs of its slot."""
         from ray.util import get_node_ip_address
 
         address: Any = get_node_ip_address  # an untyped function
@@ -197,9 +205,11 @@ class NodeAgent:
         folder: str,
         stdin: bytes = b"",
     ) -> int | str:
-        """Start ``command`` in ``folder``, if that exists here, and return its process id, or why
-        it cannot be started. If the command begins with ``python``, the caller's interpreter, it is
-        replaced by this machine's."""
+        """Start a command on the agent's machine. Returns the process id, or an error text if the
+        command cannot be started.
+
+        The command runs in ``folder`` if that exists there. If its first word is ``python``, the
+        path of the caller's interpreter, the interpreter of the agent's machine is used instead."""
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         if name in self._children:
@@ -218,8 +228,9 @@ class NodeAgent:
         return child.pid
 
     def poll(self, name: str) -> tuple[int | None]:
-        """Return the exit status of a process in a tuple, or (None,) while it runs. The tuple
-        distinguishes a running process from a lost agent, for which the caller gets None."""
+        """Return the exit status of a process in a tuple of one, or (None,) while the process runs.
+        The tuple lets the caller distinguish a running process from a lost agent, for which the
+        call itself returns None."""
         return (self._children[name].poll(),)
 
     def exit_reason(self, name: str) -> str:
@@ -239,13 +250,14 @@ class NodeAgent:
 
 
 class RemoteProcess:
-    """A process that is controlled through its node agent; implements ``Process``."""
+    """A handle to a process that a node agent runs, perhaps on another machine; implements
+    ``Process``."""
 
     def __init__(
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
     ) -> None:
-        """``ask`` calls a method of the ``NodeAgent``. It returns None if the agent is gone; the
-        process is then gone, too."""
+        """Create a handle to the process ``name``. ``ask`` calls a method of the node agent, and
+        returns None if the agent is gone; the process has then ended, too."""
         self._ask = ask
         self._name = name
         self.pid = pid if is_here else 0
@@ -282,8 +294,8 @@ def free_port(address: str) -> int:
 
 
 def close_with(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
-    """Close ``part`` when ``stack`` ends, before the parts that were given to it earlier. The first
-    failure of a block and of its parts is raised; later ones are logged."""
+    """Close a resource when ``stack`` ends, before the resources that were added earlier. The first
+    failure of the block or of a resource is raised; later failures are logged."""
 
     async def closed(kind: object, first: BaseException | None, trace: object) -> None:
         try:

@@ -1,13 +1,12 @@
-"""The output of a process, which an event loop reads while the process runs. The last bytes are
-kept.
+"""Read the output of a process in an event loop while the process runs, and keep its last bytes.
 
     pipe = OutputPipe(max_bytes)
     ChildProcess(command, files=(None, pipe.writing, None))
     pipe.begin(loop)      once the process has the writing end
     pipe.end(loop)        once the process has ended: the last bytes as text
 
-A process may write without end: memory is bounded, and the process never waits for a reader. Not
-here: when a process that writes too much is ended.
+A process may write without end: memory is bounded, and the process never waits for a reader. The
+caller decides when to end a process that writes too much.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ _PIPE_BYTES = 1 << 20
 
 
 class OutputPipe:
-    """Pipe from a process, of which the last bytes are kept."""
+    """A pipe that collects the output of a process, and keeps only its last bytes."""
 
     def __init__(self, max_bytes: int, on_read: Callable[[], object] | None = None) -> None:
-        """``on_read`` is called in the event loop after each block that was read."""
+        """Create a pipe that keeps the last ``max_bytes`` bytes. ``on_read`` is called in the event
+        loop after each block of output."""
         self.num_bytes = 0
         """Number of bytes read so far."""
         self._reading, self.writing = os.pipe()
@@ -35,13 +35,14 @@ class OutputPipe:
         self._kept = bytearray()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to read. The process must already have the writing end, which is closed here."""
+        """Begin to read the output in the event loop. The process must already have the write end
+        of the pipe, which is closed here."""
         os.close(self.writing)
         self.writing = -1
         loop.add_reader(self._reading, self._read, loop)
 
     def end(self, loop: asyncio.AbstractEventLoop) -> str:
-        """Read the rest, and return the end of the output as text."""
+        """Read the rest of the output, and return its last bytes as text."""
         loop.remove_reader(self._reading)
         # No more than a pipe holds: a process that escaped may still write.
         for _ in range(_PIPE_BYTES // _BLOCK):
@@ -63,7 +64,7 @@ class OutputPipe:
             self._on_read()
 
     def _take(self) -> bool:
-        """Read one block. Returns False at the end, or if nothing has arrived."""
+        """Read one block of output. Returns False at the end, or if no output has arrived."""
         try:
             block = os.read(self._reading, _BLOCK)
         except BlockingIOError:

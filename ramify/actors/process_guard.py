@@ -1,18 +1,19 @@
-"""Guard of one process: starts it, and ends it with everything that it started.
+"""The guard of one command: a small program that starts the command, and later ends it together
+with everything that the command started.
 
     parent ── socket ── guard ── command ── whatever the command starts
        │                  ├── the parent ends, or asks for it: SIGTERM, then SIGKILL
        │                  ├── the command ends: what it left behind is killed
        └── "ended 3 0" ───┘   (status, number of processes left); then the guard ends
 
-Runs as a separate program, with the standard library alone, so it starts in some hundredths of a
-second. It is the reaper of all descendants of the command (``PR_SET_CHILD_SUBREAPER``), so it finds
+The guard uses the standard library alone, so it starts within some hundredths of a second.
+It is the reaper of all descendants of the command (``PR_SET_CHILD_SUBREAPER``), so it finds
 those that moved to another session or process group. It sees the parent's end by a descriptor of
 the parent (pidfd) and by the socket. The parent's threads and the copies of the socket in its other
 children do not matter. The command ends if the guard is killed (``PR_SET_PDEATHSIG``). This is set
 between fork and exec, which is safe here: the guard has one thread.
 
-Not here: which processes are started, and the other end of the socket (see ``child_process.py``).
+``child_process.py`` starts the guard and is the other end of the socket.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _RESTORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 
 class ProcessGuard:
-    """Runs in the guard's process: one command from its start to its end."""
+    """Starts a command and watches it until the command and everything that it started have
+    ended."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._parent: int = spec["parent"]
@@ -68,7 +70,8 @@ class ProcessGuard:
         self._pid = self._start(spec)
 
     def run_until_all_exit(self) -> None:
-        """Return once the command and everything that it started have ended."""
+        """Watch the command, and return once it and everything that it started have ended. Then
+        report its exit status to the parent."""
         try:
             while self._status is None:
                 self._step()
@@ -117,7 +120,8 @@ class ProcessGuard:
         return pid
 
     def _become(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
-        """Replace this process, forked from the guard, by the command."""
+        """In the process that the guard has forked, execute the command. If that fails, write the
+        error number to the descriptor ``failure``."""
         os.setsid()
         self._prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != guard:  # the guard was killed before the line above
@@ -168,7 +172,8 @@ class ProcessGuard:
                 self._signal(number)
 
     def _take_requests(self) -> None:
-        """Act on ``s NUMBER`` (send a signal) and ``e SECONDS`` (end), one per line."""
+        """Carry out the parent's requests, one per line: ``s NUMBER`` sends a signal to the
+        command, and ``e SECONDS`` ends the command."""
         with contextlib.suppress(ConnectionResetError):
             if text := os.read(_SOCKET, 4000):
                 for kind, value in (line.split() for line in text.decode().splitlines()):
@@ -230,7 +235,7 @@ class ProcessGuard:
     # --- end
 
     def _sweep(self) -> None:
-        """End everything that the command started and that still runs."""
+        """End every process that the command started and that still runs."""
         if not self._is_ending:
             self._num_left = self._await_left()
         began = time.monotonic()
@@ -249,7 +254,8 @@ class ProcessGuard:
             time.sleep(0.01)
 
     def _await_left(self) -> int:
-        """Return the number of processes that the command left behind and that still run."""
+        """Give the processes that the command left behind time to end, and return how many of them
+        still run."""
         began = time.monotonic()
         while True:
             try:
@@ -263,7 +269,8 @@ class ProcessGuard:
 
 
 def _prctl() -> Any:
-    """The function ``prctl``; outside Linux one that does nothing."""
+    """Return the C function ``prctl``, or a function that does nothing on systems other than
+    Linux."""
     if sys.platform != "linux":
         return lambda *_: 0
     import ctypes
@@ -272,7 +279,8 @@ def _prctl() -> Any:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Ids of all processes below ``root``; none if the system does not list them."""
+    """Yield the ids of all processes that descend from the process ``root``. Yields nothing if the
+    system has no ``/proc``."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():

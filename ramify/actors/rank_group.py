@@ -1,4 +1,4 @@
-"""A group of ranks that work together, and how it handles a rank that fails.
+"""Run the same method on every rank of a group at the same time, and handle a rank that fails.
 
     rank 0, the run's own process                     rank 1, 2, …
     call(verb) ── RankMethodCall ───────────────────> follow: run it, all at the same time
@@ -8,8 +8,9 @@ The training loop runs only in rank 0 and does not use ranks itself: otherwise i
 everywhere, with the same rollouts, clock and decisions. The other ranks run verbs, and hold no
 state that a run decides on.
 
-The annotations of a verb declare the types of its arguments and of its value; nothing else can be
-sent. ``rank_watch.py`` finds which rank is lost or stuck.
+A verb is a method that rank 0 may call on all ranks. Its annotations declare the types of its
+arguments and of its result; nothing else can be sent. ``rank_watch.py`` finds which rank is lost or
+stuck.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _log = ComponentLogger("train")
 
 
 class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
-    """Message from rank 0 that asks another rank to run a method, called a verb."""
+    """A message in which rank 0 asks another rank to run a method (a verb) with the given
+    arguments."""
 
     verb: str
     arguments: list[msgspec.Raw]
@@ -60,18 +62,20 @@ class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndGroupRequest(msgspec.Struct, tag=True, frozen=True):
-    """Message from rank 0 that ends the group: no further method call follows."""
+    """A message in which rank 0 ends the group: no further method call follows."""
 
 
 RankRequest = RankMethodCall | EndGroupRequest
 
 
 class PeerRankFailedError(TrainError):
-    """This rank stops because another rank has an error, which that rank reports."""
+    """Raised on a rank that stops because another rank has failed. The other rank reports the
+    actual error."""
 
 
 class RankGroup:
-    """All ranks of a group, as rank 0 controls them: it calls methods that every rank runs."""
+    """Lets rank 0 call a method on every rank of a group (including itself) at the same time, and
+    collect the results."""
 
     def __init__(
         self,
@@ -82,8 +86,11 @@ class RankGroup:
         timeout_s: float,
         stacks: Path,
     ) -> None:
-        """``own`` is this rank's object, whose methods (verbs) run on all ranks together.
-        ``stacks`` is the folder in which the stack traces of stuck ranks are saved."""
+        """Create the group on rank 0 and start to watch the other ranks.
+
+        ``own`` is rank 0's object, whose methods (verbs) run on all ranks together. A group in
+        which no rank makes progress for ``timeout_s`` seconds is stuck; the stack traces of its
+        ranks are then saved in the folder ``stacks``."""
         self.size = 1 + len(connections)
         self._own = own
         self._pulse = pulse
@@ -95,11 +102,11 @@ class RankGroup:
     def call(
         self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Run the method ``verb`` on every rank, and return its results in the order of the ranks.
-        Each rank gets the ``shared`` arguments, followed by the arguments in its entry of ``each``.
+        """Run a method on every rank, and return the results in the order of the ranks. Each rank
+        gets the ``shared`` arguments, followed by the arguments in its entry of ``each``.
 
-        Raises the error that all ranks raise. Raises TrainError if a rank is lost, in this call and
-        in all later ones.
+        If ranks raise an error that does not break the group, that error is raised here. If a rank
+        is lost, this call and all later ones raise TrainError.
         """
         with self._lock:
             self._watch.check()
@@ -119,11 +126,11 @@ class RankGroup:
         return _values([first, *(_received(each, kind) for each in others)])
 
     def stacks(self) -> str:
-        """Return the stack traces of the other ranks, as text."""
+        """Return the stack traces of the other ranks as text, for debugging."""
         return self._watch.stacks()
 
     def close(self) -> None:
-        """Shut down the other ranks; kill those that do not exit in time."""
+        """Shut down the other ranks, and kill those that do not exit in time."""
         self._watch.close()
         for connection in self.connections:
             with contextlib.suppress(OSError):
@@ -135,7 +142,7 @@ class RankGroup:
 
 
 class _Outcome(NamedTuple):
-    """Outcome of a verb on one rank."""
+    """The result or the error of a method call on one rank."""
 
     value: Any = None
     error: RamifyError | None = None
@@ -149,7 +156,8 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
 
 
 def _received(result: RankMethodResult, kind: Any) -> _Outcome:
-    """Decode the outcome that another rank reports for a verb whose value has the type ``kind``."""
+    """Decode the result or the error that another rank has sent. ``kind`` is the return type of the
+    method that was called."""
     if result.error is None:
         return _Outcome(decode(result.value, kind))
     return _Outcome(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
@@ -178,14 +186,14 @@ TrainError."""
 
 @functools.cache
 def _types(kind: Any, verb: str) -> tuple[list[Any], Any]:
-    """Return the types of a method's parameters, and the type of its result."""
+    """Return the annotated types of a method's parameters, and its return type."""
     hints = typing.get_type_hints(getattr(kind, verb))
     value = hints.pop("return")
     return list(hints.values()), value
 
 
 def _called(own: Any, call: RankMethodCall) -> RankMethodResult:
-    """Run the verb that rank 0 has called, and return its result."""
+    """Run the method that rank 0 has called, and return its result as a message."""
     parameters, _ = _types(own.__class__, call.verb)
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)
@@ -202,8 +210,8 @@ def _describe(verb: str, error: Exception) -> str:
 def follow(
     own: Any, pulse: RankHeartbeat, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
-    """Run the methods that rank 0 asks for, until rank 0 ends the group. Exit the process if rank 0
-    is gone."""
+    """Serve rank 0 from another rank: run the methods that rank 0 calls, until it ends the group.
+    If rank 0 is gone or a method fails with an unexpected error, exit the process."""
     stop = threading.Event()
     answering = threading.Thread(
         target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True
@@ -258,7 +266,7 @@ def _answer(
 
 
 def _end(rank: int, why: str) -> NoReturn:
-    """End the process, whatever its other threads are doing."""
+    """Log the reason and exit this process at once, whatever its other threads are doing."""
     text = f"rank {rank} ends: {why}"
     _log.error("rank_ended", text, rank=rank)
     print(f"ramify: {text}", file=sys.stderr, flush=True)

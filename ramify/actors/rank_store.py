@@ -1,13 +1,13 @@
-"""Key-value store through which the processes of a group exchange their addresses. It has torch's
-interface and uses authenticated channels.
+"""Provide the key-value store through which the processes of a torch.distributed group exchange
+their addresses. All requests travel over authenticated channels.
 
     rank 0           HashStore <── KeyValueStoreServer, one thread per channel <──┐
     rank 1, 2, …     ChannelStore ── SetKeyRequest, WaitForKeysRequest, … ────────┘
 
 torch's own stores accept every process that connects (``TCPStore``), or need a shared folder
 (``FileStore``). A process that writes to a group's store decides to which addresses its ranks
-connect, so it must have the run's key. Not here: the connections themselves, which gloo or NCCL
-open (see ``group_proof.py``).
+connect, so it must have the run's key. The connections between the ranks are opened by gloo or
+NCCL, and authenticated by ``group_proof.py``.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ class SetKeyRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetKeyRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request for the value of a key that exists."""
+    """A request for the value of a key that exists."""
 
     key: str
 
 
 class WaitForKeysRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request to wait until all keys exist."""
+    """A request to wait until all given keys exist in the store."""
 
     keys: list[str]
     timeout_s: float
 
 
 class CheckKeysRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request that asks whether all keys exist."""
+    """A request that asks whether all given keys exist in the store."""
 
     keys: list[str]
 
 
 class IncrementKeyRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request to add a number to the value of a key. A missing key counts as 0."""
+    """A request to add a number to the value of a key. A missing key counts as 0."""
 
     key: str
     amount: int
 
 
 class CompareAndSetRequest(msgspec.Struct, tag=True, frozen=True):
-    """Request to replace the value of a key if it equals the expected one."""
+    """A request to replace the value of a key if the current value equals the expected one."""
 
     key: str
     expected: bytes
@@ -83,7 +83,7 @@ StoreRequest = (
 
 
 class StoreReply(msgspec.Struct, frozen=True):
-    """The answer to any request."""
+    """The store's reply to a request: a value, a number, or an error."""
 
     value: bytes = b""
     number: int = 0
@@ -91,13 +91,15 @@ class StoreReply(msgspec.Struct, frozen=True):
 
 
 class KeyValueStoreServer:
-    """Holds the store in rank 0, and answers the requests of the other ranks."""
+    """Holds the group's key-value store in rank 0, and answers the requests of the other ranks."""
 
     def __init__(
         self, channels: Sequence[Channel], look: Callable[[], None] = lambda: None
     ) -> None:
-        """``look`` is called while a rank waits for keys. It should raise TrainError if another
-        rank has ended; the wait then fails with that error."""
+        """Start one thread for each channel, which answers the requests of one rank.
+
+        ``look`` is called while a rank waits for keys. It should raise TrainError if another rank
+        has ended; the wait then fails with that error."""
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._look = look
         ours, theirs = (Channel(each) for each in socket.socketpair())
@@ -110,7 +112,7 @@ class KeyValueStoreServer:
             ).start()
 
     def close(self) -> None:
-        """End the channels. Idempotent."""
+        """Close the channels to all ranks. Calling this again has no effect."""
         for channel in self._channels:
             channel.shut()
         self._channels[0].close()
@@ -148,7 +150,8 @@ class KeyValueStoreServer:
         return StoreReply()
 
     def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> StoreReply:
-        """Wait for the keys, in short steps, so that the thread ends soon after its rank."""
+        """Wait until the requested keys exist or the timeout is over. The wait is split into short
+        steps so that this thread ends soon after the rank that asked."""
         until = time.monotonic() + request.timeout_s
         while not channel.is_ended:
             left_s = until - time.monotonic()
@@ -165,9 +168,11 @@ class KeyValueStoreServer:
 
 
 class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
-    """torch.distributed store of a rank other than 0. It is a client of the key-value store that
-    rank 0 hosts. torch may call its methods from any thread, and the caller must keep it alive as
-    long as torch uses it."""
+    """A torch.distributed store for the ranks other than 0. It forwards each request to the
+    key-value store that rank 0 hosts.
+
+    torch may call the methods from any thread, and the caller must keep the store alive as long as
+    torch uses it."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Watches a group of ranks from rank 0: which rank is lost, and which one the others wait for.
+"""Watch a group of ranks from rank 0, to find out which rank is lost or keeps the others waiting.
 
     watch      ── Ping, every half second ──────────> watch: answers from a separate thread
                <─ HeartbeatReply, or RankStack ──────
@@ -35,7 +35,7 @@ _DISTRIBUTED = os.path.join("torch", "distributed")
 
 
 class RankHeartbeat:
-    """Progress of this rank, for those who watch it."""
+    """Records the progress of this rank, so that rank 0 can tell whether the rank is stuck."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -59,13 +59,14 @@ class RankHeartbeat:
             self.tick()
 
     def stack(self) -> str:
-        """Stack of the thread that runs the verb, outermost call first."""
+        """Return the stack trace of the thread that runs the current method, with the outermost
+        call first. Empty if no such thread exists."""
         frame = sys._current_frames().get(self.thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 class RankConnection(NamedTuple):
-    """Rank 0's connections to another rank."""
+    """The two channels from rank 0 to another rank: one for method calls and one for heartbeats."""
 
     rank: int
     talk: Channel
@@ -75,7 +76,7 @@ class RankConnection(NamedTuple):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """An error that every rank reports. Work may continue after it."""
+    """An error that leaves the group intact, so that more methods may be called afterwards."""
 
     kind: str
     """Name of its class."""
@@ -83,7 +84,7 @@ class RankError(msgspec.Struct, frozen=True):
 
 
 class RankMethodResult(msgspec.Struct, frozen=True):
-    """Result of one verb on one rank, sent to rank 0."""
+    """The result of a method call on one rank, as the rank sends it to rank 0."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """Encoded as the verb's return type."""
@@ -93,15 +94,15 @@ class RankMethodResult(msgspec.Struct, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Shows that rank 0 is alive, and asks for the rank's heartbeat count."""
+    """A message that shows that rank 0 is alive, and asks another rank for its heartbeat count."""
 
 
 class StackRequest(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 asks for the rank's stack trace."""
+    """A message in which rank 0 asks another rank for its stack trace."""
 
 
 class AbortRankRequest(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 tells the rank to exit at once."""
+    """A message in which rank 0 tells another rank to exit at once."""
 
     reason: str
 
@@ -119,7 +120,8 @@ WatchAnswer = HeartbeatReply | RankStack
 
 
 class RankWatch:
-    """Watches the ranks from a separate thread, until an error or ``close``."""
+    """Watches the other ranks from a thread of rank 0, until a rank fails or ``close`` is
+    called."""
 
     def __init__(
         self,
@@ -149,13 +151,13 @@ class RankWatch:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise TrainError if a rank was lost."""
+        """Raise TrainError if a rank has been lost, which ends the group."""
         if self._reason:
             raise TrainError(self._reason)
 
     def lose(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
-        """Report that rank ``rank`` is lost, and end all others. Within ``grace_s`` another rank
-        may turn out to be the cause."""
+        """Declare a rank lost, end all other ranks, and raise TrainError. If another rank turns out
+        to be the cause within ``grace_s`` seconds, the error names that rank instead."""
         until = time.monotonic() + grace_s
         while not self._reason and time.monotonic() < until and self._connections:
             if other := self._reported_failure() or self._dead():
@@ -166,8 +168,8 @@ class RankWatch:
         raise TrainError(self._reason)
 
     def ended(self, link: RankConnection) -> RankMethodResult:
-        """The rank's result, once it has finished its verb. Raises TrainError if a rank was
-        lost."""
+        """Wait for a rank to finish the current method, and return its result. Raises TrainError if
+        a rank is lost meanwhile."""
         while True:
             self.check()
             with contextlib.suppress(OSError):
@@ -213,7 +215,8 @@ class RankWatch:
                 return
 
     def stacks(self) -> str:
-        """Stacks of the other ranks; says so if a rank does not answer in time."""
+        """Return the stack traces of the other ranks as text. The text says which ranks did not
+        answer in time."""
         self._answers.clear()
         self._ask_stacks(lambda: None)  # the watch thread reads the answers
         answers = [
@@ -237,7 +240,8 @@ class RankWatch:
                         self._answers[link.rank] = answer.text
 
     def _dead(self) -> tuple[int, str] | None:
-        """A rank whose process or connection has ended, and how."""
+        """Return the number of a rank whose process or connection has ended, and how it ended.
+        Returns None if all ranks are alive."""
         for link in self._connections:
             process = self._processes[link.rank - 1] if self._processes else None
             if process is not None and process.poll() is not None:
@@ -247,7 +251,8 @@ class RankWatch:
         return None
 
     def _reported_failure(self) -> tuple[int, str] | None:
-        """A rank that reported a fatal error, and the error."""
+        """Return the number of a rank that reported a fatal error, and the error. Returns None if
+        no rank did."""
         for link in self._connections:
             self._receive(link)
             for ended in self._inbox[link.rank]:
@@ -256,7 +261,8 @@ class RankWatch:
         return None
 
     def _ask_stacks(self, read: Callable[[], None]) -> None:
-        """Ask the other ranks for their stacks, and wait for those that may answer."""
+        """Ask the other ranks for their stack traces, and wait a few seconds for the answers.
+        Stopped processes are not waited for, because they cannot answer."""
         for link in self._connections:
             self._send(link, StackRequest())
         until = time.monotonic() + GRACE_S
@@ -267,7 +273,8 @@ class RankWatch:
             read()
 
     def _report_stall(self) -> None:
-        """No rank makes progress: find out which one the others wait for."""
+        """End the group because no rank makes progress. The error names the ranks that the others
+        wait for."""
         verb = self._pulse.verb
         self._ask_stacks(self._read)
         stacks = {0: self._pulse.stack(), **self._answers}
@@ -315,7 +322,8 @@ class RankWatch:
         return path
 
     def _give_up(self, reason: str, culprits: Sequence[int] = ()) -> None:
-        """End the other ranks, which also releases everything that waits for them."""
+        """End the other ranks and record the reason. This also releases every thread that waits for
+        them."""
         with self._guard:
             if self._reason:
                 return
@@ -340,14 +348,15 @@ class RankWatch:
 
 
 def _waits(stack: str) -> bool:
-    """Whether a rank is inside a collective operation: its innermost call is in
-    torch.distributed."""
+    """Return True if a rank is waiting for others in a collective operation, that is, if the
+    innermost call of its stack is in torch.distributed."""
     places = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
     return bool(places) and _DISTRIBUTED in places[-1]
 
 
 def _process_state(pid: int) -> str:
-    """`` (State: T (stopped))``; empty if it is not known."""
+    """Describe the state of a process for an error message, such as `` (State: T (stopped))``.
+    Empty if the state is unknown."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines() if pid else ():
             if line.startswith("State:"):

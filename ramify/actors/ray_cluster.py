@@ -1,10 +1,10 @@
-"""Joining a Ray cluster, or starting one here that ends with this process's work.
+"""Join a Ray cluster, or start one on this machine that ends when its work here is done.
 
     cluster = RayClusterConnection(address)   the address, RAY_ADDRESS, or a new one on loopback
     cluster.join() ── work ── cluster.leave()
 
 Ray compares the versions of Ray and Python when a process joins. Ray is imported only when it is
-needed. Not here: what runs on the cluster (``ray_launcher.py``, ``ramify/maps/ray_map.py``).
+needed. ``ray_launcher.py`` and ``ramify/maps/ray_map.py`` run work on the cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _SETTINGS = 4
 
 
 class RayClusterConnection:
-    """The membership of this process in a Ray cluster."""
+    """This process's membership in a Ray cluster. The cluster either exists already or is started
+    on this machine."""
 
     def __init__(
         self,
@@ -47,9 +48,11 @@ class RayClusterConnection:
         *,
         is_quiet: bool = False,
     ) -> None:
-        """``start_s`` is the time limit in seconds for starting a cluster, and ``store_bytes`` the
-        size of the object store of a cluster that is started here. With ``is_quiet``, Ray writes
-        nothing to stdout and stderr; failures are raised anyway."""
+        """Prepare to join the cluster at ``address``, or to start one if there is no address.
+
+        ``start_s`` is the time limit in seconds for starting a cluster, and ``store_bytes`` the
+        size of the object store of a cluster that is started here. If ``is_quiet`` is True, Ray
+        writes nothing to stdout and stderr; failures are raised anyway."""
         self.address = address or os.environ.get(ADDRESS, "")
         """Empty if a cluster is started here."""
         self._ray = imported()
@@ -63,7 +66,8 @@ class RayClusterConnection:
         """Undoes what was changed in this process's Ray."""
 
     def leave(self) -> None:
-        """Leave the cluster, or end it. Idempotent."""
+        """Leave the cluster, and end it if it was started here. Calling this again has no
+        effect."""
         if self._is_joined:
             self._is_joined = False
             self._ray.shutdown()
@@ -72,8 +76,8 @@ class RayClusterConnection:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def join(self, num_gpus: int = 0) -> None:
-        """Join the cluster, or start one with ``num_gpus``, the GPUs of this machine. Raises
-        ConfigError."""
+        """Join the cluster, or start one with the given number of this machine's GPUs. Raises
+        ConfigError if that fails."""
         ray = self._ray
         if ray.is_initialized():
             raise ConfigError(
@@ -125,8 +129,8 @@ class RayClusterConnection:
                         raise ConfigError(self._why_not_joined(str(error))) from None
 
     def _check_reachable(self) -> None:
-        """Raise ConfigError if nothing listens at the address, or no Ray head does. Ray itself
-        tries for minutes."""
+        """Raise ConfigError if nothing listens at the cluster's address, or if the listener is not
+        a Ray head. Without this check, Ray would try for minutes."""
         host, _, port = self.address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             return
@@ -167,8 +171,8 @@ class RayClusterConnection:
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:
-    """Return True if the server answers the start of an HTTP/2 connection with a SETTINGS frame, as
-    every gRPC server does."""
+    """Return True if a server speaks gRPC. Every gRPC server answers the start of an HTTP/2
+    connection with a SETTINGS frame."""
     try:
         connection.sendall(_PREFACE)
         frame = connection.recv(4)
@@ -178,9 +182,10 @@ def _speaks_grpc(connection: socket.socket) -> bool:
 
 
 def keep_loopback_address() -> Callable[[], None]:
-    """Make Ray keep a loopback address. On Linux, Ray replaces the given address with one that
-    other machines can reach. Ray's switch against this is meant for Windows and macOS, and is read
-    when a process imports Ray. Returns a function that undoes the change."""
+    """Make Ray keep a loopback address, and return a function that undoes the change.
+
+    On Linux, Ray replaces a loopback address with one that other machines can reach. Ray's switch
+    against this is meant for Windows and macOS, and is read when a process imports Ray."""
     from ray._private import ray_constants
 
     constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -199,8 +204,8 @@ def keep_loopback_address() -> Callable[[], None]:
 
 
 def _keep_quiet() -> Callable[[], None]:
-    """Make Ray write nothing to stdout and stderr: it prints the last log lines of each lost node,
-    and warnings of its C++ part. Returns a function that undoes the change."""
+    """Make Ray write nothing to stdout and stderr, and return a function that undoes the change.
+    Otherwise Ray prints the last log lines of each lost node, and warnings of its C++ part."""
     from ray._private import worker
 
     name, variable = "print_to_stdstream", "RAY_BACKEND_LOG_LEVEL"
@@ -218,7 +223,8 @@ def _keep_quiet() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Discard what the process writes to its stderr, in C++ too."""
+    """Discard everything that the process writes to stderr during the block, including the output
+    of C++ code."""
     sys.stderr.flush()
     kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -231,7 +237,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def imported() -> Any:
-    """Import the module ``ray`` and return it. Raises ConfigError if the extra is not installed."""
+    """Import and return the module ``ray``. Raises ConfigError if it is not installed."""
     try:
         import ray
         import ray.util
@@ -242,7 +248,8 @@ def imported() -> Any:
 
 @contextlib.contextmanager
 def _own_handlers() -> Any:
-    """Keep the process's own SIGTERM handler: Ray's would end the process immediately."""
+    """Keep the process's own SIGTERM handler during the block. The handler that Ray installs would
+    end the process immediately."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -253,7 +260,7 @@ def _own_handlers() -> Any:
 
 
 def check_version(version: str) -> None:
-    """Raise ConfigError if this process has another version of Ramify."""
+    """Raise ConfigError if this process runs another version of Ramify than the given one."""
     if version != __version__:
         raise ConfigError(
             f"the node {socket.gethostname()} has ramify {__version__}, and this work was begun "
@@ -262,7 +269,8 @@ def check_version(version: str) -> None:
 
 
 def check_nodes(version: str) -> None:
-    """Raise ConfigError if a node of the joined cluster has another version of Ramify, or none."""
+    """Raise ConfigError if a node of the joined cluster does not have the given version of
+    Ramify."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = imported()
@@ -285,7 +293,7 @@ def check_nodes(version: str) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of Ray's error message, which says what happened, in at most 300
+    """Return the last line of Ray's error message, which says what happened, shortened to 300
     characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The launcher of a Ray cluster: reserves slots of a cluster, and starts processes on them.
+"""Reserve slots (shares of machines) on a Ray cluster, and start the processes of a run on them.
 
     pool ── placement group: one bundle per node (PACK or SPREAD)
          ── slot ── node agent (a Ray actor) ── processes (rank 1, engine 1)
@@ -11,8 +11,7 @@ agent is replaced when a process is next started on its slot: if its node is los
 the bundle to another node that has room.
 
 Before resources are requested, the bundles are checked against the nodes of the cluster. All nodes
-must see the run's files at the same paths. Not here: how a process joins a cluster, or starts one
-(``ray_cluster.py``).
+must see the run's files at the same paths. ``ray_cluster.py`` joins or starts a cluster.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _HERE = 0.001
 
 
 class RayLauncher:
-    """Starts processes on the slots of a Ray cluster; implements ``Launcher``."""
+    """Starts the processes of a run on the machines of a Ray cluster; implements ``Launcher``."""
 
     def __init__(
         self,
@@ -105,8 +104,8 @@ class RayLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> RemoteProcess:
-        """Start the process ``member`` on its slot, through the node agent there. Raises
-        ConfigError if it cannot be started."""
+        """Start a process on its slot, through the node agent that controls the slot. Raises
+        ConfigError if the process cannot be started."""
         index = self._slot_of(member)
         name = f"{member.role}-{member.number}"
         location = self._locations[index]
@@ -128,8 +127,9 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Return the address at which other processes reach this one. It is the loopback address
-        until a slot is on another machine, and this machine's network address from then on."""
+        """Return the address at which other processes can reach this one. It is the loopback
+        address as long as all slots are on this machine, and the machine's network address from
+        then on."""
         return self._own if self._is_distributed else _LOOPBACK
 
     def address_of(self, member: RoleInstance) -> str:
@@ -140,9 +140,9 @@ class RayLauncher:
         return int(self._ask(self._slot_of(member), "free_port"))
 
     def renew(self, member: RoleInstance) -> None:
-        """Ensure that ``member`` has a slot. If the slot's node agent no longer answers, it is
-        killed and replaced, perhaps on another machine. Raises ConfigError if no node has room for
-        the slot."""
+        """Ensure that a process still has a slot. If the slot's node agent no longer answers, kill
+        the agent and start another one, perhaps on another machine. Raises ConfigError if no node
+        has room."""
         index = self._slot_of(member)
         with self._renewing:
             if self._ask_or_none(self._agents[index], "about") is not None:
@@ -155,8 +155,8 @@ class RayLauncher:
             self._is_distributed = self._is_distributed or location["address"] != self._own
 
     def close(self) -> None:
-        """End all started processes, release the slots, and leave the cluster or end it.
-        Idempotent."""
+        """End all processes that were started, release the slots, and leave the cluster, which ends
+        if it was started here. Calling this again has no effect."""
         if not self._is_open:
             return
         self._is_open = False
@@ -213,7 +213,7 @@ class RayLauncher:
         ]
 
     def _reserve(self) -> None:
-        """Reserve the slots, and start a node agent on each."""
+        """Reserve all slots on the cluster, and start a node agent on each."""
         ray = self._ray
         from ray.util.placement_group import placement_group
 
@@ -260,8 +260,8 @@ class RayLauncher:
         return make.remote()
 
     def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Start a new node agent for a slot whose agent is gone, and return it with its location.
-        Raises ConfigError if no node has room within ``start_s`` seconds."""
+        """Start a new node agent for a slot whose agent is gone, and return the agent and its
+        location. Raises ConfigError if no node has room within the time limit."""
         ray, until = self._ray, time.monotonic() + self.start_s
         lost = self._locations[index]
         where = f"slot {index}, which was on {lost['host']} ({lost['address']})"
@@ -283,8 +283,8 @@ class RayLauncher:
         )
 
     def _check_first(self) -> None:
-        """Check that the first slot's GPUs are those that the run, as the first rank, computes
-        on."""
+        """Check that the first slot has the GPU on which this process computes, because this
+        process is the first rank. Raises ConfigError if it has another one."""
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].share(
@@ -302,9 +302,8 @@ class RayLauncher:
 def bundles(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Return the resources to reserve on each node of each pool. For each node there are the total
-    resources of its slots and the indices of these slots. Slots without a pool are separate
-    nodes."""
+    """Group slots by pool and node, and return the total resources to reserve on each node, with
+    the indices of its slots. A slot without a pool gets a node of its own."""
     by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = by_pool.setdefault(placement_slot.pool, {})
@@ -319,7 +318,8 @@ def check_bundles(
     nodes: Sequence[SlotResources],
     where: str,
 ) -> None:
-    """Raise ConfigError, with the sums, if the bundles do not all fit on ``nodes``."""
+    """Raise ConfigError if the requested resources do not all fit on the given nodes. The error
+    shows the sums."""
     all_needs = [(pool, needs) for pool, bundles in requested.items() for needs, _ in bundles]
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
         available = [getattr(node, field) for node in nodes]

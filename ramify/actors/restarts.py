@@ -1,4 +1,4 @@
-"""When a process that was lost is restarted, and when it is given up.
+"""Decide whether a process that was lost is restarted or given up.
 
     restarts = ProcessRestartLimiter(3, log, "worker")
     restarts.failed(1, "worker 1 ended")    True: restart it; False: it was lost 4 times in a row
@@ -7,8 +7,7 @@
     restarts.succeeded(1)                   it did its work: earlier losses no longer count
 
 A loss leaves one log record with the reason: ``restart``, or ``worker_lost`` if the process is
-given up. A restart that fails leaves ``restart_failed``. Not here: what counts as work (its caller
-decides that).
+given up. A restart that fails leaves ``restart_failed``. The caller decides what counts as work.
 """
 
 from __future__ import annotations
@@ -29,11 +28,15 @@ Name = str | int
 
 
 class ProcessRestartLimiter:
-    """How often each process was lost without any success in between."""
+    """Counts how often each process was lost without doing any work in between, and says whether to
+    restart it again."""
 
     def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
-        """``restarts`` is the number of losses in a row after which a process is still restarted.
-        ``kind`` says in log records what the processes are: ``worker``, ``service``, …"""
+        """Allow each process a number of restarts in a row.
+
+        After ``restarts`` losses without success in between, a process is still restarted; after
+        the next one it is given up. ``kind`` says in log records what the processes are:
+        ``worker``, ``service``, …"""
         self._restarts = restarts
         self._log = log
         self._kind = kind
@@ -51,8 +54,8 @@ class ProcessRestartLimiter:
         event: str = "restart",
         **fields: Any,
     ) -> bool:
-        """Count the loss of a process, or a failed restart, and log it. Returns whether to restart
-        the process.
+        """Count and log the loss of a process, or a failed restart. Returns True if the process
+        should be restarted.
 
         The log record says ``why`` the process was lost and what follows: ``again`` for a restart,
         or ``given_up``. ``event`` is the name of the record of a restart, and ``fields`` are added
@@ -74,43 +77,43 @@ class ProcessRestartLimiter:
         return is_restarted
 
     def lost(self, name: Name) -> bool:
-        """Count the loss of a process, or a failed restart, without logging it. Returns whether to
-        restart the process."""
+        """Count the loss of a process, or a failed restart, without logging it. Returns True if the
+        process should be restarted."""
         self._losses[name] += 1
         return self._losses[name] <= self._restarts
 
     def back(self, name: Name, text: str) -> None:
-        """Record that a restart has succeeded, and show ``text`` on a console. The log record has
-        level DEBUG, because the restart itself is already logged."""
+        """Record that a restart has succeeded, and show a message on the console. The log record
+        has level DEBUG, because the restart itself is already logged."""
         self.started(name)
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
     def started(self, name: Name) -> None:
-        """Record that a restart has succeeded: the next failure is another loss."""
+        """Record that a restart has succeeded, so that the next failure counts as another loss."""
         self._away.discard(name)
 
     def succeeded(self, name: Name) -> None:
-        """Record that the process did its work: earlier losses no longer count."""
+        """Record that a process did its work, so that its earlier losses no longer count."""
         self._losses[name] = 0
 
     def all_succeeded(self) -> None:
         self._losses.clear()
 
     def num_losses(self, name: Name) -> int:
-        """Return how often in a row the process was lost."""
+        """Return how many times in a row a process was lost."""
         return self._losses[name]
 
     def moved(self, name: Name, new_name: Name) -> None:
-        """Continue the count of process ``name`` under ``new_name``."""
+        """Give the loss count of one process to the process that replaces it under a new name."""
         self._losses[new_name] = self._losses[name]
 
     def pause_s(self, name: Name) -> float:
-        """Seconds to wait before the next restart: 1, 2, 4, … up to 30."""
+        """Return how many seconds to wait before the next restart: 1, 2, 4, … up to 30."""
         return min(LONGEST_PAUSE_S, 2.0 ** self.num_losses(name) / 2)
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel ``tasks`` and wait until they have ended."""
+    """Cancel several asyncio tasks and wait until all of them have ended."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -120,9 +123,8 @@ async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
 async def until_started(
     start: Callable[[], Awaitable[T]], on_failure: Callable[[Exception], bool], pause_s: float = 0.0
 ) -> T | None:
-    """Call ``start`` until it succeeds, and return its result. After an error, ``on_failure``
-    decides: if it returns True, ``start`` is called again after ``pause_s`` seconds; otherwise None
-    is returned."""
+    """Call ``start`` until it succeeds, and return its result. After each error, ``on_failure``
+    decides whether to try again after ``pause_s`` seconds (True) or to give up and return None."""
     while True:
         try:
             return await start()

@@ -1,4 +1,4 @@
-"""Authenticated connections between the processes of a run, here and on other machines.
+"""Open authenticated connections between the processes of a run, on this and other machines.
 
     listener ── nonce a ──────────────────────────────────────> peer
              <─ nonce b, HMAC(key, "peer", a, b) ──────────────
@@ -10,8 +10,8 @@ Processes on one machine use a Unix socket, in a folder that only their user can
 several machines use a TCP port, to which any process may connect. Peers are authenticated
 concurrently, so a silent, slow or unauthorized peer does not delay the others.
 
-Not here: how the key reaches a process (``connect_back.py``). Frames are neither encrypted nor
-signed: between machines, an attacker who controls the network can read and change them.
+``connect_back.py`` brings the key to a started process. Frames are neither encrypted nor signed:
+between machines, an attacker who controls the network can read and change them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _MAX_PATH = 100
 
 
 class Channel:
-    """A connection that carries frames. Several threads may send; one may receive."""
+    """An authenticated connection between two processes that carries messages. Several threads may
+    send at the same time, but only one may receive."""
 
     def __init__(self, peer: socket.socket, key: bytes = b"") -> None:
         peer.settimeout(None)
@@ -63,22 +64,22 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send one message. Raises OSError if the peer is gone."""
+        """Send one message. Raises OSError if the other side is gone."""
         data = encode(message)
         with self._sending:
             self._peer.sendall(len(data).to_bytes(_LENGTH, "little"))
             self._peer.sendall(data)
 
     def receive(self, kind: type[T] | Any) -> T:
-        """Wait for the next message and decode it as ``kind``. Raises EOFError if the peer has
-        closed the channel, and MsgspecError for a message of another type."""
+        """Wait for the next message and decode it as the type ``kind``. Raises EOFError if the
+        other side has closed the channel, and MsgspecError for a message of another type."""
         length = int.from_bytes(self._exactly(_LENGTH), "little")
         found: T = decode(self._exactly(length), kind)
         return found
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """True if a message, or the end of the channel, arrives within the timeout. Raises OSError
-        if the channel is closed."""
+        """Return True if a message arrives, or the other side closes the channel, within
+        ``timeout_s`` seconds. Raises OSError if this side has closed the channel."""
         if self._peer.fileno() < 0:
             raise OSError("the channel is closed")
         poll = select.poll()
@@ -87,7 +88,7 @@ class Channel:
 
     @property
     def is_ended(self) -> bool:
-        """True if either side has closed the channel and every message was received."""
+        """True if either side has closed the channel and every message has been received."""
         try:
             return self._peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -96,12 +97,12 @@ class Channel:
             return True
 
     def shut(self) -> None:
-        """Shut the connection down, which wakes every thread that sends or receives on it."""
+        """Shut down the connection, which wakes every thread that is sending or receiving on it."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Calling this again has no effect."""
         self._peer.close()
 
     def __enter__(self) -> Channel:
@@ -122,12 +123,13 @@ class Channel:
 
 
 class ChannelListener:
-    """Accepts connections of peers that have the key, as channels."""
+    """Accepts connections from processes that have the run's key, and returns them as channels."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, key: bytes = b"") -> None:
-        """``host`` is the address at which peers reach this process. For loopback, a Unix socket is
-        used if this system has them, and ``port`` is ignored. Without ``key``, a new key is
-        generated."""
+        """Start to listen. ``host`` is the address at which other processes reach this one.
+
+        On a loopback address, a Unix socket is used if this system has them, and ``port`` is
+        ignored. If no ``key`` is given, a new one is generated."""
         self.key = key or secrets.token_bytes(32)
         self._folder = ""
         if host == LOOPBACK and hasattr(socket, "AF_UNIX"):
@@ -151,11 +153,11 @@ class ChannelListener:
     def accept(
         self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
     ) -> tuple[Channel, T]:
-        """Return (channel, first message) of the next peer that has the key. The message is decoded
-        as ``kind``.
+        """Wait for the next peer that has the key, and return its channel and its first message,
+        which is decoded as the type ``kind``.
 
-        ``look`` is called while waiting. It should raise if the peer's process has ended. Raises
-        TimeoutError after ``wait_s``.
+        ``look`` is called while waiting. It should raise an error if the peer's process has ended.
+        Raises TimeoutError after ``wait_s`` seconds.
         """
         until = time.monotonic() + wait_s
         looked = time.monotonic()
@@ -206,8 +208,8 @@ class ChannelListener:
             self._selector.register(peer, selectors.EVENT_READ, proof)
 
     def _advanced(self, proof: _Proof) -> bytes | None:
-        """Read from an unauthenticated peer. Returns its first frame once it is complete; None if
-        data is missing, or if the peer was dropped."""
+        """Read from a peer whose authentication is not complete. Returns the peer's first message
+        once it is complete, and None if data is missing or the peer was dropped."""
         try:
             first = proof.advance()
         except (OSError, EOFError):
@@ -225,7 +227,8 @@ class ChannelListener:
 
 
 class _Proof:
-    """Authentication of a connected peer by a listener, up to the peer's first frame."""
+    """The authentication of one connected peer by a listener, which ends with the peer's first
+    message."""
 
     def __init__(self, peer: socket.socket, key: bytes) -> None:
         self.peer = peer
@@ -239,8 +242,9 @@ class _Proof:
             peer.send(self._nonce)
 
     def advance(self) -> bytes | None:
-        """Read the data that has arrived. Returns the first frame once it is complete. Raises
-        EOFError or OSError if the peer has disconnected or has another key."""
+        """Read the data that has arrived, and return the peer's first message once it is complete,
+        or None before. Raises EOFError or OSError if the peer has disconnected or has another
+        key."""
         # Never read beyond the frame: the next byte belongs to the channel.
         while (missing := self._missing()) > 0:
             try:
@@ -273,8 +277,8 @@ class _Proof:
 
 
 def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Channel:
-    """Connect to the listener at ``address``, check that it has ``key``, and send it the message
-    ``first``. Raises OSError if no listener answers there or it has another key."""
+    """Connect to a listener, check that it has the run's key, and send the first message. Raises
+    OSError if no listener answers at the address, or if it has another key."""
     peer = _connected(address, wait_s)
     try:
         nonce = _read(peer, _NONCE)
@@ -333,9 +337,11 @@ _LEAST_KEY = 16
 
 
 def given_key() -> bytes | None:
-    """The key in the environment variable ``RAMIFY_RUN_KEY``, or in the file that
-    ``RAMIFY_RUN_KEY_FILE`` names; None if neither is set. Raises TrainError for a short key, and
-    for a file that cannot be read or that others can."""
+    """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
+    ``RAMIFY_RUN_KEY_FILE`` names. Returns None if neither is set.
+
+    Raises TrainError if the key is too short, or if the file cannot be read or is readable by other
+    users."""
     text = os.environ.get(KEY, "")
     if path := os.environ.get(KEY_FILE, ""):
         try:

@@ -1,11 +1,12 @@
-"""The form of messages between processes of a run: MessagePack of declared types, never pickle.
+"""Encode and decode the messages between the processes of a run. Messages are MessagePack of
+declared types, never pickle.
 
     encode(RolloutRequest(…))             bytes
     decode(data, RolloutRequest)          the message, or MsgspecError for anything else
 
 A message is a ``msgspec.Struct``, a tagged union of several, or a container of them. Arrays and
-tensors are sent as their type, shape and bytes, and may be in fields of any type. Not here: the
-authentication of senders (see ``run_channel.py``).
+tensors are sent as their type, shape and bytes, and may be in fields of any type.
+``run_channel.py`` authenticates the senders.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ _Array = tuple[str, tuple[int, ...], memoryview]
 
 
 def encode(message: Any) -> bytes:
-    """Raises TypeError for a value that messages cannot hold."""
+    """Encode a message as MessagePack. Raises TypeError if it contains a value that messages cannot
+    hold."""
     return msgspec.msgpack.encode(message, enc_hook=_extension)
 
 
 def decode(data: Any, kind: type[T] | Any) -> T:
-    """Raises MsgspecError if ``data`` is not a message of the type ``kind``."""
+    """Decode a message of the declared type ``kind``. Raises MsgspecError if the data has another
+    form."""
     found: T = msgspec.msgpack.decode(data, type=kind, ext_hook=_value)
     return found
 
@@ -49,7 +52,8 @@ def _extension(value: Any) -> Any:
 
 
 def _value(code: int, data: memoryview) -> Any:
-    """Decode the array or tensor in a MessagePack extension. Raises MsgspecError."""
+    """Decode the array or tensor in a MessagePack extension. Raises MsgspecError if it is
+    malformed."""
     name, shape, flat = msgspec.msgpack.decode(data, type=_Array)
     try:
         if code == _ARRAY:

@@ -1,8 +1,8 @@
-"""Reads the kernel's table of TCP sockets, to find which user's process is at the other end of a
-connection on this machine.
+"""Find out which user's process is at the other end of a TCP connection on this machine, by reading
+the kernel's table of TCP sockets.
 
-Decides nothing: ``listener_user`` answers who listens at an address, before a key is sent there.
-Linux only; elsewhere nothing is known.
+Callers use ``listener_user`` to check who listens at an address before they send a key there. This
+works on Linux only; on other systems nothing is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Address = tuple[str, int]
 
 
 class TcpSocketTableEntry(NamedTuple):
-    """One TCP socket of this machine, from the kernel's table, which lists those of all users."""
+    """One TCP socket of this machine, as the kernel's table of all users' sockets lists it."""
 
     local: Address
     remote: Address
@@ -32,7 +32,7 @@ class TcpSocketTableEntry(NamedTuple):
 
 
 def tcp_sockets() -> list[TcpSocketTableEntry]:
-    """Return the TCP sockets of this machine."""
+    """Return the TCP sockets of all users on this machine."""
     found = []
     for table in _TABLES:
         with contextlib.suppress(OSError), open(table) as file:
@@ -45,8 +45,8 @@ def tcp_sockets() -> list[TcpSocketTableEntry]:
 
 
 def listener_user(host: str, port: int) -> int | None:
-    """Return the id of the user whose process listens at an address of this machine, or None if it
-    is unknown."""
+    """Return the id of the user whose process listens at an address of this machine. Returns None
+    if that is unknown."""
     places = {host, *_ANYWHERE}
     return next(
         (
@@ -59,8 +59,8 @@ def listener_user(host: str, port: int) -> int | None:
 
 
 def _address(text: str) -> Address:
-    """Decode an address: ``0100007F:A51D`` is 127.0.0.1, 42269. An IPv4 address in IPv6 form
-    becomes IPv4."""
+    """Decode an address from the kernel's table: ``0100007F:A51D`` is 127.0.0.1, port 42269. An
+    IPv4 address in IPv6 form becomes IPv4."""
     host, _, port = text.partition(":")
     raw = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
     if raw.startswith(b"\0" * 10 + b"\xff\xff"):

@@ -7,8 +7,8 @@ loop as well. A helper is started by the first request and reused by later ones.
 helper whose request exceeds the limit on CPU time. Cancelling a request also kills its helper, so
 that no run waits for a result that is no longer needed.
 
-Not here: which data is large enough to need a helper (see ``clients/reply_decoding.py`` and
-``engine/reading.py``), and processes that live as long as a run (see ``child_process.py``).
+Callers decide which data is large enough to need a helper (see ``clients/reply_decoding.py`` and
+``engine/reading.py``). Processes that live as long as a run are started by ``child_process.py``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ _NUM_HELPERS = 2
 
 
 class HelperError(Exception):
-    """A helper process exited or was killed before it answered."""
+    """Raised if a helper process exits or is killed before it has answered."""
 
 
 async def in_helper(function: str, *data: bytes) -> bytes:
-    """Call a function in a helper process and return its result. ``function`` is its name as
-    ``module:name``; it takes and returns bytes. Raises HelperError if it exceeds the limits on CPU
-    time and memory, and RuntimeError if it raises an exception."""
+    """Call a function in a helper process and return its result. The function is named as
+    ``module:name``; its arguments and its result are bytes.
+
+    Raises HelperError if the function exceeds the limits on CPU time and memory, and RuntimeError
+    if it raises an exception."""
     request = _HelperRequest([function.encode(), *data])
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads(), request.run)
@@ -52,7 +54,7 @@ async def in_helper(function: str, *data: bytes) -> bytes:
 
 
 class _HelperRequest:
-    """One request to a helper. ``run`` blocks, so call it in a thread."""
+    """One request to a helper process. ``run`` blocks, so it must be called in a thread."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -73,8 +75,8 @@ class _HelperRequest:
         return answer
 
     def _answer(self) -> tuple[bytes, bytes] | None:
-        """Ask a helper. Returns None if another process killed it, so that a second one can be
-        asked. Raises HelperError if it exceeded its limits."""
+        """Send the request to a helper process. Returns None if someone else killed the helper, so
+        that another one can be asked. Raises HelperError if the request exceeded its limits."""
         process = None
         try:
             with _helpers.one() as process:
@@ -115,13 +117,14 @@ _helpers = IdleProcesses(functools.partial(start_python_process, f"{__name__}:se
 
 
 def serve() -> None:
-    """Answer requests from standard input until it is closed."""
+    """Run in a helper process: answer requests from standard input until it is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answer_requests(_answered)
 
 
 def _answered(request: list[bytes]) -> tuple[bytes, bytes]:
-    """Call the function that ``request`` names; returns (empty if it succeeded, its result)."""
+    """Call the function that a request names. Returns an empty status and the result, or the status
+    ``failed`` and the error."""
     name, *data = request
     module, _, function = name.decode().partition(":")
     call = getattr(importlib.import_module(module), function)

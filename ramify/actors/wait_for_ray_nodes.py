@@ -1,4 +1,4 @@
-"""Wait until a Ray cluster has its nodes:
+"""Wait until all nodes of a Ray cluster have joined. Run this as
 ``python -m ramify.actors.wait_for_ray_nodes ADDRESS NODES``.
 
 Job files that start a cluster call this module (``ramify/extras/cluster/scheduler_job.py``),
@@ -20,7 +20,7 @@ _AGAIN_S = 2.0
 
 
 def wait_for_nodes(address: str, nodes: int, timeout_s: float = WAIT_S) -> None:
-    """Wait until the cluster at ``address`` has ``nodes`` living nodes. Raises ConfigError after
+    """Wait until a Ray cluster has the given number of living nodes. Raises ConfigError after
     ``timeout_s`` seconds; the error says how many nodes have joined."""
     ray = imported()
     logging.getLogger("ray").setLevel(logging.CRITICAL)

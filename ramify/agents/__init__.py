@@ -1,4 +1,4 @@
-"""Agents that were written elsewhere, trained and evaluated as they are.
+"""Train and evaluate agents that were written for other systems, without changing them.
 
     item ──▶ AgentTask ──▶ a command or a function, with a base URL and its own key
                                │ asks its models over HTTP, as always
@@ -14,6 +14,6 @@
     agent_container.py  Docker as the place of a command
     agent_result.py     what a reward sees
 
-Not here: the HTTP endpoint (``evaluate/agent_model_endpoint.py``), and which request continues
-which call (``engine/run_model_client.py``).
+The HTTP endpoint is in ``evaluate/agent_model_endpoint.py``; ``engine/run_model_client.py`` finds
+out which request continues which call.
 """

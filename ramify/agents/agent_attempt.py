@@ -1,13 +1,13 @@
-"""One rollout of an agent: its folder, its key, its limits, and how it ended.
+"""Run one rollout of an agent: give it a folder and a key, apply its limits, and record how it
+ended.
 
     new folder ─ key ─ agent starts ──▶ first request ──▶ agent ends ──▶ key ends ──▶ reward
                           │ first_request_s  │ max_seconds    │ exit code
                           └ never_called     └ hung           └ crashed, outlived
 
-Decides which outcomes are failures of the rollout: it then has no reward, and nothing is learned
-from it. The reason is one line, with the end of the agent's stderr. Not here: the reward
-(``agent_task.py``), and how an agent is started and ended (``agent_function.py``,
-``agent_command.py``).
+A rollout whose outcome is a failure has no reward, and nothing is learned from it. The reason is
+one line, with the end of the agent's stderr. Rewards are computed in ``agent_task.py``; agents are
+started and ended in ``agent_function.py`` and ``agent_command.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _QUOTED = 400
 
 
 class RunningAgent(Protocol):
-    """An agent that works on one item."""
+    """An agent that is working on one item, as a separate process or as a function in this
+    process."""
 
     ended: asyncio.Future[None]
     """Done once the agent has ended; its other fields are complete then."""
@@ -57,12 +58,12 @@ class RunningAgent(Protocol):
     """Number of processes that the agent left behind."""
 
     def place(self) -> str:
-        """Return where the agent's code is now, as a suffix for an error message (``, at
-        agent.py:12 (solve)``). Empty if unknown."""
+        """Return where the agent's code is now, as the end of an error message (``, at agent.py:12
+        (solve)``). Empty if that is unknown."""
         ...
 
     async def end(self) -> None:
-        """End the agent with everything that it started. Idempotent."""
+        """End the agent and everything that it started. Calling this again has no effect."""
         ...
 
 
@@ -71,7 +72,7 @@ StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
 
 
 class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one rollout."""
+    """The time limits of one rollout of an agent, and whether a crashed agent is scored."""
 
     max_seconds: float
     """Longest time from the start of the agent to its end."""
@@ -82,10 +83,11 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentAttempt:
-    """One rollout of one item."""
+    """One rollout in which an agent works on one item of a task."""
 
     def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentLimits) -> None:
-        """``where`` names the task and the item. Every error message begins with it."""
+        """Prepare a rollout. ``where`` names the task and the item, and begins every error message;
+        ``start`` starts the agent."""
         self._where = where
         self._item = item
         self._start = start
@@ -94,7 +96,8 @@ class AgentAttempt:
         self._remove: weakref.finalize[Any, Any] | None = None
 
     async def conduct(self, conversations: RunModelClient) -> Any:
-        """Let the agent work, and return its answer. Raises RamifyError unless it ended well."""
+        """Start the agent, wait for it to end, and return its answer. Raises RamifyError if it
+        crashes, exceeds a limit, or never calls a model."""
         endpoint = await conversations.shared(ModelEndpoint, ModelEndpoint)
         folder = new_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
@@ -132,7 +135,8 @@ class AgentAttempt:
         return answer.replace(key, MARK) if isinstance(answer, str) else answer
 
     def record(self, answer: Any) -> Mapping[str, Any]:
-        """Called once when the rollout has ended. Returns the metadata of its trajectory."""
+        """Return the metadata that is stored with the rollout's trajectory: how the agent ended.
+        Call this once, after the rollout."""
         is_scored = self._record is not None and self._record.folder
         if self._remove is not None and not is_scored:
             self._remove()
@@ -152,7 +156,8 @@ class AgentAttempt:
         )
 
     async def _outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
-        """Wait until the agent has ended, or has reached one of its limits."""
+        """Wait until the agent has ended or has reached one of its time limits, and return how the
+        rollout ended."""
         limits = self._limits
         first_s = min(limits.first_request_s, limits.max_seconds)
         await asyncio.wait([agent.ended], timeout=first_s)
@@ -201,7 +206,7 @@ class AgentAttempt:
 
 
 async def _ended(agent: RunningAgent) -> None:
-    """End the agent, even if the rollout is being cancelled."""
+    """End the agent and wait until it has ended, even if the rollout is being cancelled."""
     ending = asyncio.ensure_future(agent.end())
     try:
         await asyncio.shield(ending)

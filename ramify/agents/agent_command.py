@@ -1,4 +1,4 @@
-"""A command as the agent: a separate process, in any language.
+"""Run an agent as a command: a separate process, in any language.
 
     CommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
       ── words(job) ──> ["/usr/bin/python3", "/here/my_agent.py", "/tmp/…/item.json"]
@@ -12,7 +12,7 @@ The agent gets a small environment: where programs and the home folder are, the 
 addresses and its key, and the variables that the task names. No key of the trainer is among them.
 The process has its own session and a guard (``actors/process_guard.py``), which ends it with all
 that it started: when it has ended, when it is stopped, and when this process ends for any reason.
-Not here: time limits (``agent_attempt.py``).
+``agent_attempt.py`` applies the time limits.
 """
 
 from __future__ import annotations
@@ -67,14 +67,16 @@ _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 
 
 class CommandTemplate:
-    """A command with placeholders."""
+    """The command that starts an agent, with placeholders for the values of each rollout."""
 
     def __init__(
         self, command: str | Sequence[str], *, shell: bool = False, container: str = ""
     ) -> None:
-        """``container`` is the image of the container in which the command runs. If it is empty,
-        the command runs on this machine. Raises ConfigError for an empty command, an unknown
-        placeholder, and a program that does not exist."""
+        """Parse and check the command of an agent. If ``container`` names an image, the command
+        runs in a container, otherwise on this machine.
+
+        Raises ConfigError for an empty command, an unknown placeholder, and a program that does not
+        exist."""
         self.container: AgentContainer | None = None
         """Where the command runs; None: here."""
         self._shell = command if shell and isinstance(command, str) else ""
@@ -88,7 +90,7 @@ class CommandTemplate:
             check_program_installed(self._words[0], "AgentTask")
 
     def words(self, job: AgentJob) -> list[str]:
-        """Return the words of the command for one rollout, with its placeholders filled in. In a
+        """Fill in the placeholders for one rollout, and return the words of the command. In a
         container, ``{python}`` is the container's ``python3``."""
         values = {
             "item_file": str(job.item_file),
@@ -108,15 +110,16 @@ class CommandTemplate:
         return filled_words(self._words, values)
 
     def cleanup(self, job: AgentJob) -> list[str]:
-        """Return the command to run if the agent is stopped early, which removes what it may leave
-        behind. Empty if there is nothing to remove."""
+        """Return the command that removes what an agent may leave behind when it is stopped early,
+        such as its container. Empty if there is nothing to remove."""
         return [] if self.container is None else self.container.removal(job)
 
 
 def named_variables(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that a task gives its agent. Each of ``names`` is
-    ``NAME=value``, or the name of a variable of this process. Raises ConfigError if this process
-    has no such variable."""
+    """Return the environment variables that a task gives its agent. Each entry of ``names`` is
+    ``NAME=value``, or the name of a variable of this process.
+
+    Raises ConfigError for an empty name, and for a variable that this process does not have."""
     environment = {}
     for each in names:
         name, sign, value = each.partition("=")
@@ -131,8 +134,8 @@ def named_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of an agent, apart from those in ``PASSED_ON``: the address
-    and key of its models, and the variables that ``names`` lists (see ``named_variables``)."""
+    """Return the environment variables that are special to an agent: the addresses and the key of
+    its models, and the variables that its task names."""
     return named_variables(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,
@@ -145,8 +148,8 @@ def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
 async def start_command(
     template: CommandTemplate, job: AgentJob, names: Sequence[str]
 ) -> AgentProcess:
-    """Start the agent of one rollout, with the variables ``names``. Raises RamifyError if it cannot
-    be started."""
+    """Start an agent's command for one rollout, and return the running process. Raises RamifyError
+    if the command cannot be started."""
     own = environment_of(job, names)
     words, cleanup = template.words(job), template.cleanup(job)
     if template.container is not None:
@@ -176,7 +179,7 @@ async def start_command(
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command to its end, and ignore its result."""
+    """Run a command to its end, and ignore its output and its result."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             command,
@@ -205,7 +208,8 @@ def _started(
 
 
 class AgentProcess:
-    """One run of a command. Implements ``RunningAgent``."""
+    """An agent that runs as a separate process, started for one rollout; implements
+    ``RunningAgent``."""
 
     def __init__(
         self,
@@ -214,7 +218,8 @@ class AgentProcess:
         errors: OutputPipe,
         cleanup: Sequence[str] = (),
     ) -> None:
-        """``cleanup`` is a command that runs once the process has been stopped."""
+        """Watch a started process. ``cleanup`` is a command to run once the process has been
+        stopped early."""
         self._cleanup = list(cleanup)
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -231,12 +236,12 @@ class AgentProcess:
         self._loop.add_reader(child, self._look)
 
     def place(self) -> str:
-        """Return an empty text, because the line that another process is running cannot be
-        known."""
+        """Return an empty text, because the line that another process is running is unknown."""
         return ""
 
     async def end(self) -> None:
-        """End the process with all that it started. Idempotent."""
+        """End the process and everything that it started, and run the cleanup command. Calling this
+        again has no effect."""
         if not self.ended.done():
             self._is_stopped = True
             await in_thread(self._child.end, _END_S)
@@ -245,7 +250,8 @@ class AgentProcess:
             self._look()
 
     def _look(self) -> None:
-        """Complete the fields and ``ended`` if the process has ended."""
+        """Check if the process has ended. If it has, record its exit code and output, and complete
+        the future ``ended``."""
         if self.ended.done() or (status := self._child.poll()) is None:
             return
         self._loop.remove_reader(self._child)

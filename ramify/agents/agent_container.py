@@ -1,4 +1,4 @@
-"""A container as the place of an agent: ``docker run`` of its command.
+"""Run an agent's command in a Docker container.
 
     docker run --rm --init --name … --network host --user … --volume FOLDER:FOLDER --workdir …
         --env OPENAI_BASE_URL …  IMAGE  COMMAND …
@@ -6,10 +6,10 @@
 The folder of the rollout has the same path inside, so the item file and the agent's files are where
 the command names them. The network is that of this machine, on whose loopback address the endpoint
 listens. The agent's variables are passed by name, so no key is on a command line. The container is
-removed when it ends, and when the rollout is stopped. If the trainer is killed, the client of
-Docker gets SIGTERM from its guard and passes it on.
+removed when it ends, and when the rollout is stopped. If the trainer is killed, the Docker client
+gets SIGTERM from its guard (a small process that watches it) and passes the signal on.
 
-Not here: the command itself (``agent_command.py``).
+The command itself comes from ``agent_command.py``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PROGRAM = "docker"
 
 
 class AgentContainer:
-    """The image in which an agent runs."""
+    """The container image in which an agent's command runs, and the ``docker`` commands for it."""
 
     def __init__(self, image: str) -> None:
-        """Raises ConfigError if ``image`` is the name of a sandbox, or if Docker's client is
-        missing."""
+        """Check that Docker can run the image. Raises ConfigError if ``image`` is the name of a
+        sandbox, or if the program ``docker`` is missing."""
         if image in SANDBOXES.ours:
             raise ConfigError(
                 f"AgentTask: container={image!r} is a sandbox for sessions. An agent needs a way "
@@ -45,8 +45,8 @@ class AgentContainer:
         self._image = image
 
     def words(self, command: Sequence[str], job: AgentJob, names: Iterable[str]) -> list[str]:
-        """Return the words of a ``docker run`` command that runs ``command`` in a container.
-        ``names`` are the environment variables that are passed on to the container."""
+        """Return the words of a ``docker run`` command that runs an agent's command in a container.
+        ``names`` lists the environment variables that are passed on to the container."""
         folder = str(job.folder.parent)
         variables = [word for name in names for word in ("--env", name)]
         return [
@@ -57,11 +57,11 @@ class AgentContainer:
         ]
 
     def removal(self, job: AgentJob) -> list[str]:
-        """Return the command that removes the container of a rollout."""
+        """Return the ``docker rm`` command that removes the container of a rollout."""
         return [_PROGRAM, "rm", "--force", _name(job)]
 
 
 def _name(job: AgentJob) -> str:
-    """Return the name of a rollout's container. It is the name of the rollout's folder, which is
-    unique."""
+    """Return the name of a rollout's container, which is the unique name of the rollout's
+    folder."""
     return job.folder.parent.name

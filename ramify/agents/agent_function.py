@@ -1,9 +1,9 @@
-"""A Python function as the agent: it runs in this process.
+"""Run an agent that is a Python function, in this process.
 
 An async function runs on the event loop of the rollout, which it must not block. Any other function
 has its own thread, in which it is stopped at its next Python instruction. A function that
-waits outside Python cannot be stopped and is abandoned; its key has ended by then. Not here: time
-limits (``agent_attempt.py``).
+waits outside Python cannot be stopped and is abandoned; its key is no longer valid by then.
+``agent_attempt.py`` applies the time limits.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _END_S = 1.0
 
 
 def _called(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
-    """Call ``function``. A coroutine that it returns is awaited on the loop of async rewards."""
+    """Call an agent's function and return its result. If the function returns a coroutine, run the
+    coroutine to its end first."""
     answer = function(job)
     return run_coroutine(answer) if inspect.iscoroutine(answer) else answer
 
 
 class AgentFunction:
-    """One run of a function. Implements ``RunningAgent``."""
+    """An agent that runs as a Python function in this process, for one rollout; implements
+    ``RunningAgent``."""
 
     def __init__(self, function: Callable[[AgentJob], Any], job: AgentJob) -> None:
-        """Start ``function``."""
+        """Start the function: in a task if it is async, otherwise in a thread."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.answer: Any = None
@@ -56,11 +58,12 @@ class AgentFunction:
             self._thread = StoppableThread(lambda: _called(function, job), "ramify agent", end)
 
     def place(self) -> str:
-        """The line that runs now: ``, at agent.py:12 (solve)``; empty if unknown."""
+        """Return the line that the function is running, as the end of an error message (``, at
+        agent.py:12 (solve)``). Empty if that is unknown."""
         return self._thread.place() if self._thread is not None else ""
 
     async def end(self) -> None:
-        """Stop it. Idempotent."""
+        """Stop the function if it still runs. Calling this again has no effect."""
         if self.ended.done():
             return
         if self._task is not None:

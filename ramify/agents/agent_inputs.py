@@ -1,10 +1,11 @@
-"""What one rollout gives its agent: a folder, the item, addresses of models, and a key.
+"""Prepare what an agent gets for one rollout: a folder, the item, the addresses of its models, and
+a key.
 
     FOLDER/item.json    {"id": …, "question": …, "context": …, "kind": …, "messages": […]}
     FOLDER/work/        the working folder of the agent, empty at first
 
-The item has no gold answer and no metadata: they belong to the reward. Not here: which of these a
-command gets as arguments, and its environment (``agent_command.py``).
+The item has no gold answer and no metadata, because only the reward may see them.
+``agent_command.py`` decides which values a command gets as arguments, and its environment.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ramify.tasks.base import Item
 
 
 class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout as its agent sees it.
+    """Everything that an agent gets for one rollout: an item to work on, a folder, and access to
+    its models.
 
     Example:
         def agent(job: AgentJob) -> str:
@@ -48,25 +50,28 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def visible_to_agent(item: Item) -> Item:
-    """Return ``item`` without what only its score may see."""
+    """Return a copy of an item without the fields that only its score may see, such as the gold
+    answer."""
     return msgspec.structs.replace(item, gold=None, right=None, wrong=None, metadata={})
 
 
 def new_folder() -> Path:
-    """Create the folder of one rollout, and return it."""
+    """Create a temporary folder for one rollout, with the agent's working folder inside, and return
+    it."""
     folder = Path(tempfile.mkdtemp(prefix="ramify-agent-"))
     (folder / "work").mkdir()
     return folder
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete the folder of a rollout, as far as its agent lets it be deleted. Idempotent."""
+    """Delete the folder of a rollout, and ignore files that cannot be deleted. Calling this again
+    has no effect."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_item_file(item: Item, folder: Path) -> Path:
-    """Write ``item`` into ``folder`` as JSON, and return the file. Raises RamifyError if its
-    context has no JSON form."""
+    """Write an item as JSON into the folder of a rollout, and return the path of the file. Raises
+    RamifyError if the item's context has no JSON form."""
     shown = {
         "id": item.id,
         "question": item.question,

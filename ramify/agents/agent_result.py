@@ -1,4 +1,5 @@
-"""How an agent's work on one item ended, and what a reward sees of it."""
+"""Types that describe how an agent's work on one item ended, and what a reward function sees of
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """The end of an agent, as ``Trajectory.metadata`` stores it."""
+    """How an agent ended: its outcome, exit code, output and duration, as ``Trajectory.metadata``
+    stores them."""
 
     outcome: AgentOutcome
     exit_code: int | None = None
@@ -37,7 +39,7 @@ class AgentRecord(msgspec.Struct, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of an agent, as its reward sees it.
+    """A finished rollout of an agent, as its reward function sees it.
 
     Example:
         def score(run: AgentRun) -> float:
@@ -65,5 +67,5 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def output_tail(text: str) -> str:
-    """Return the last ``MAX_OUTPUT_CHARS`` characters of an output."""
+    """Shorten an output to its last ``MAX_OUTPUT_CHARS`` characters, and return it."""
     return text[-MAX_OUTPUT_CHARS:]

@@ -15,8 +15,8 @@ class is a task for ``evaluate``. In a recipe it becomes plain data, the task ``
 fields as options, so ``task.options.max_seconds=60`` overrides a field, and a checkpoint or another
 process has all of it.
 
-Decides what a valid description is, so that mistakes are found before a model is loaded, and turns
-the result of a reward into a score. Not here: one rollout (``agent_attempt.py``).
+This module checks the description of a task, so that mistakes are found before a model is loaded,
+and turns the result of a reward into a score. ``agent_attempt.py`` runs one rollout.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ _TOTAL = "correct"
 
 
 class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """A task whose items are worked on by an agent that was written elsewhere.
+    """A task whose items are given to an agent that was written for another system: a command or a
+    Python function.
 
     The agent reads its item, asks models at the address that it is given, and ends. Its reward sees
     how it ended, its output, its files and the tree of its calls.
@@ -145,7 +146,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         msgspec.structs.force_setattr(self, "options", self._options())
 
     def _options(self) -> dict[str, Any]:
-        """Return the fields of this task that the user set, as plain data where possible."""
+        """Return the fields of this task that the user has set, as plain data where possible."""
         given = {
             field.name: value
             for field in msgspec.structs.fields(type(self))
@@ -159,7 +160,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def splits(self) -> Mapping[str, Sequence[Item]]:
-        """Split name -> items. Raises ConfigError or SourceError if they cannot be read."""
+        """Load the items of each split, and return them by the split's name. Raises ConfigError or
+        SourceError if they cannot be read."""
         items, options = self.items, self.item_options
         if isinstance(items, Task):
             return items.splits
@@ -198,7 +200,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @property
     def writes_prompts(self) -> bool:
-        """True, because the agent writes its own prompts: no scaffold applies."""
+        """True, because the agent writes its own prompts, so no prompt scaffold of Ramify
+        applies."""
         return True
 
     @property
@@ -217,7 +220,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _start(self) -> StartAgent:
-        """Starts the agent of one rollout. Raises ConfigError if the agent cannot be loaded."""
+        """Return the function that starts the agent of one rollout. Raises ConfigError if the agent
+        cannot be loaded."""
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
@@ -239,13 +243,16 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _compares(self) -> bool:
-        """True if the reward compares the answer with the item's gold answer."""
+        """True if the reward compares the agent's answer with the item's gold answer."""
         return isinstance(self.reward, str) and not is_reference(self.reward)
 
     @functools.cached_property
     def _reward(self) -> Callable[..., Any]:
-        """The reward function. If ``reward`` is the name of a score, it takes (answer, item) and
-        compares the answer with the gold answer. Otherwise it takes an ``AgentRun``."""
+        """Load and return the reward function.
+
+        If ``reward`` is the name of a score, the function takes an answer and an item, and compares
+        the answer with the gold answer. Otherwise it takes an ``AgentRun``, which describes a whole
+        rollout."""
         if not isinstance(self.reward, str):
             found = self.reward
         elif self._compares:
@@ -259,13 +266,14 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _unscored(answer: Any, item: Item) -> float:
-    """Stand in for the scorer of the rows, and raise RamifyError: only the reward of the
-    ``AgentTask`` can score them."""
+    """Raise RamifyError. This function takes the place of a scorer in items that are read from a
+    file, because only the reward of the ``AgentTask`` can score them."""
     raise RamifyError(f"item {item.id}: only the reward of its AgentTask can score it")
 
 
 def _check_call(field: str, function: Any, argument: str) -> None:
-    """Raise ConfigError unless ``function`` can be called with one argument."""
+    """Raise ConfigError unless the object given for ``field`` is a function that can be called with
+    one argument."""
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigError(
@@ -286,9 +294,9 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """Return a function as the place where a checkpoint or another process finds it
-    (``file.py:name``). A function without such a place, and any other value, is returned as it
-    is."""
+    """Return a function as text that tells where to import it (``file.py:name``), so that a
+    checkpoint or another process can find it. Other values, and functions that cannot be imported,
+    are returned unchanged."""
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
     if value.__module__ == "__main__":
@@ -311,9 +319,10 @@ def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:
 
 
 def _score(worth: Any, trajectory: Trajectory) -> Score:
-    """Convert the value that a reward function returned to a ``Score``. A name that is the id of a
-    call gives that call a reward. If there are no other names, the reward of the rollout is the
-    mean over these calls."""
+    """Convert the value that a reward function returned to a ``Score``.
+
+    A name that is the id of a call gives that call a reward. If there are no other names, the
+    reward of the rollout is the mean over these calls."""
     if inspect.iscoroutine(worth):
         worth = run_coroutine(worth)
     if not isinstance(worth, Mapping):
@@ -331,8 +340,8 @@ def _score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each named value over the calls that have it. Raises RamifyError for a
-    value that is not a number."""
+    """Average each named value over the calls that have it. Raises RamifyError for a value that is
+    not a number."""
     known: dict[str, list[float]] = {}
     for call, values in by_call.items():
         for name, value in values.items():
