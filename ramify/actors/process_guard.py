@@ -172,8 +172,8 @@ class ProcessGuard:
                 self._signal(number)
 
     def _take_requests(self) -> None:
-        """Carry out the parent's requests, one per line: ``s NUMBER`` sends a signal to the
-        command, and ``e SECONDS`` ends the command."""
+        """Act on the parent's requests, one per line: ``s NUMBER`` sends a signal to the command,
+        and ``e SECONDS`` ends the command."""
         with contextlib.suppress(ConnectionResetError):
             if text := os.read(_SOCKET, 4000):
                 for kind, value in (line.split() for line in text.decode().splitlines()):

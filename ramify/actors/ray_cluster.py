@@ -48,7 +48,7 @@ class RayClusterConnection:
         *,
         is_quiet: bool = False,
     ) -> None:
-        """Prepare to join the cluster at ``address``, or to start one if there is no address.
+        """Prepare to join the cluster at ``address``, or to start one if ``address`` is empty.
 
         ``start_s`` is the time limit in seconds for starting a cluster, and ``store_bytes`` the
         size of the object store of a cluster that is started here. If ``is_quiet`` is True, Ray

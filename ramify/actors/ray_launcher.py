@@ -303,7 +303,7 @@ def bundles(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
     """Group slots by pool and node, and return the total resources to reserve on each node, with
-    the indices of its slots. A slot without a pool gets a node of its own."""
+    the indices of its slots. A slot without a pool counts as a separate node."""
     by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = by_pool.setdefault(placement_slot.pool, {})

@@ -1,8 +1,9 @@
-"""``ramify ask``: its options, and how they become an ``RLM`` and a question.
+"""The command ``ramify ask``: this module declares its options, and creates an ``RLM`` and a
+question from them.
 
 ``SETTINGS`` is the only list of settings: the command line, the configuration file and the
-``RAMIFY_*`` variables take their names and types from it. Not here: running the question (see
-ask_runner.py) and reading the configuration file (see settings.py).
+``RAMIFY_*`` variables take their names and types from it. ``ask_runner.py`` runs the question, and
+``settings.py`` reads the configuration file.
 """
 
 from __future__ import annotations
@@ -263,7 +264,8 @@ def ask(
 def _check_mode(
     mode: str | None, resume: str | None, is_dry_run: bool, given: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError if the mode is unknown, or if another option contradicts it."""
+    """Raise UsageError if the value of ``--mode`` is unknown, or if another option contradicts
+    it."""
     if mode is None:
         return
     if resume is not None:
@@ -277,8 +279,8 @@ def _check_mode(
 
 
 def check_mode(mode: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an unknown mode, and for a setting of the command line that the mode
-    does not have."""
+    """Raise UsageError if the value of ``--mode`` is unknown, or if the command line has an option
+    that this mode does not support."""
     if mode not in MODES:
         raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
     if given.get("direct") is not None:
@@ -292,8 +294,11 @@ def check_mode(mode: str, given: Mapping[str, Any]) -> None:
 
 
 def open_notes(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrMessageWriter:
-    """Return the notes of a command with these settings. They take the warnings of this process,
-    and begin with one for each variable that looks like a setting of ``kinds`` and is none."""
+    """Create the writer of a command's messages to stderr. It also receives the warnings of this
+    process.
+
+    The first messages warn about environment variables that look like a setting listed in ``kinds``
+    but are not one."""
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(kinds):
@@ -309,7 +314,8 @@ def prompt(
     tokens: bool | None = None,
     **given: Any,
 ) -> int:
-    """Run ``ramify prompt``: print the prompt with which a question begins, without sending it."""
+    """Run ``ramify prompt``: print the prompt that a question would begin with, without sending it
+    to a model."""
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
@@ -339,7 +345,8 @@ def show_prompt(
     notes: StderrMessageWriter,
     **options: Any,
 ) -> int:
-    """Print the prompt of a question; ``options`` are those of ``prompt_screen.show``."""
+    """Print the prompt that a question would begin with. Further keyword arguments are passed to
+    ``prompt_preview_printer.show``."""
     from ramify.cli import prompt_preview_printer
 
     with mcp_tools(settings) as tools:
@@ -359,7 +366,8 @@ def show_prompt(
 
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
-    """Reject a file in the place of the question, which would be asked without its content."""
+    """Raise UsageError if the first argument is a file or URL instead of a question. Otherwise the
+    model would be asked the bare name."""
     is_url = "://" in question and not any(map(str.isspace, question))
     if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
         from ramify.sources.remote_urls import shown_url
@@ -372,8 +380,8 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
 
 
 def _decoded_text(argument: str) -> str:
-    """Return ``argument`` as text if the locale could not decode it: as UTF-8, or else as
-    Windows-1252, like a file."""
+    """Decode a command-line argument that the locale could not decode: as UTF-8, or else as
+    Windows-1252, which is also how files are decoded."""
     try:
         argument.encode()
         return argument
@@ -416,7 +424,8 @@ def _ask(
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
-    """Connect to the MCP servers named in ``settings``; gives None if there are none."""
+    """Connect to the MCP servers that the setting ``mcp`` names, and close the connections after
+    the block. The block gets None if no server is named."""
     if not settings.get("mcp"):
         return contextlib.nullcontext()
     from ramify.engine.mcp_tools import McpTools
@@ -482,14 +491,15 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
 
 def read_mount(given: str) -> tuple[str, str]:
     """Split the value of ``--mount``, such as ``data:/data``, into the absolute path on this
-    machine and the path in the session. Without a second path, both are the same."""
+    machine and the path inside the session. If there is only one path, it is used for both."""
     path, colon, place = given.rpartition(":")
     path = os.path.abspath(os.path.expanduser(path if colon else given))
     return path, place if colon else path
 
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
-    """Whether the question will probably need a session rather than one direct call."""
+    """Return True if the question will probably need a sandbox session rather than one direct call
+    of the model."""
     if settings.get("direct") is False or settings.get("branches", 1) != 1 or settings.get("mcp"):
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
@@ -542,8 +552,8 @@ def make_rlm(
 
 
 def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError for a maximum cost if a model has no known price. A provider from another
-    package may know its own prices."""
+    """Raise UsageError if a maximum cost is set but a model has no known price. Models of providers
+    from other packages are accepted, because their clients may know the price."""
     from ramify.clients.providers import CLIENTS, PriceTable
 
     if max_cost is None or not math.isfinite(max_cost):
@@ -562,7 +572,7 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
 
 
 def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``Limits`` that ``settings`` sets."""
+    """Select the settings that are fields of ``Limits``, and return those that are set."""
     from ramify.engine.limits import Limits
 
     named = {**settings, "patience_s": settings.get("patience")}
@@ -581,8 +591,8 @@ def open_store(settings: dict[str, Any]) -> RunStore | None:
 
 
 def open_folder(settings: dict[str, Any], command: str) -> Store | None:
-    """Open the store, for a ``command`` that keeps further files in the store's folder. Returns
-    None if the settings turn the store off. Raises ConfigError if the store has no folder."""
+    """Open the store of runs for a command that keeps further files in the store's folder. Returns
+    None if the settings turn the store off. Raises ConfigError if the store is not a folder."""
     if settings.get("store") is False:
         return None
     from ramify.store.stores import folder_store
@@ -593,7 +603,8 @@ def open_folder(settings: dict[str, Any], command: str) -> Store | None:
 def load_sources(
     paths: list[str], notes: StderrMessageWriter, settings: dict[str, Any]
 ) -> LoadedContext | None:
-    """Load ``paths``, or standard input if there are none; None without any input."""
+    """Load the given files, folders and URLs, or standard input if none are given. Returns None if
+    nothing was given and standard input is empty."""
     size = settings.get("max_bytes")
     max_bytes = None if size is None else parse_size(size, "--max-bytes")
     if not paths and not _is_piped(notes):
@@ -642,7 +653,7 @@ def read_scaffold(given: str | None, model: str) -> Any:
 
 
 def read_instructions(given: str | None) -> str:
-    """Return instructions that are given as text or as the name of a file."""
+    """Return the user's instructions, which are given either as text or as the name of a file."""
     if not given:
         return ""
     if "\n" not in given and os.path.isfile(os.path.expanduser(given)):
@@ -658,7 +669,7 @@ def read_instructions(given: str | None) -> str:
 
 
 def read_examples(given: str | None) -> list[Any]:
-    """Return the examples of a .jsonl file, or of a .json file with a list."""
+    """Read example questions and answers from a .jsonl file, or from a .json file with a list."""
     if not given:
         return []
     data = _read(given, "the examples")
@@ -700,7 +711,8 @@ def _decoded(data: bytes, name: str) -> Any:
 
 
 def _is_piped(notes: StderrMessageWriter) -> bool:
-    """Whether standard input is a pipe or file with at least one byte. Waits for that byte."""
+    """Return True if standard input is a pipe or a file with at least one byte. This waits until a
+    byte arrives or the pipe is closed."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, ValueError, OSError):
@@ -718,7 +730,8 @@ def _is_piped(notes: StderrMessageWriter) -> bool:
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """Reject settings next to ``--resume``, except those about output and this machine."""
+    """Raise UsageError if ``--resume`` is combined with a setting, because a run continues with its
+    original settings. Settings about output and this machine are allowed."""
     options = [option for option in SETTINGS if given[option.name] is not None]
     refused = [each.long for each in options if each.name not in _ALLOWED_WITH_RESUME]
     refused += ["--answer-schema"] if answer_schema else []

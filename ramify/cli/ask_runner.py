@@ -4,8 +4,8 @@
                ^
                └── Ctrl-C: the first calls ``wrap_up``, the second ``cancel``, the third is Python's
 
-Not here: the options (see ask.py), the progress display (see progress_display.py) and resuming a
-stored run's settings (see resume.py).
+The options are in ``ask.py``, the progress display is in ``progress_display.py``, and ``resume.py``
+restores the settings of a stored run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
 
 
 class AskRequest(msgspec.Struct, frozen=True):
-    """One question with its sources and options."""
+    """A question for a model, with the loaded sources and the options of the run."""
 
     question: str
     loaded: Any
@@ -78,9 +78,11 @@ def run_again(
     models: dict[str, Any],
     fork: tuple[int, dict[str, str | None]] | None,
 ) -> ExitCode:
-    """Continue a stored run. If it has already ended, and not by a limit that is now higher, print
-    its recorded answer. ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0,
-    options of ``RLM.start_fork``) starts a new run from there."""
+    """Continue a stored run. If the run has already ended, print its recorded answer, unless a
+    limit that ended it is now higher.
+
+    ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0, options of
+    ``RLM.start_fork``) starts a new run from that turn instead."""
     from ramify.cli import resume
     from ramify.engine import rerun
 
@@ -166,7 +168,8 @@ def _watcher(rlm: RLM, screen: ProgressDisplay) -> RunEventPrinter | LiveView:
 
 
 class RunInterrupts:
-    """Handlers of Ctrl-C and SIGTERM while a run is in progress."""
+    """Handles Ctrl-C and SIGTERM while a run is in progress. The first Ctrl-C asks for the best
+    answer so far; the second one, or SIGTERM, stops the run."""
 
     def __init__(self, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.STOPPED
@@ -243,14 +246,16 @@ def _print(
 
 
 def _why(result: Result) -> str:
-    """Reason why a run has no answer. If a limit ended the run, the last error is added."""
+    """Explain why a run has no answer. If a limit ended the run, the explanation includes the last
+    error."""
     why = why_unanswered(result)
     errors = [error for error in result.trajectory.errors if why not in error]
     return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
 
 
 def _print_json(result: Result, run_id: str | None) -> None:
-    """Print the JSON object that ``docs/cli.md`` describes: always every field, in this order."""
+    """Print the result of a run as the JSON object that ``docs/cli.md`` describes. It always has
+    all fields, in the same order."""
     mode, why = mode_of(result.trajectory.metadata)
     fields = {
         "answer": jsonable(result.answer),
@@ -269,8 +274,8 @@ def _print_json(result: Result, run_id: str | None) -> None:
 
 
 def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) -> None:
-    """Print the answer unchanged, and then its citations. If the answer has a schema, the citations
-    go to stderr, so that stdout stays JSON."""
+    """Print the answer unchanged, followed by its citations. If the answer has a JSON schema, the
+    citations go to stderr, so that stdout is valid JSON."""
     print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
@@ -288,7 +293,8 @@ def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) 
 def format_run_summary(
     trajectory: Trajectory, run_id: str | None, unfinished: str = "running"
 ) -> str:
-    """One-line summary of a run; ``unfinished`` replaces the stop reason if it has not ended.
+    """Summarise a run on one line. If the run has not ended, ``unfinished`` takes the place of the
+    stop reason.
 
     ``final · 3 turns, 12 requests · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``
     """

@@ -1,10 +1,11 @@
-"""``ramify calibrate MODEL``: how accurate a model's leaves are at each size, and the best size.
+"""The command ``ramify calibrate MODEL``: measure how accurately a model answers about texts of
+different sizes, and store the best size for the leaves (single model calls) of later plans.
 
     model ──> sizes up to its window ──> what it may cost ──> begin? ──> plain calls about generated
     texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
 
-A calibration that was killed continues with ``--resume``, and pays for no reply twice. Not here:
-the attempts (see eval_matrix.py), and how a plan uses the result (``plans/calibration.py``).
+A calibration that was killed continues with ``--resume``, and pays for no reply twice.
+``eval_matrix.py`` makes the attempts, and ``plans/calibration.py`` uses the result.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def run(
 
 
 class _Curve:
-    """Prints the curve of a finished calibration and stores it."""
+    """Prints the result of a calibration, a curve of accuracy against text size, and stores it."""
 
     def __init__(
         self, screen: ProgressDisplay, tolerance: float, svg: str | None, *, as_json: bool
@@ -129,7 +130,8 @@ class _Curve:
         self._as_json = as_json
 
     def announce(self, plan: MatrixPlan, likely: float | None) -> None:
-        """Say what will be asked, and what it probably costs."""
+        """Announce which text sizes will be measured, how many questions are asked, and what that
+        will probably cost."""
         from ramify.evaluate.leaf_size_accuracy_curve import size_of
 
         sizes = sorted({size_of(cell) for cell in plan.cells})
@@ -184,8 +186,8 @@ class _Curve:
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
 ) -> tuple[MatrixPlan, float | None]:
-    """Return the evaluation that measures ``model``, and its likely cost in dollars, or None
-    without a price. The evaluation is a matrix: plain calls, without a session, at each text size.
+    """Plan the evaluation that measures a model: plain calls, without a session, at each text size.
+    Returns the plan and its likely cost in dollars, or None if the model has no price.
 
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
@@ -244,7 +246,8 @@ def _sizes(text: str) -> list[int]:
 
 
 def _recorded(id: str) -> MatrixPlan:
-    """Return the stored calibration that ``id`` names."""
+    """Load the plan of a stored calibration by its id. Raises an error if there is none, or if the
+    id belongs to another kind of evaluation."""
     from ramify.evaluate.leaf_size_accuracy_curve import is_calibration
     from ramify.evaluate.matrix import EvaluationMatrixStore
 

@@ -1,12 +1,13 @@
-"""``ramify demos``: ask a model for demonstrations of a task once, and keep them as stored runs.
+"""The command ``ramify demos``: let a model demonstrate how to solve a task, and store these runs
+so that another model can be trained on them.
 
     ramify demos my_task.py:errors --model openai:gpt-5-mini --num 400 --out demos --max-cost 10
     ramify train recipe.py sft.trajectories=demos sft.algorithm.min_reward=1
 
 Demonstrations are attempts at the first items of the training split, stored in ``--out`` with their
 rewards. Repeating the command continues where it stopped, also with a larger ``--num`` or
-``--max-cost``; finished attempts are not repeated. Not here: which demonstrations a recipe learns
-from (see train/advantages/sft.py).
+``--max-cost``; finished attempts are not repeated. ``train/advantages/sft.py`` selects the
+demonstrations that a recipe learns from.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def demos(
 
 
 def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError if a model costs money but no limit is given, or if a limit is given but the
-    model's price is unknown."""
+    """Raise UsageError if a model costs money but ``--max-cost`` is missing, or if ``--max-cost``
+    is given but a model's price is unknown."""
     from ramify.clients.providers import PriceTable
 
     check_prices(settings, max_cost)
@@ -165,7 +166,7 @@ def _plan(
 
 
 class _Demonstrations:
-    """The demonstrations of one command."""
+    """Creates the demonstrations for one invocation of ``ramify demos``, and prints a summary."""
 
     def __init__(
         self,
@@ -208,7 +209,8 @@ class _Demonstrations:
     def _made(
         self, store: Store, record: EvaluationFileWriter, budget: CostBudget | None
     ) -> EvaluationResult | None:
-        """Run the missing attempts. Returns None if Ctrl-C stopped them."""
+        """Make the demonstrations that are still missing. Returns None if Ctrl-C stopped the
+        command."""
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 

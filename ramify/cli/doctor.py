@@ -1,4 +1,5 @@
-"""``ramify doctor``: check the installation and print what is available and what is missing.
+"""The command ``ramify doctor``: check the installation, and print what is available and what is
+missing.
 
 Names of API keys are shown, never their values.
 """
@@ -85,7 +86,8 @@ def _config() -> Iterator[str]:
 
 
 def found_keys() -> dict[str, str]:
-    """Return the environment variable that holds the API key of each provider with a key."""
+    """Return the names of the environment variables in which this process has API keys, one for
+    each provider with a key."""
     variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
     first_set = {
         name: next((variable for variable in candidates if os.environ.get(variable)), "")
@@ -141,7 +143,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _version_of(module: str) -> str:
-    """Version of a module; empty if another distribution provides it, such as ``mlflow-skinny``."""
+    """Return the installed version of a module. Empty if another distribution provides the module,
+    such as ``mlflow-skinny``."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

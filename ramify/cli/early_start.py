@@ -1,9 +1,9 @@
-"""The guess, from a command's arguments alone, that it will soon need a session of the jail.
+"""Guess from the command-line arguments whether a command will soon need a sandbox session.
 
-The fork server's process then starts before anything else is imported, so this module imports
-nothing but what every Python process has. Options in the configuration file, and how options go
-together, are not known yet; a process that turns out not to be needed ends with the command. Not
-here: starting it (see ``ramify/__main__.py``).
+If so, ``ramify/__main__.py`` starts the fork server, the process from which sessions are forked,
+before anything else is imported. So this module imports nothing but what every Python process has.
+Options in the configuration file, and how options go together, are not known yet. If the fork
+server turns out not to be needed, it ends with the command.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
 
 
 def asks_over_much(arguments: list[str]) -> bool:
-    """Return True if the arguments are those of ``ramify ask`` over a folder or a large file, which
-    will soon need a session in the sandbox (the jail). Returns False if an option or a variable
-    shows that no such session is needed."""
+    """Return True if the command is ``ramify ask`` over a folder or a large file, which will soon
+    need a sandbox session. Returns False if an option or an environment variable shows that no such
+    session is needed."""
     if arguments[:1] != ["ask"] or sys.platform != "linux":
         return False
     if os.environ.get("RAMIFY_SANDBOX", "jail") != "jail":

@@ -1,11 +1,12 @@
-"""``ramify eval``: evaluate a model on a task, show progress, and print the results.
+"""The command ``ramify eval``: evaluate a model on a task, show progress, and print the results.
 
     ramify eval ledger --model openai:gpt-5-mini --items 50 --n 4
     ramify eval my_task.py:task chars=100000 --model …         your own task and one of its options
     ramify eval questions.jsonl question=q gold=a reward=f1 --model …
     ramify eval niah,oolong --lengths 8k,64k --models A,B --modes direct,free    a matrix
 
-Not here: the evaluation itself (see ramify/evaluate/), and a matrix (see eval_matrix.py).
+The evaluation itself is in ``ramify/evaluate/``; ``eval_matrix.py`` runs a matrix, which compares
+several models, lengths or modes.
 """
 
 from __future__ import annotations
@@ -212,8 +213,8 @@ def evaluate(
 
 
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
-    """Return the stored matrix (an evaluation of several settings) with this id. Returns None if
-    the id is that of a single evaluation."""
+    """Load the stored plan of a matrix, an evaluation of several settings, by its id. Returns None
+    if the id belongs to a single evaluation."""
     from ramify.evaluate.matrix import EvaluationMatrixStore
 
     store = open_folder(settings, "ramify eval")
@@ -227,8 +228,8 @@ def _refuse_others(
     dry_run: bool | None,
     yes: bool | None,
 ) -> None:
-    """Raise UsageError for an option that does not fit the kind of evaluation. Some options are
-    only for a single evaluation, others only for a matrix, which compares several."""
+    """Raise UsageError for an option that does not fit the kind of evaluation. Some options work
+    only for a single evaluation, others only for a matrix, which compares several settings."""
     of_matrix = {"--html": html, "--dry-run": dry_run, "--yes": yes}
     refused = [name for name, value in (of_one if is_matrix else of_matrix).items() if value]
     if refused and is_matrix:
@@ -251,7 +252,8 @@ def _matrix(
     options: MatrixOptions,
     plan_options: dict[str, Any],
 ) -> int:
-    """Evaluate every combination of suite, length, model, mode and scaffold."""
+    """Evaluate every combination of the given task suites, text lengths, models, answer modes and
+    scaffolds (sets of prompts)."""
     from ramify.evaluate.matrix import MatrixAxes, parse_length
 
     suites, *rest = words
@@ -281,7 +283,7 @@ def _names(given: str | None) -> list[str]:
 
 
 class _Command:
-    """Runs one evaluation, which is not a matrix, for the command line."""
+    """Runs a single evaluation for ``ramify eval``, in contrast to a matrix of several."""
 
     def __init__(
         self,
@@ -340,7 +342,8 @@ class _Command:
     def _tracked(
         self, plan: EvaluationPlan, record: EvaluationFileWriter | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Open the trackers at the start, so that their errors appear before any money is spent."""
+        """Open the experiment trackers at the start, so that their errors appear before any money
+        is spent."""
         if self._trackers is None:
             return contextlib.nullcontext()
         id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
@@ -350,7 +353,8 @@ class _Command:
         )
 
     def _baseline(self, records: Any) -> EvaluationResult | None:
-        """Load the evaluation to compare with, before any money is spent."""
+        """Load the stored evaluation that ``--against`` names, before any money is spent. Returns
+        None without the option."""
         if self._against is None:
             return None
         if records is None:
@@ -470,7 +474,7 @@ class _Command:
 
 
 def _measured(figures: EvaluationReport) -> StepMetrics:
-    """Convert a report to metrics for trackers.
+    """Convert an evaluation report to metrics for experiment trackers.
 
     For example ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``.
     """
@@ -534,8 +538,8 @@ def _plan_of(
 
 
 def open_task(plan: EvaluationPlan) -> Task:
-    """Return the task of ``plan``. Modules are also found in the current folder, as with python
-    -m."""
+    """Load the task that an evaluation plan names. Modules in the current folder are found, too, as
+    with ``python -m``."""
     from ramify.tasks.base import task_of
 
     sys.path[:0] = [""] * ("" not in sys.path)
@@ -543,14 +547,16 @@ def open_task(plan: EvaluationPlan) -> Task:
 
 
 def with_split(plan: EvaluationPlan, task: Task, given: str | None) -> EvaluationPlan:
-    """Return ``plan`` with the split that ``--split`` gives, or the task's own choice."""
+    """Return a copy of an evaluation plan with the split that ``--split`` names. Without that
+    option, the task chooses its split."""
     from ramify.evaluate.run import split_of
 
     return msgspec.structs.replace(plan, split=split_of(task, given))
 
 
 def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
-    """Check that right answers score 1 and wrong ones do not."""
+    """Check a few items of the task before the evaluation: right answers must score 1, and wrong
+    ones must not."""
     from ramify.tasks.validation import validate
 
     skipped = validate(task, [plan.split], num=min(4, plan.items))
@@ -559,8 +565,8 @@ def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> 
 
 
 def task_option(word: str) -> tuple[str, Any]:
-    """Split a task's option: ``chars=1000`` becomes ("chars", 1000). A value that is not valid JSON
-    is kept as text."""
+    """Parse an option of a task: ``chars=1000`` becomes ("chars", 1000). A value that is not valid
+    JSON is kept as text. Raises UsageError for any other form."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"'{word}' is not a task option: write NAME=VALUE")
@@ -571,7 +577,8 @@ def task_option(word: str) -> tuple[str, Any]:
 
 
 def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
-    """Reject settings next to ``--resume``, except those about output and concurrency."""
+    """Raise UsageError if ``--resume`` is combined with a setting, because an evaluation continues
+    with its original settings. Settings about output and concurrency are allowed."""
     known = (*_SETTINGS, *OF_AN_EVALUATION, *OF_A_MATRIX)
     refused = [
         option.long

@@ -1,10 +1,11 @@
-"""A matrix from the command line: ``ramify eval SUITES --lengths … --models … --modes …``.
+"""Evaluate a matrix, that is, all combinations of several task suites, lengths, models and modes:
+``ramify eval SUITES --lengths … --models … --modes …``.
 
     axes ──> plan ──> rooms and prices of the models ──> what it may cost ──> begin? ──> attempts
                                                                            ──> table, JSONL, HTML
 
-It decides what is checked before anything is spent, and how results are printed. Not here: the
-cells of a matrix (see ramify/evaluate/matrix.py), and the options of the command (see eval.py).
+This module checks a matrix before any money is spent, and prints its results. The cells of a matrix
+(its combinations) are defined in ``ramify/evaluate/matrix.py``, and the options in ``eval.py``.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
 
 class MatrixOptions(NamedTuple):
-    """Options of an evaluation matrix (all combinations of several models, lengths and modes) that
-    do not change its attempts, such as how many run at the same time."""
+    """Options of an evaluation matrix that do not change its results, such as how many attempts run
+    at the same time. A matrix is all combinations of several models, lengths and modes."""
 
     k: int | None
     concurrency: int
@@ -67,12 +68,13 @@ class MatrixOptions(NamedTuple):
 
 
 class _NotConfirmed(Exception):
-    """Raised if the user does not want to begin."""
+    """Raised if the user, asked on the terminal, does not want to begin the evaluation, or if this
+    is only a dry run."""
 
 
 class MatrixCommand:
-    """Evaluates a matrix for the command line: all combinations of several suites, lengths, models
-    and modes. It begins a new matrix or resumes a stored one."""
+    """Evaluates all combinations of several task suites, lengths, models and modes for the command
+    line. It begins a new matrix or resumes a stored one."""
 
     def __init__(
         self, settings: dict[str, Any], screen: ProgressDisplay, options: MatrixOptions
@@ -88,7 +90,8 @@ class MatrixCommand:
         """Settings -> the RLM that answers with them."""
 
     def begin(self, axes: MatrixAxes, validates: bool) -> ExitCode:
-        """Evaluate a new matrix. ``validates``: first check that right answers score 1."""
+        """Evaluate a new matrix. If ``validates`` is True, first check that right answers to some
+        items score 1."""
         from ramify.evaluate.evaluation_report import check_k
         from ramify.evaluate.matrix import MatrixTasks, plan_of
         from ramify.tasks.validation import validate
@@ -112,13 +115,13 @@ class MatrixCommand:
         return self._run(plan, tasks, is_new=True)
 
     def begin_plan(self, plan: MatrixPlan) -> ExitCode:
-        """Evaluate a new matrix whose combinations are already chosen."""
+        """Evaluate a new matrix whose combinations have already been chosen."""
         from ramify.evaluate.matrix import MatrixTasks
 
         return self._run(plan, MatrixTasks(), is_new=True)
 
     def resume(self, plan: MatrixPlan) -> ExitCode:
-        """Continue a stored matrix, and print its results."""
+        """Continue a stored matrix that is incomplete, and print its results."""
         from ramify.evaluate.evaluation_report import check_k
         from ramify.evaluate.matrix import MatrixTasks
 
@@ -185,8 +188,8 @@ class MatrixCommand:
             return self._shown(plan, evaluations, is_stored=records is not None)
 
     def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
-        """The RLM of a cell's plan. Cells that differ only in their mode share one, so that they
-        share its model and its rate limit."""
+        """Return the RLM that answers for one cell (combination) of the matrix. Cells that differ
+        only in their answer mode share an RLM, and so share a rate limit."""
         is_direct = plan.settings["mode"] == "direct"
         settings = _settings_of(plan)
         # A plain call has no tools.
@@ -202,8 +205,10 @@ class MatrixCommand:
     async def _check(
         self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationFileWriter]
     ) -> None:
-        """Print the number of attempts and what they may cost, and ask whether to begin. Raises
-        ConfigError for a model that cannot be asked, and _NotConfirmed."""
+        """Print the number of attempts and what they may cost, and ask the user whether to begin.
+
+        Raises ConfigError if a model cannot be used, and _NotConfirmed if the evaluation should not
+        begin."""
         from ramify.engine.limits import DEFAULT_MAX_COST
         from ramify.evaluate.answer_modes import room_of
         from ramify.evaluate.matrix import estimate
@@ -314,7 +319,8 @@ class MatrixCommand:
     def _ended(
         self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
-        """Say which attempts are missing, and return the exit code."""
+        """Print how many attempts are missing, or that none was scored, and return the exit
+        code."""
         everything = [outcome for done in evaluations for outcome in done.outcomes]
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in everything)
         if num and is_stored:
@@ -342,7 +348,7 @@ class MatrixCommand:
     def _show_money(
         self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
-        """Print which score each cell of the matrix reaches for which cost."""
+        """Print which score each cell (combination) of the matrix reaches at which cost."""
         from ramify.evaluate.money_curves import matrix_money, money_tables, money_text
 
         rows = matrix_money(plan, outcomes)
@@ -355,7 +361,7 @@ class MatrixCommand:
 
 
 def _is_confirmed() -> bool:
-    """Ask on the terminal whether to begin."""
+    """Ask on the terminal whether to begin, and return True if the answer is yes."""
     print("begin? [Y/n] ", end="", file=sys.stderr, flush=True)
     # The handler of asyncio would only cancel a task, which does not run while this waits.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -366,8 +372,8 @@ def _is_confirmed() -> bool:
 
 
 def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
-    """Return the object that makes the attempts of one cell of a matrix, with ``rlm`` and with the
-    mode and temperature in the cell's ``plan``."""
+    """Return the object that makes the attempts of one cell (combination) of a matrix. It uses
+    ``rlm`` with the mode and the temperature of the cell."""
     from ramify.clients.base import Sampling
     from ramify.evaluate.answer_modes import mode_of
     from ramify.evaluate.attempt import attempt
@@ -380,20 +386,21 @@ def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
 
 
 def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
-    """Return the object that makes the attempts of one cell of a matrix in a worker process. The
-    RLM is created there, with the API keys of the worker's environment."""
+    """Return the object that makes the attempts of one cell (combination) of a matrix in a worker
+    process. The RLM is created in that process, with the API keys of its environment."""
     settings = _settings_of(plan)
     return attempts_of(plan, make_rlm(settings, sandbox_spec(settings), store))
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
-    """Return the settings of the RLM for one cell of a matrix. The setting ``direct`` is cleared,
-    because each mode decides itself whether a plain call answers the question."""
+    """Return the settings of the RLM for one cell (combination) of a matrix. The setting ``direct``
+    is cleared, because each mode decides whether a plain call may answer the question."""
     return {**plan.settings, "model": plan.model, "direct": None}
 
 
 def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:
-    """The rows of a matrix as plain values: the coordinates, then the figures."""
+    """Yield the rows of a matrix report as plain dictionaries: first the combination that a row is
+    about, then its figures."""
     for row in report.rows:
         data = msgspec.to_builtins(row)
         place = data.pop("place")

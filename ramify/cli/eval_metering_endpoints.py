@@ -1,11 +1,12 @@
-"""``ramify eval … --with SYSTEM``: the meters of a matrix in which other systems answer, too.
+"""Meter the model requests of other systems that are compared with Ramify: ``ramify eval … --with
+SYSTEM``.
 
     each model ──> one meter, which records every request
     each cell  ──> the system's attempts, or runs of ours, each at a seat with the same budget
 
 The budget of an attempt is that of --max-calls, --max-tokens and --max-cost, or the defaults of our
-runs, and its time is --max-seconds. Not here: the attempts (see ramify/evaluate/systems/) and the
-meter (see ramify/serve/meter.py).
+runs, and its time is --max-seconds. The attempts are in ``ramify/evaluate/systems/``, and the meter
+is in ``ramify/serve/meter.py``.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ _NOT_METERED = {
 
 
 def check_comparable(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting that would make the comparison unfair."""
+    """Raise UsageError for a setting that only Ramify's own runs support, and that would make the
+    comparison with other systems unfair."""
     for name, why in _NOT_METERED.items():
         if settings.get(name):
             raise UsageError(f"--with and --{name.replace('_', '-')}: {why}; remove one of them")
 
 
 class MatrixMeters:
-    """The metering endpoints of one matrix, by the name of the model. There are none if only
-    Ramify's own runs answer."""
+    """The metering endpoints of an evaluation matrix, one for each model. They count the requests
+    of external systems. There are none if only Ramify itself answers."""
 
     def __init__(self, meters: Mapping[str, MeteringProxy]) -> None:
         self._meters = meters
 
     def maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
-        """Return the object that makes the attempts of one cell of a matrix: another system, or
-        Ramify's own ``runs``. If other systems take part, every attempt is metered with the same
-        budget."""
+        """Return the object that makes the attempts of one cell (combination) of the matrix, by an
+        external system or by Ramify. If external systems take part, every attempt is metered and
+        has the same budget."""
         from ramify.evaluate.systems.attempt import (
             MeteredRlmAttemptMaker,
             SystemAttemptMaker,
@@ -69,9 +71,9 @@ class MatrixMeters:
 
 @asynccontextmanager
 async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeters]:
-    """Start a metering endpoint for each model if the plan has external systems, so that their
-    requests are counted. ``root`` is the store's folder, in which these requests are recorded; None
-    records nothing."""
+    """If an evaluation has external systems, start a metering endpoint for each model, which counts
+    their requests. The requests are recorded in the store's folder ``root``, unless that is
+    None."""
     from ramify.http_server.capacity import raise_descriptor_limit
     from ramify.serve.meter import MeteringProxy
 
@@ -92,7 +94,7 @@ async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[Matr
 
 
 def _budget_of(rlm: RLM, meter: MeteringProxy) -> ModelAccessBudget:
-    """Return the limits of Ramify's own runs, as the budget of every system."""
+    """Return the limits of Ramify's own runs, as the budget that every compared system gets."""
     from ramify.engine.limits import DEFAULT_MAX_COST
     from ramify.evaluate.systems.base import ModelAccessBudget
 

@@ -1,8 +1,9 @@
-"""The progress and the log of commands that make attempts: ``ramify eval`` and ``ramify demos``.
+"""Show the progress and write the log of the commands ``ramify eval`` and ``ramify demos``, which
+make many attempts at a task.
 
     12 of 50 attempts · average 0.750 · 1 failed · $0.02
 
-Not here: the screen (see progress_display.py), and the attempts (see ramify/evaluate/).
+The screen is drawn by ``progress_display.py``, and the attempts are made in ``ramify/evaluate/``.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _log = ComponentLogger("evaluate")
 
 @contextlib.contextmanager
 def evaluation_log(path: Path | None, what: str) -> Iterator[None]:
-    """Keep a log beside the results in ``path``: ``ID.log``. ``what`` is evaluated. Without a path,
-    there is none."""
+    """Write log records during the block to ``ID.log``, beside the results in ``path``. ``what``
+    names what is evaluated. Without a path, no log is written."""
     if path is None:
         yield
         return
@@ -39,7 +40,8 @@ def evaluation_log(path: Path | None, what: str) -> Iterator[None]:
 
 
 class EvaluationProgressReporter:
-    """Progress reporter: updates the bar, or prints a line at each tenth of the attempts.
+    """Reports the progress of an evaluation: it updates the progress bar, or prints a line after
+    each tenth of the attempts.
 
     With ``--verbose`` it also prints a line for each attempt.
     """
@@ -51,7 +53,8 @@ class EvaluationProgressReporter:
         num: int,
         earlier: Sequence[AttemptOutcome] = (),
     ) -> None:
-        """``num`` attempts are planned, of which ``earlier`` were made before."""
+        """Prepare to report ``num`` attempts in total, of which ``earlier`` were already made in an
+        earlier run of the command."""
         self.done = len(earlier)
         self._screen = screen
         self._notes = screen.notes

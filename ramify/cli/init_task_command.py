@@ -1,9 +1,10 @@
-"""``ramify init task NAME``: write a task that runs, its demonstrator, a recipe and a test.
+"""The command ``ramify init task NAME``: create the files of a new task, which already runs, with a
+demonstrator, a training recipe and a test.
 
     ramify init task errors         errors.py: task, expert, demos and run(); test_errors.py
     ramify train errors.py --out runs/errors
 
-Not here: what the files mean (docs/tasks.md, docs/demonstrations.md).
+docs/tasks.md and docs/demonstrations.md explain the files.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Options that all HTTP servers of the command line share: the address, and the key of clients.
+"""Define the options that all commands with an HTTP server share: the server's address, and the key
+that clients need.
 
     a key    $RAMIFY_SERVE_KEY, or --key-file; otherwise a new one, which the command prints
     no key   --unix-socket (only this user's processes can connect), or --open-to-this-machine
 
 No option takes a key itself, because every user of a machine can read the arguments of all
-processes. Not here: the checks of requests (see ramify/http_server/access.py).
+processes. ``ramify/http_server/access.py`` checks the requests.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ SERVE_KEY = "RAMIFY_SERVE_KEY"
 def listen_options(
     port: int, variable: str = SERVE_KEY, key: str = "key"
 ) -> tuple[CliOptionSpec, ...]:
-    """Return the options of a command with the default port ``port``. The help calls the key
-    ``key``, such as "key" or "token"."""
+    """Return the address and key options of a command that starts an HTTP server on the default
+    port ``port``. In the help texts, the key is called by the name ``key``, such as "key" or
+    "token"."""
     return (
         CliOptionSpec("host", str, "address to listen on (default: 127.0.0.1)", "HOST"),
         CliOptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {port})"),
@@ -57,8 +59,8 @@ def listen_options(
 def listen_address(
     options: Mapping[str, Any], command: str, port: int, root: Path | None = None
 ) -> ListenAddress:
-    """Return the address that a command's options choose. ``root`` is the folder of the store; None
-    means the default folder. Raises UsageError and ConfigError."""
+    """Return the address on which a server should listen, as its command-line options say. ``root``
+    is the folder of the store; None means the default folder. Raises UsageError and ConfigError."""
     from ramify.http_server.access import ListenAddress
 
     if not options["unix_socket"]:
@@ -80,8 +82,9 @@ def listen_address(
 def chosen_key(
     options: Mapping[str, Any], variable: str = SERVE_KEY, key: str = "key"
 ) -> str | None:
-    """Return the key from the options or the environment; None if the user chose none, or if the
-    address needs none. Raises UsageError and ConfigError."""
+    """Return the key that clients of a server need, from the options or the environment. Returns
+    None if the user chose no key, or if the address needs none. Raises UsageError and
+    ConfigError."""
     path, needs_none = options[f"{key}_file"], options["open_to_this_machine"]
     if path is None:
         return None if needs_none else os.environ.get(variable) or None
@@ -98,7 +101,7 @@ def chosen_key(
 
 
 def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
-    """Print a server's address and, if it has generated a key for this start, that key."""
+    """Print a server's address and, if a key was generated for this start, that key."""
     where = f" on the Unix socket {address.socket}" if address.socket is not None else ""
     stop = "open to every user of this machine; Ctrl-C" if address.is_open else "Ctrl-C"
     write(f"{name} at {url}{where} ({stop} to stop)")
