@@ -1,4 +1,5 @@
-"""Live view of a run: the tree of calls, the latest code, and the budget used so far.
+"""Show a run on the terminal while it is in progress: the tree of calls, the latest code, and the
+budget used so far.
 
 Text from models and documents is put into ``Text`` objects, which do not interpret markup:
 ``[bold]`` appears as written. Escape sequences in it are never drawn (see terminal_text.py). Each
@@ -10,7 +11,7 @@ five hundred of them cost one line:
         llm_query × 500: 309 done, 3 failed
       0.7 openai:gpt-5-mini · turn 1 · asking
 
-Not here: drawing on the terminal (see progress_display.py).
+``progress_display.py`` draws the rows on the terminal.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ State = Literal["starting", "asking", "running code", "last word", "done"]
 
 
 class SubcallTally(msgspec.Struct):
-    """Counts of one row's sub-calls of one kind."""
+    """Counts how many sub-calls of one kind were started, answered and failed, for a row of the
+    live view."""
 
     started: int = 0
     done: int = 0
@@ -62,7 +64,7 @@ class SubcallTally(msgspec.Struct):
 
 
 class TreeRow(msgspec.Struct):
-    """One row of the live tree: a call that has a session, with counts of its sub-calls."""
+    """A row of the live view: a call that has a session, with counts of its sub-calls."""
 
     call: CallNode
     turn: int = 0
@@ -94,7 +96,7 @@ class TreeRow(msgspec.Struct):
 
 
 class TerminalTree:
-    """Collects the rows of the live view from the events of a run."""
+    """Builds the rows of the live view, a tree of calls, from the events of a run."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, TreeRow] = {}
@@ -136,8 +138,8 @@ class TerminalTree:
                 pass
 
     def arrive(self, text: ArrivingText) -> None:
-        """Show a part of a reply that has just arrived. Plain sub-calls have no row, so their text
-        is not shown."""
+        """Show a piece of a reply that has just been streamed. Plain sub-calls have no row, so
+        their text is not shown."""
         row = self.nodes.get(text.call)
         if row is not None and row.call.asking == text.turn:
             before = "" if text.is_first else row.arriving
@@ -151,7 +153,8 @@ class TerminalTree:
             self.nodes[call.id] = TreeRow(call)
 
     def _tally(self, call: CallNode) -> SubcallTally | None:
-        """Return where the parent's row counts ``call``."""
+        """Return the tally of the parent's row in which a call is counted, or None if no row counts
+        the call."""
         parent = self.nodes.get(call.parent.call) if call.parent else None
         if parent is None or call.kind == "strategy":
             return None
@@ -160,9 +163,10 @@ class TerminalTree:
         return parent.children if call.kind == "rlm" else parent.plain
 
     def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
-        """Return at most ``max_rows`` rows, and the number of rows that are hidden.
+        """Return the rows to show, at most ``max_rows``, and the number of rows that are hidden.
 
-        Running calls are preferred to ended ones. The result is in order of creation.
+        Running calls are preferred to ended ones. The rows are in the order in which their calls
+        began.
         """
         rows = list(self.nodes.values())
         if len(rows) <= max_rows:
@@ -180,7 +184,7 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 
 
 class LiveView:
-    """Event watcher that draws one run as a live view."""
+    """Draws the live view of a run on the terminal, from the run's events."""
 
     def __init__(self, screen: ProgressDisplay, lines: RunEventPrinter, max_seconds: float) -> None:
         self._screen = screen
@@ -207,7 +211,7 @@ class LiveView:
             self._tree.arrive(text)
 
     def rows(self, width: int, height: int) -> list[Text]:
-        """Rows for a terminal of ``width`` columns and ``height`` lines."""
+        """Return the lines to draw on a terminal of ``width`` columns and ``height`` lines."""
         elapsed_s = time.monotonic() - self._began
         room = max(height - 1, 4)
         calls, hidden = self._tree.shown(max(room // 3, 1))
@@ -260,7 +264,8 @@ _NAMES = {"calls": "requests"}
 
 
 def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
-    """One row with each budget's use; yellow from 70 % and red from 90 % of its limit.
+    """Format how much of each budget is used, as one line. A budget is yellow from 70 % and red
+    from 90 % of its limit.
 
     ``requests 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``
     """

@@ -1,8 +1,9 @@
-"""Entry point of the ``ramify`` command: the table of commands, and how each of them exits.
+"""The entry point of the ``ramify`` command: it selects the command, runs it, and turns errors into
+messages and exit codes.
 
 A command's module is imported only when that command runs, because start-up takes a good part of
-the time of a short question. An error is one line on stderr. Not here: the exit codes and
-the option parser (see parser.py).
+the time of a short question. An error is one line on stderr. The exit codes and the option parser
+are in ``parser.py``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command on ``sys.argv`` and exit the process. Never returns."""
+    """Run the command that ``sys.argv`` names, and exit the process with its exit code. This
+    function never returns."""
     # Nearly every object made during start-up lives on, so collecting would be wasted time.
     # Commands with more to do enable it again.
     gc.disable()
@@ -106,8 +108,8 @@ def run(arguments: list[str]) -> int:
 
 
 def command(name: str) -> CliCommandSpec:
-    """Import a command's module and return its specification. Its help ends with the commands
-    that begin with its name, such as ``runs check``."""
+    """Import the module of a command and return the command's specification. The help text ends
+    with the related commands, such as ``runs check`` for ``runs``."""
     module = importlib.import_module(COMMANDS[name][0])
     specs: tuple[CliCommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     spec = next(spec for spec in specs if spec.name == name)
@@ -121,7 +123,7 @@ def subcommands(name: str) -> list[str]:
 
 
 def _listed(names: Collection[str]) -> list[str]:
-    """Return a line for each command: its name and what it does."""
+    """Format the names of commands with their one-line descriptions, one command per line."""
     width = max(map(len, names), default=0)
     return [f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names]
 
@@ -177,7 +179,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def split(arguments: list[str]) -> tuple[str, list[str]]:
-    """Split the command's name, of one or two words, from its arguments."""
+    """Split the arguments into the name of the command, which may have two words, and the command's
+    own arguments."""
     two = " ".join(arguments[:2])
     return (
         (two, arguments[2:])
@@ -194,7 +197,7 @@ _EXTRAS = {
 
 
 def _unexpected(error: Exception) -> str:
-    """One line for an exception that no command caught.
+    """Describe an exception that no command has caught, as one line.
 
     An OSError, such as a full disk or a read-only folder, is not reported as an internal error.
     """
@@ -213,8 +216,8 @@ def _unexpected(error: Exception) -> str:
 
 
 def _place_in_plugin(error: Exception) -> str:
-    """Return the line of the user's own code, such as the loss of a recipe, in which ``error`` was
-    raised, directly or through a library. Returns an empty text if Ramify raised the error."""
+    """Return the line of the user's own code (such as the loss of a recipe) that raised an error,
+    directly or through a library. Returns an empty text if Ramify itself raised the error."""
     import sysconfig
     import traceback
 

@@ -1,10 +1,10 @@
-"""``ramify map``: its options, and how a map ends for the shell.
+"""The command ``ramify map``: ask the same question about each row of a table.
 
     words ──> rows      settings ──> RLM with the limits of a row      ──> MapRun ──> exit code
               Ctrl-C: the first asks no further row, the second cancels what is in progress
 
-The settings of a model, a session and a prompt are those of ``ask`` (see ask.py). Not here: the
-work (``ramify/maps``).
+The settings of a model, a session and a prompt are those of ``ask`` (see ``ask.py``). The questions
+are asked in ``ramify/maps``.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def run(
 def _until_the_end(
     map_run: MapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
-    """Run a map until it ends or is stopped. Returns its result, or None if it was cancelled, and
-    the exit code for a stopped map."""
+    """Run a map until it ends or is stopped. Returns the result, or None if the map was cancelled,
+    and the exit code to use if the map was stopped."""
     interrupts = _MapInterrupts(map_run, notes)
     try:
         result = asyncio.run(interrupts.watched())
@@ -234,12 +234,13 @@ def _ray_run(
 
 
 def _worker_rlm(settings: dict[str, Any]) -> RLM:
-    """Make the RLM of a worker, with the keys of the worker's environment."""
+    """Create the RLM of a worker process, with the API keys of the worker's environment."""
     return make_rlm(settings, sandbox_spec(settings), None, mode=settings["mode"])
 
 
 class _MapInterrupts:
-    """Handlers of Ctrl-C and SIGTERM while a map is in progress."""
+    """Handles Ctrl-C and SIGTERM while a map is in progress. The first signal starts no further
+    row; a second Ctrl-C cancels the rows in progress."""
 
     def __init__(self, map_run: MapRun | RayMapRun, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.CUT_SHORT
@@ -278,7 +279,8 @@ class _MapInterrupts:
 
 
 def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
-    """Print the rows of a sample as JSON lines, and the estimate of the whole."""
+    """Print the answers about a sample of rows as JSON lines, and the estimated cost and time of
+    the whole table."""
     for row in result.table or () if prints_rows else ():
         print(terminal_text.json_line(row))
     whole = result.estimate
@@ -337,8 +339,8 @@ def _report(
 
 
 def format_map_summary(result: MapResult) -> str:
-    """Return the figures of a finished map as one line, such as ``10,000 rows · 9,990 answered, 10
-    failed · 10,004 requests · 1.2M tokens · $0.41 · 52 s``."""
+    """Summarise a finished map on one line, such as ``10,000 rows · 9,990 answered, 10 failed ·
+    10,004 requests · 1.2M tokens · $0.41 · 52 s``."""
     usage = result.usage
     counts = [f"{result.num_answered:,} answered"]
     counts += [f"{result.num_failed:,} failed"] if result.num_failed else []

@@ -1,5 +1,5 @@
-"""Command-line parser: each command's options are a table, and each usage error is one line. Also
-the exit codes, and the values with units: ``30d``, ``2GB``.
+"""Parse command lines. The options of each command are declared in a table, and a usage error is
+one line. This module also defines the exit codes, and parses values with units: ``30d``, ``2GB``.
 
 It builds on the standard library's ``argparse`` because start-up time matters: the usual frameworks
 take as long to import as a whole short question takes (see docs/log.md). Options may come before,
@@ -23,7 +23,7 @@ from ramify.types.trajectory import Stop
 
 
 class ExitCode(enum.IntEnum):
-    """Exit code that the shell receives."""
+    """The exit code with which a ``ramify`` command ends."""
 
     ANSWERED = 0
     ERROR = 1
@@ -52,7 +52,7 @@ WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
 
 
 def exit_of(stop: Stop, answer: Any) -> ExitCode:
-    """Exit code of a run that ended with ``stop``."""
+    """Return the exit code for a run, from its stop reason and its answer."""
     if stop is Stop.ERROR:
         return ExitCode.ERROR
     if stop is Stop.SUSPENDED:
@@ -63,7 +63,7 @@ def exit_of(stop: Stop, answer: Any) -> ExitCode:
 
 
 def epilog() -> str:
-    """List of exit codes for ``--help``."""
+    """Return the list of exit codes that ends a command's ``--help``."""
     return "\n".join(
         ["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())]
     )
@@ -75,11 +75,12 @@ _RECORDS = "print log records to stderr; -vv prints more"
 
 
 class UsageError(Exception):
-    """The command line is wrong: an unknown option, a bad value or a missing argument."""
+    """Raised if the command line is wrong: an unknown option, a bad value or a missing argument."""
 
 
 class CliOptionSpec(NamedTuple):
-    """One option of a command. A switch has two forms, such as ``--cite`` and ``--no-cite``."""
+    """Declares one option of a command. A boolean option has two forms, such as ``--cite`` and
+    ``--no-cite``."""
 
     name: str
     """Python name of the option: ``max_cost`` stands for ``--max-cost``."""
@@ -113,12 +114,13 @@ class CliOptionSpec(NamedTuple):
 
     @property
     def shown_as(self) -> str:
-        """Placeholder for the option's value in ``--help``."""
+        """The placeholder for the option's value in ``--help``, such as ``FILE``."""
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
 
 class CliCommandSpec(NamedTuple):
-    """Specification of one command: its description, arguments and options, and its function."""
+    """Declares one command: its description, its arguments and options, and the function that runs
+    it."""
 
     name: str
     about: str
@@ -134,7 +136,7 @@ class CliCommandSpec(NamedTuple):
     epilog: str = ""
 
     def call(self, arguments: list[str]) -> int:
-        """Parse ``arguments`` and run the command. Raises UsageError."""
+        """Parse the arguments, run the command, and return its exit code. Raises UsageError."""
         known = {"--verbose", *(option.long for option in self.options)}
         values = vars(self.parser().read(arguments, known))
         words = values.pop("words")
@@ -165,7 +167,8 @@ class CliCommandSpec(NamedTuple):
 
 
 class _CountedSwitch(argparse.BooleanOptionalAction):
-    """A command's own ``--verbose``, which also counts for its log records."""
+    """The option ``--verbose`` of a command that uses it for its own messages. Repeating the option
+    also makes the log more verbose."""
 
     def __call__(
         self,
@@ -180,7 +183,7 @@ class _CountedSwitch(argparse.BooleanOptionalAction):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises UsageError instead of printing a message and exiting."""
+    """An argument parser that raises UsageError, instead of printing a message and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
@@ -227,7 +230,7 @@ _MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_age(text: str, option: str) -> float:
-    """Parse an age and return seconds.
+    """Parse a length of time with a unit, and return it in seconds.
 
     >>> parse_age("1.5h", "--older-than")
     5400.0
@@ -236,7 +239,7 @@ def parse_age(text: str, option: str) -> float:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Parse a size and return bytes.
+    """Parse a size with a unit, and return it in bytes.
 
     >>> parse_size("2GB", "--memory")
     2000000000

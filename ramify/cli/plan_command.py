@@ -1,10 +1,11 @@
-"""``ramify plan``: shows the plan for a question with its cost, asks, and runs it.
+"""The command ``ramify plan``: show the plan for a question and its cost, ask whether to run it,
+and run it.
 
     words, sources ──> plan ──> cost ──> shown ──> yes? ──> as ``ramify ask`` runs a question
 
-Nothing is sent before the user agrees, or gave ``--yes``. The settings are those of ``ask`` (see
-ask.py) without those of sessions. Not here: the run and its output (see ask_runner.py), and the
-plans (``ramify/plans``).
+Nothing is sent before the user agrees, unless ``--yes`` is given. The settings are those of ``ask``
+(see ``ask.py``) without those of sessions. ``ask_runner.py`` runs the plan and prints the answer;
+the plans are in ``ramify/plans``.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ def _answer(
 
 
 def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]) -> PlanStrategy:
-    """Return the plan that is named, or that the question asks for, and why. ``model`` answers the
-    leaves."""
+    """Return the plan that ``--plan`` names, or else the one that suits the question, with the
+    reason for the choice. ``model`` is the model that the plan will call."""
     if name is not None and _is_file(name):
         if used := [key for key, value in options.items() if value is not None]:
             raise UsageError(f"--{used[0].replace('_', '-')} is for ready plans: edit {name}")
@@ -172,7 +173,8 @@ def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]
 
 
 def _is_file(name: str | None) -> bool:
-    """Whether ``--plan`` names a file instead of a ready plan."""
+    """Return True if the value of ``--plan`` is a file name rather than the name of a built-in
+    plan."""
     return name is not None and (name.endswith(".json") or os.path.sep in name)
 
 
@@ -204,13 +206,15 @@ def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> 
 
 
 def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
-    """The object that ``--json`` prints without ``--yes``."""
+    """Return the JSON object that ``--json`` prints if the plan is only shown: the plan, the reason
+    for it, and its cost."""
     plain: dict[str, Any] = msgspec.to_builtins(cost)
     return {"plan": msgspec.to_builtins(chosen.plan), "reason": chosen.reason, "cost": plain}
 
 
 def _is_agreed(notes: StderrMessageWriter) -> bool:
-    """Ask the user at a terminal. Without one, say how to run the plan."""
+    """Ask on the terminal whether to run the plan, and return True if the user agrees. Without a
+    terminal, print how to run the plan."""
     if not (sys.stdin is not None and sys.stdin.isatty()):
         notes.say("nothing was sent; to run the plan, add --yes")
         return False

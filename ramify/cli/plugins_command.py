@@ -1,6 +1,7 @@
-"""``ramify plugins``: list everything that can be chosen by name, and where it comes from.
+"""The command ``ramify plugins``: list everything that can be chosen by name, such as models,
+sandboxes and tasks, and the package that provides it.
 
-Not here: what a name stands for (see ramify/plugins.py).
+``ramify/plugins.py`` finds the plugins.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def _cells(entry: PluginEntry) -> list[str]:
 
 
 def _row(entry: PluginEntry, widths: list[int]) -> str:
-    """Return the line about one plugin, cut to the width of the terminal. The error of a broken
-    plugin is never cut."""
+    """Format the line about one plugin, and cut it to the width of the terminal. The error of a
+    broken plugin is never cut."""
     *cells, about = _cells(entry)
     line = "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), ""])
     room = max(shutil.get_terminal_size().columns - len(line), 8)

@@ -1,4 +1,5 @@
-"""Progress display on stderr, shared by all commands. Stdout is for the command's answer.
+"""Show the progress of a command on stderr. All commands share this display; stdout is for the
+command's answer.
 
     live     a view on the terminal, redrawn ten times a second:
              the command's own picture, and a bar for each task
@@ -10,8 +11,8 @@
 
 This file decides when the screen is drawn and restores the terminal at the end. A separate thread
 draws, so that the view stays alive while the main thread loads or computes. It starts only when
-there is something to wait for, so that a quick command pays nothing. Not here: the pictures
-themselves (see live.py and train.py).
+there is something to wait for, so that a quick command pays nothing. The pictures themselves are
+made by ``live.py`` and ``train.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LINE_INTERVAL_S = 10.0
 
 
 class ProgressLines:
-    """Prints one line about the running tasks after each stretch of silence.
+    """Prints one line about the running tasks whenever nothing has been printed for some seconds.
 
     starting: 3 s
     sft: 120 of 500 steps · 12 s left
@@ -71,7 +72,8 @@ class ProgressLines:
         self._thread.start()
 
     def __call__(self, state: ProgressState) -> None:
-        """Listener of ``ramify.progress``."""
+        """Receive a new state of a task. The package ``ramify.progress`` calls this for every
+        change."""
         with self._lock:
             _, since = self._tasks.pop(state.id, (state, time.monotonic()))
             if not state.is_over:
@@ -120,9 +122,9 @@ Picture = Callable[[int, int], "Sequence[Text]"]
 
 
 def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
-    """Return the form of the progress display: the value of ``--progress`` (``given``), or the
-    default for stderr. It is always ``none`` with ``--quiet``. Raises UsageError if the form is
-    unknown."""
+    """Return the form of the progress display (live view, lines, JSON or none), from the value of
+    ``--progress`` or, without it, from the kind of stderr. With ``--quiet`` the form is ``none``.
+    Raises UsageError if the form is unknown."""
     if given is not None and given not in FORMS:
         raise UsageError(f"--progress {given}: {nearest(given, FORMS)}")
     if notes.quiet:
@@ -133,14 +135,16 @@ def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
 
 
 class ProgressDisplay:
-    """Progress display of one command, as a context manager.
+    """A context manager that shows the progress of a command on stderr.
 
     It subscribes to ``ramify.progress`` and shows each task in the chosen form until the ``with``
     block or ``close`` ends it.
     """
 
     def __init__(self, notes: StderrMessageWriter, form: Form, *, has_lines: bool = False) -> None:
-        """With ``has_lines``, the form ``lines`` also describes the running tasks whenever the
+        """Create the display in the given form.
+
+        If ``has_lines`` is True, the form ``lines`` also describes the running tasks whenever the
         command has been silent for some seconds."""
         self.notes = notes
         self.form = form
@@ -182,22 +186,23 @@ class ProgressDisplay:
         self.close()
 
     def close(self) -> None:
-        """End the display and restore the terminal. Safe to call twice."""
+        """End the display and restore the terminal. Calling this again has no effect."""
         self._stack.close()
 
     def clear(self) -> None:
-        """Remove a live view before the answer is printed; the other forms continue."""
+        """Remove a live view before the answer is printed. Displays of another form continue."""
         if self.form == "live":
             self.close()
 
     def draw(self, picture: Picture) -> None:
-        """Show ``picture`` above the bars from now on. A live view draws it at once."""
+        """Set the picture that a live view shows above its progress bars, and draw it at once."""
         self._picture = picture
         if self._drawer is not None:
             self._drawer.start(patience_s=0.0)
 
     def event(self, event: str, /, **fields: Any) -> None:
-        """Write one JSON line, if that is the form."""
+        """Write an event as one JSON line if the display's form is ``json``; otherwise do
+        nothing."""
         if self.form == "json":
             line = {"event": event, "at_s": round(time.monotonic() - self._began, 3), **fields}
             # One write, because several threads write here.
@@ -237,7 +242,8 @@ class ProgressDisplay:
             self._drawer.start(PATIENCE_S)
 
     def rows(self, width: int, height: int) -> list[Text]:
-        """Rows to draw now: the command's picture, then a bar for each task."""
+        """Return the rows that a live view should draw now: the command's picture, then a bar for
+        each task."""
         from rich.text import Text
 
         with self.lock:
@@ -255,7 +261,8 @@ class ProgressDisplay:
 
 
 class _Drawer:
-    """Thread that draws the live view. It imports rich only when there is something to draw."""
+    """A thread that draws the live view. It imports the library rich only when there is something
+    to draw."""
 
     def __init__(self, screen: ProgressDisplay) -> None:
         self._screen = screen
@@ -279,7 +286,8 @@ class _Drawer:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Stop drawing, and wait until the terminal is restored even if Ctrl-C interrupts."""
+        """Stop drawing, and wait until the terminal is restored, even if the user presses Ctrl-C
+        meanwhile."""
         with self._lock:
             self._stopped.set()
             self._draw_now.set()
@@ -367,7 +375,7 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
 
 
 def bar(task: ProgressState, since_s: float, width: int) -> str:
-    """One row with a task's progress bar.
+    """Format a task's progress bar as one line.
 
     ``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``
     """
@@ -404,7 +412,8 @@ def _amount(task: ProgressState) -> str:
 
 
 def _time(task: ProgressState, since_s: float) -> str:
-    """Estimated time left if it can be computed, otherwise the time elapsed."""
+    """Return the estimated time left for a task, or the time elapsed if the end cannot be
+    estimated."""
     if task.total and task.first < task.done <= task.total and since_s > 1:
         left_s = since_s * (task.total - task.done) / (task.done - task.first)
         return f"{format_rounded_duration(left_s)} left" if left_s >= 1 else ""

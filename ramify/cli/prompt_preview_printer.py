@@ -1,8 +1,7 @@
-"""Prints the prompt of a question and its expected cost, for ``ramify prompt`` and
+"""Print the prompt of a question and its expected cost, for ``ramify prompt`` and
 ``ramify ask --dry-run``.
 
-Not here: the options (see ask.py) and the construction of the prompt (see
-engine/prompt_preview.py).
+The options are in ``ask.py``; ``engine/prompt_preview.py`` constructs the prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ def show(
     as_tokens: bool = False,
     is_dry_run: bool = False,
 ) -> ExitCode:
-    """Print the prompt at ``depth``; with ``is_dry_run``, also what the run would load and cost."""
+    """Print the prompt that a call at the given depth would get (0 is the root). If ``is_dry_run``
+    is True, also print what the run would load and cost."""
     context, query = (question, None) if loaded is None else (loaded, question)
     preview = rlm.prompt(context, query, depth=depth, answer_type=answer_type, cite=cite)
     loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else None
@@ -92,13 +92,15 @@ def _show_costs(
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
-    """Return the (minimum, maximum) cost of the request in dollars."""
+    """Return the minimum and the maximum cost in dollars of the first request, for a short and for
+    the longest reply."""
     short = min(_SHORT_REPLY, preview.max_reply_tokens)
     return preview.cost(num_tokens, short), preview.cost(num_tokens, preview.max_reply_tokens)
 
 
 def _tokenizer(folder: str) -> Any:
-    """Load a tokenizer from a folder, or by its name from the local cache."""
+    """Load a tokenizer from a folder, or by its name from the local cache. Raises ConfigError if it
+    has no chat template."""
     from ramify.models.load import load_tokenizer
     from ramify.models.model_config_files import model_folder
 

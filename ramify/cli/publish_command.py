@@ -1,9 +1,10 @@
-"""``ramify publish``: a trained policy as a Hugging Face folder or repository with a model card.
+"""The command ``ramify publish``: write a trained policy as a Hugging Face folder or repository,
+with a model card.
 
     ramify publish runs/mine mine --license apache-2.0
     ramify publish runs/mine hf://me/mine --base Qwen/Qwen3-8B --track wandb
 
-Not here: what is written (``train/hub_publication.py``).
+``train/hub_publication.py`` writes the files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Options of the servers that record conversations of a local policy: where, what is redacted, and
-how much is kept.
+"""Define the options of servers that record conversations with a local policy: in which folder,
+what is redacted, and how much is kept.
 
-Not here: the recording itself (see ramify/serve/traffic_recorder.py).
+``ramify/serve/traffic_recorder.py`` records the conversations.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def recording_options(options: Mapping[str, Any]) -> tuple[Redaction, Retention]
 
 
 def policy_among(clients: Sequence[Client]) -> Policy:
-    """The local policy that answers a server's runs. Raises ConfigError if another model does, or
-    several."""
+    """Return the local policy that answers a server's requests, which is the one to record. Raises
+    ConfigError if other models answer, too, or several policies do."""
     from ramify.inference.local.local_client import LocalClient
 
     others = [each.name for each in clients if not isinstance(each, LocalClient)]
@@ -102,8 +102,8 @@ def open_recorder(
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:
-    """Open the recorder for the traffic of ``policy``, and print where conversations are stored and
-    for how long. Raises ConfigError and StoreError."""
+    """Open the recorder for conversations with a policy, and tell the user in which folder they are
+    stored and for how long. Raises ConfigError and StoreError."""
     from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
 
     redaction, retention = recording

@@ -1,8 +1,9 @@
-"""Rebuilds the ``RLM`` of a stored run from its journal, to resume or replay the run.
+"""Rebuild the ``RLM`` of a stored run from its journal (the record of its events), to resume or
+replay the run.
 
 Models, limits, prompts, sandbox and sampling are those recorded in the journal. MCP servers are
-started again. A replay calls no model, so it uses placeholder clients that need no key. Not here:
-tools over files, such as ``sql`` (``engine/rerun.py``).
+started again. A replay calls no model, so it uses placeholder clients that need no key.
+``engine/rerun.py`` restores tools over files, such as ``sql``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ramify.types.message import Reply
 
 
 def find(run: str) -> tuple[RunStore, RecordedRunIndex]:
-    """Open the default store and read the recorded replies of ``run``."""
+    """Open the default store, and read the recorded replies of a run by its id."""
     store = open_configured_store()
     return store, RecordedRunIndex(store.events(run))
 
@@ -43,7 +44,7 @@ def rebuild_rlm(
     limits: Limits | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> RLM:
-    """Build the RLM that ``started`` describes.
+    """Create an RLM with the settings that a stored run has recorded.
 
     ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
     weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` are API keys by the
@@ -98,7 +99,8 @@ def _tools(started: RunStarted) -> dict[str, Any]:
 
 
 class PlaceholderClient:
-    """Client for replays: it has a name, a window and a price, but cannot answer a request."""
+    """Takes the place of a model's client in a replay: it has a name, a window and a price, but
+    raises an error if it gets a request."""
 
     def __init__(self, name: str) -> None:
         prices = PriceTable.load()
@@ -111,4 +113,4 @@ class PlaceholderClient:
         raise ReplayDiverged(f"{self.name} received a request that the run did not record")
 
     async def close(self) -> None:
-        """Do nothing: a placeholder holds no connection."""
+        """Do nothing, because a placeholder holds no connection."""

@@ -1,6 +1,4 @@
-"""Print the steps of a run as lines if no live view is drawn.
-
-Not here: the live view (``live.py``).
+"""Print the steps of a run as lines, for displays without the live view of ``live.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ _AS_STEPS = ("retry", "limit", "session_died")
 
 
 class RunEventPrinter:
-    """Prints a run's events while it is in progress, in place of the live view: with ``--progress
-    json`` each step is a JSON object; with ``--verbose`` it is a line; otherwise nothing."""
+    """Prints the events of a run while it is in progress. With ``--progress json`` each step is a
+    JSON object, with ``--verbose`` a line; otherwise only outages are reported."""
 
     def __init__(self, notes: StderrMessageWriter, screen: ProgressDisplay) -> None:
         self._notes = notes
@@ -57,7 +55,8 @@ class RunEventPrinter:
             self._say_waiting(event)
 
     def _say_waiting(self, event: AnyEvent) -> None:
-        """Print what the run is waiting for: one line for each outage, at its second failure."""
+        """Tell the user once per outage that the run is waiting for the model's server, at the
+        second failure."""
         if isinstance(event, ReplyReceived):
             self._num_retries = 0
         elif isinstance(event, NoteAdded) and RETRYING in event.text:
@@ -66,8 +65,8 @@ class RunEventPrinter:
                 self._notes.say(f"waiting: {event.text}")
 
     def _say_step(self, event: AnyEvent) -> None:
-        """Print an event of the run as a line. Warnings are skipped, because they are already
-        printed. A failed attempt is skipped if the note that follows it repeats its error."""
+        """Print an event of the run as a line. Warnings are skipped, because they have already been
+        printed, and so is a failed attempt if the note that follows repeats its error."""
         failed, self._failed = self._failed, None
         note = event if isinstance(event, NoteAdded) else None
         if failed is not None and not (note and note.text.startswith(failed.error)):
@@ -83,7 +82,8 @@ class RunEventPrinter:
 
 
 def line_of(event: AnyEvent) -> str:
-    """Describe ``event`` in one line; empty for events that add no information."""
+    """Describe an event of a run in one line. Empty for events that would tell the user nothing
+    new."""
     match event:
         case CallStarted():
             return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"

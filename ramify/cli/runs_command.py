@@ -1,7 +1,7 @@
 """``ramify runs``, and its forms ``review``, ``score``, ``check``, ``repair``, ``rm`` and
 ``prune``: list, review, score, check, repair and delete stored runs.
 
-Not here: the files of the store (see ramify/store/store.py).
+``ramify/store/store.py`` reads and writes the files of the store.
 """
 
 from __future__ import annotations
@@ -297,7 +297,8 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
 
 
 def _as_dict(summary: RunSummary) -> dict[str, object]:
-    """All fields of a summary, including those that have their default value."""
+    """Convert a run's summary to a dictionary with all fields, including those that have their
+    default value."""
     fields = {name: getattr(summary, name) for name in summary.__struct_fields__}
     fields["usage"] = {
         name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__
@@ -321,8 +322,8 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
 
 
 def _draw_folded(summaries: list[RunSummary]) -> None:
-    """Show the newest runs that a person asked for, and one line for each task of evaluations.
-    Without such runs, show the newest of all."""
+    """Print the newest runs that a person asked for, and one line for each task whose evaluations
+    left runs. If no run was asked for by a person, print the newest of all."""
     asked = [run for run in summaries if not run.task]
     if not asked:
         return _draw(summaries[:_MOST_SHOWN])
@@ -337,7 +338,7 @@ def _draw_folded(summaries: list[RunSummary]) -> None:
 
 
 class _GroupRow(NamedTuple):
-    """Figures of the runs with one value of a field."""
+    """Figures of a group of runs that have the same value in one field."""
 
     value: str
     runs: int
