@@ -1,15 +1,15 @@
-"""One attempt at one item through the engine: prepare, run, score. Used by evaluation and by
-training.
+"""Run one attempt at one item (a question of a task) through the engine: prepare it, run the model
+on it, and score the answer. Evaluation and training both use this module.
 
     prepare ──▶ RLM (sessions, children, a model) ──▶ on_end ──▶ score
         ──▶ Trajectory with rewards, or with errors and no rewards
         ──▶ the run's journal, if there is a store
 
-This file decides timeouts and what counts as a failure. An attempt that ends in an error outside
-the model's control keeps what happened in ``errors`` and gets no reward. What the model caused
+This module applies the timeouts and decides what counts as a failure. An attempt that ends in an
+error outside the model's control records it in ``errors`` and gets no reward. What the model caused
 itself (a prompt longer than its window, a session killed three times) is scored like any other
-answer. Only bugs and cancellations are raised. Attempts whose task scores a whole step at once end
-without rewards, and ``score_attempts`` scores them later.
+answer. Only bugs and cancellations are raised. If a task scores all attempts of a training step
+together, the attempts end without rewards, and ``score_attempts`` scores them later.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ async def attempt(
 async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
-    """Score ``trajectory``, or, with ``every_line``, each path through its forks."""
+    """Score a finished rollout, or each path through it separately if it has forked and
+    ``every_line`` is true."""
     lines = _lines(trajectory, every_line)
     for line in lines:
         await in_thread(scored_in_time, task, item, line.trajectory, grace_s)
@@ -182,7 +183,7 @@ async def _score(
 
 
 class AttemptAwaitingScore(NamedTuple):
-    """An attempt that has ended and waits to be scored."""
+    """A finished attempt that has not been scored yet, because its task scores several at once."""
 
     item: Item
     trajectory: Trajectory
@@ -193,8 +194,8 @@ class AttemptAwaitingScore(NamedTuple):
 async def score_attempts(
     task: Task, attempts: Sequence[AttemptAwaitingScore], grace_s: float = GRACE_S
 ) -> None:
-    """Score all ``attempts`` with one call of the task, which may take ``grace_s`` seconds. Each
-    trajectory gets its rewards, or the reason why it has none in ``errors``."""
+    """Score several finished attempts with one call of their task, within ``grace_s`` seconds. Each
+    trajectory gets its rewards or, if it could not be scored, the reason in ``errors``."""
     lines = [_lines(each.trajectory, each.every_line) for each in attempts]
     rollouts = [
         (each.item, line.trajectory)
@@ -214,7 +215,8 @@ async def score_attempts(
 
 
 class _Line(NamedTuple):
-    """One path through a rollout that may have forked."""
+    """One path from the start to an end of a rollout, which has several paths if its session was
+    forked."""
 
     end: Call | None
     """Its last call; None: the trajectory has no forks."""
@@ -223,8 +225,9 @@ class _Line(NamedTuple):
 
 
 def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
-    """Return the paths through ``trajectory`` that are scored separately: one for each end if it
-    has forked and ``every_line`` is true, and otherwise only the trajectory itself."""
+    """Return the paths through a rollout that are scored separately: one for each end if the
+    rollout has forked and ``every_line`` is true, and otherwise the whole trajectory as the only
+    path."""
     ends = list(root_segments(trajectory).ends()) if every_line and trajectory.calls else []
     if len(ends) < 2:
         return [_Line(None, 1.0, trajectory)]
@@ -232,7 +235,8 @@ def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
 
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
-    """Give ``trajectory`` the rewards and metrics of its scored paths, averaged by their shares."""
+    """Combine the scores of the paths through a forked rollout into rewards and metrics of its
+    trajectory: averages, weighted by the share of each path."""
     of_children: dict[str, dict[str, list[float]]] = {}
     for end, share, line in lines:
         if end is None:
@@ -254,13 +258,13 @@ def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
 
 
 def _not_asked(name: str, item: Item, why: str) -> Trajectory:
-    """Return the trajectory of a failed attempt in which the model was never asked about
-    ``item``."""
+    """Return the trajectory of a failed attempt in which the model was never asked."""
     return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
 
 
 def _scored_0(name: str, item: Item, why: str) -> Trajectory:
-    """Return the trajectory of an attempt that asked nothing and counts as wrong."""
+    """Return the trajectory of an attempt that asked the model nothing and counts as a wrong
+    answer."""
     return Trajectory(
         name,
         item.question,
@@ -273,7 +277,8 @@ def _scored_0(name: str, item: Item, why: str) -> Trajectory:
 
 
 def _check_forkable(start: TaskStart) -> None:
-    """Raise ConfigError if the attempt has state that a fork of its session does not copy."""
+    """Raise ConfigError if the task keeps state outside the session, since a fork of the session
+    would not copy that state."""
     if start.on_end is not None or start.conduct is not None:
         raise ConfigError(
             "it keeps state outside the session (TaskStart.on_end or conduct), which a fork of the "
@@ -286,7 +291,8 @@ MAX_GOLD = 2_000
 
 
 def _gold(item: Item) -> dict[str, str]:
-    """The expected answer as text, for readers of the run; empty if the item has none."""
+    """Return the expected answer as text, to be stored with the run for people who read it later.
+    The result is empty if the item has no expected answer."""
     gold = item.gold if item.right is None else item.right
     text = as_text(gold)
     if len(text) > MAX_GOLD:
@@ -295,9 +301,9 @@ def _gold(item: Item) -> dict[str, str]:
 
 
 async def check_begins(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
-    """Begin an attempt at ``item`` and end it at once, without asking a model. Raises RamifyError,
-    which names the task and the item, if the task's own code fails, such as that of its
-    environment."""
+    """Check that the task can begin an attempt, by preparing one and ending it at once, without
+    asking a model. Raises RamifyError, which names the task and the item, if the task's own code
+    fails."""
     start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     if start.on_end is not None:
         await _in_time(
@@ -311,9 +317,9 @@ RootKind = Literal["session", "plain call", "conversations"]
 async def root_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
-    """Return how an attempt at ``item`` begins: with a session, with a single plain call (only with
-    ``direct``), or with conversations that the task itself conducts. It is a session if the item
-    cannot be prepared, because its attempts then report the reason."""
+    """Return how an attempt at an item begins: with a session, with a single plain call (only if
+    ``direct`` is true), or with conversations that the task conducts itself. If the item cannot be
+    prepared, the answer is a session, and the attempts will report the reason."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
@@ -332,8 +338,8 @@ async def root_kind(
 async def _in_time(
     work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float
 ) -> Any:
-    """Return the result of the task's own code. Raises RamifyError, which names the task and the
-    item, if the code fails or takes too long."""
+    """Run a piece of the task's own code with a timeout and return its result. Raises RamifyError,
+    which names the task and the item, if the code fails or takes too long."""
     where = f"task '{task.name}', item {item.id}: its {what}"
     try:
         async with asyncio.timeout(grace_s):
@@ -353,7 +359,8 @@ async def _run(
     grace_s: float,
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Trajectory, Result | str]:
-    """Run one attempt. Returns its trajectory, and its result or the reason why there is none."""
+    """Start a run and wait until it ends or runs out of time. Returns its trajectory together with
+    its result, or with the reason why there is none."""
     running = begin()
     if on_start is not None and running.recorder.is_stored:
         on_start(running.id)
@@ -402,8 +409,8 @@ async def _continued(
     options: Mapping[str, Any],
     grace_s: float,
 ) -> tuple[Trajectory, Result | str] | None:
-    """Continue a stored run with ``options`` (``sampling``, ``limits``). Returns None if it cannot
-    be continued."""
+    """Continue the stored run of an interrupted attempt. Returns None if it cannot be continued, so
+    that the attempt must be made again."""
     try:
         result = rlm.recorded(run)
         has_more = (
@@ -424,8 +431,9 @@ async def _continued(
 
 
 def _unanswered(result: Result | str) -> str:
-    """Return a few words if the model itself prevented an answer: its session died, its reply was
-    filtered, or its prompt did not fit. Empty otherwise."""
+    """Return in a few words why an answer is missing, if the model itself is the cause: its session
+    died, its reply was filtered, or its prompt did not fit. Returns an empty string in all other
+    cases."""
     match None if isinstance(result, str) else result.failure:
         case SessionDied():
             return "session died"
@@ -437,7 +445,7 @@ def _unanswered(result: Result | str) -> str:
 
 
 def _failure(result: Result | str) -> str | None:
-    """Return why an attempt cannot be scored; None if it can."""
+    """Return the reason why an attempt cannot be scored, or None if it can."""
     if isinstance(result, str):
         return result
     if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or _unanswered(result):
@@ -446,13 +454,15 @@ def _failure(result: Result | str) -> str | None:
 
 
 def _stacks() -> str:
-    """Where the tasks of this event loop wait: the number of tasks at each place, largest first."""
+    """Describe where the tasks of this event loop are waiting, for the log: each place with the
+    number of tasks there, most frequent first."""
     places = Counter(" > ".join(_frames(task.get_coro())) for task in asyncio.all_tasks())
     return "\n".join(f"{count} x {place}" for place, count in places.most_common())
 
 
 def _frames(waiting: Any) -> Iterator[str]:
-    """File, line and function of each coroutine that awaits the next."""
+    """Yield the file, line and function of a suspended coroutine, then of the one that it awaits,
+    and so on."""
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
         waiting = waiting.cr_await

@@ -1,13 +1,14 @@
-"""A limit in dollars over all attempts of an evaluation.
+"""A limit in dollars on the total cost of all attempts of an evaluation.
 
     held = await budget.hold()                None: too little is left
     attempt(…, max_cost=held)                 the attempt may spend at most this
     budget.settle(held, cost)
 
-Before an attempt, the most that it may spend is held. Afterwards its actual cost is counted
-instead. The sum of spent and held dollars never exceeds the limit, however many attempts run at
-once. An attempt waits while running attempts may still return part of their holds. Not here: the
-limit of one attempt (see ``engine/limits.py``).
+Before an attempt begins, the most that it may spend is reserved; when it has ended, its actual cost
+is counted instead. The sum of spent and reserved dollars never exceeds the limit, however many
+attempts run at once. If too little is left, a new attempt waits as long as running attempts may
+still return part of their reservations. The limit of a single attempt is enforced elsewhere, by
+``engine/limits.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ would most likely be cut off."""
 
 
 class CostBudget:
-    """Limit in dollars that all attempts of an evaluation share. The object belongs to the event
-    loop of its first ``hold``."""
+    """A limit in dollars that all attempts of an evaluation share. Each attempt reserves its
+    maximum cost before it begins and is charged its actual cost afterwards. An instance may be used
+    in one event loop only."""
 
     def __init__(self, limit: float, per_attempt: float, spent: float = 0.0) -> None:
-        """``per_attempt`` is the most that one attempt may spend. ``spent`` are the dollars that
-        earlier evaluations have used. Raises ConfigError unless both limits are positive."""
+        """Create a budget of ``limit`` dollars, of which earlier evaluations have already used
+        ``spent``. ``per_attempt`` is the most that one attempt may spend. Raises ConfigError unless
+        ``limit`` and ``per_attempt`` are positive."""
         if not limit > 0 or not per_attempt > 0:
             raise ConfigError(
                 f"a budget of ${plain(limit, 6)}, with ${plain(per_attempt, 6)} for one attempt, "
@@ -43,8 +46,8 @@ class CostBudget:
         self._freed = asyncio.Event()
 
     async def hold(self) -> float | None:
-        """Hold dollars for the next attempt and return their amount; None if too little is left.
-        Waits while running attempts may still return enough."""
+        """Reserve dollars for the next attempt and return the amount, or None if too little is
+        left. Waits as long as running attempts may still return enough of their reservations."""
         while True:
             left = self.limit - self.spent - self._held
             amount = min(self._per_attempt, left)
@@ -59,12 +62,12 @@ class CostBudget:
             await self._freed.wait()
 
     def is_reduced(self, held: float) -> bool:
-        """True if an attempt held less than the usual limit. If it was then cut off, the result
-        says nothing about the model."""
+        """Return True if an attempt could reserve less than the usual amount. If it was then cut
+        off for its cost, the result says nothing about the model."""
         return held < self._per_attempt * (1 - 1e-9)
 
     def settle(self, held: float, cost: float) -> None:
-        """Replace the dollars that an attempt held by its actual cost."""
+        """Release the dollars reserved for an attempt and charge its actual cost instead."""
         self._held = max(0.0, self._held - held)
         if self._held < 1e-9 * self.limit:
             self._held = 0.0  # a rounding error must not keep other attempts waiting

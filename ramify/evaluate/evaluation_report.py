@@ -1,15 +1,15 @@
-"""The report of an evaluation: figures by kind with confidence intervals, costs, and the difference
-between two evaluations.
+"""The report of an evaluation: scores by kind of item with confidence intervals, costs, and the
+difference between two evaluations.
 
     ledger/test · openai:gpt-5-mini · 100 items, 4 attempts each
                  items   avg@4               pass@4              majority@4
     all            100   0.612 [0.54 0.69]   0.840 [0.77 0.91]   0.690 [0.60 0.78]
     count           21   …
 
-``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right if its reward is 1.
-Attempts that failed for reasons outside the model are counted separately. An item with too few
-other attempts for a figure is excluded from it. Intervals are exact where a figure is a share of
-items (see ``statistics.py``).
+In the table, ``avg`` is the mean reward; ``pass`` and ``majority`` count an attempt as right if its
+reward is 1. Attempts that failed for reasons outside the model are counted separately. Items with
+fewer than k scored attempts are left out of pass@k and majority@k. If each item is either right or
+wrong, the intervals are those of a proportion instead of a bootstrap (see ``statistics.py``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ ALL = "all"
 
 
 class ItemKindStatistics(msgspec.Struct, frozen=True):
-    """Figures for one kind of item.
+    """The scores of an evaluation on one kind of item, or on all items.
 
     Example:
         evaluate.report(done).rows[0].average.value    # of all items, from 0 to 1
+    ""
     """
 
     kind: str
@@ -54,7 +55,7 @@ class ItemKindStatistics(msgspec.Struct, frozen=True):
 
 
 class AttemptTotals(msgspec.Struct, frozen=True):
-    """Tokens, requests, cost and time of the attempts."""
+    """The tokens, requests, cost and time that the attempts of an evaluation took."""
 
     input_tokens: int
     output_tokens: int
@@ -72,7 +73,8 @@ class AttemptTotals(msgspec.Struct, frozen=True):
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
-    """The results of an evaluation: rewards, metrics, numbers of attempts, and costs."""
+    """The results of an evaluation: rewards, metrics, how the attempts ended, and what they
+    cost."""
 
     plan: EvaluationPlan
     k: int
@@ -95,13 +97,15 @@ class EvaluationReport(msgspec.Struct, frozen=True):
 def report(
     evaluation: EvaluationResult, *, k: int | None = None, seed: int = 0
 ) -> EvaluationReport:
-    """The figures of ``evaluation``.
+    """Compute the report of an evaluation.
 
-    ``k`` applies to pass@k and majority@k, by default all attempts; ``seed`` is that of the
-    bootstrap. Raises ConfigError if there are fewer than k attempts per item, or no outcome.
+    ``k`` is the k of pass@k and majority@k, by default the number of attempts per item; ``seed`` is
+    the seed of the bootstrap. Raises ConfigError if there are fewer than k attempts per item, or if
+    no attempt was made.
 
     Example:
         print(evaluate.table(evaluate.report(done, k=4)))    # pass@4 and majority@4
+    ""
     """
     plan, outcomes = evaluation.plan, evaluation.outcomes
     k = plan.attempts if k is None else k
@@ -132,7 +136,7 @@ def report(
 
 
 def check_k(k: int, attempts: int) -> None:
-    """Raise ConfigError if ``attempts`` per item are too few for pass@k."""
+    """Raise ConfigError if the attempts at each item are too few to compute pass@k."""
     if k < 1:
         raise ConfigError(f"pass@{k}: k is at least 1")
     if k > attempts:
@@ -145,9 +149,9 @@ def check_k(k: int, attempts: int) -> None:
 def difference(
     ours: EvaluationResult, theirs: EvaluationResult, *, seed: int = 0
 ) -> tuple[MeanEstimate, int]:
-    """Return how much the mean reward of ``ours`` exceeds that of ``theirs`` over the items that
-    both have, and the number of these items. Raises ConfigError for evaluations of different tasks,
-    or without a scored item in common."""
+    """Return how much higher the mean reward of one evaluation is than that of another over the
+    items that both have scored, with the number of these items. Raises ConfigError if they evaluate
+    different tasks or have no scored item in common."""
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
@@ -158,9 +162,9 @@ def difference(
 
 
 def flips(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
-    """Compare two evaluations item by item. Returns a dict from item to ``better`` if only ``ours``
-    answers it right, or ``worse`` if only ``theirs`` does; other items are left out. An item is
-    right if at least half of its scored attempts are."""
+    """Return the items on which two evaluations disagree: ``better`` if only the first answers the
+    item right, and ``worse`` if only the second does. An item is right if at least half of its
+    scored attempts are."""
     a, b = (
         {
             item: 2 * sum(map(_is_right, attempts)) >= len(attempts)
@@ -174,7 +178,8 @@ def flips(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
 
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
-    """Raise ConfigError, which names the difference, if two evaluations have different items."""
+    """Raise ConfigError if two evaluations do not ask the same items. The message names the
+    difference, such as another split or other options of the task."""
     for name in ("task", "options", "split"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
@@ -184,7 +189,7 @@ def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
 
 
 def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
-    """Return the attempts of each item that have a reward, in order."""
+    """Group the scored attempts by item and keep their order."""
     attempts: dict[str, list[AttemptOutcome]] = {}
     for outcome in outcomes:
         if outcome.reward is not None:
@@ -255,7 +260,7 @@ def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
 
 
 def table(evaluation_report: EvaluationReport) -> str:
-    """The report as text, in lines below 100 characters."""
+    """Format a report as a text table with lines of fewer than 100 characters."""
     plan = evaluation_report.plan
     num, attempts = (
         _many(f"{evaluation_report.rows[0].items:,}", "item"),
@@ -319,7 +324,8 @@ def _shown(figure: MeanEstimate | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
-    """Lines of a table; the columns in ``numbers`` stand at the right."""
+    """Format rows of cells as the lines of a text table. Columns whose index is in ``numbers`` are
+    aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "   ".join(

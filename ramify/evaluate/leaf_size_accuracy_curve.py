@@ -1,10 +1,12 @@
-"""The curve of a calibration: the points that a matrix of plain calls measured, as text and SVG.
+"""The curve of a calibration, which measures how accurately a model answers plain calls of
+different sizes. This module computes its points from the recorded answers and draws it as text and
+SVG.
 
     tokens   accuracy              $ per 1M tokens
      2,000   1.000 [0.91 1.00]     0.31             ████████████████████
     16,000   0.925 [0.80 0.98]     0.26             ██████████████████▌
 
-Not here: which size is the best (``plans/calibration.py``), and the attempts (see run.py).
+Which size is the best is decided by ``plans/calibration.py``; the attempts are made by ``run.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
 def sizes_for(room: ModelRoom) -> list[int]:
-    """Return the sizes that are measured by default. They begin with the smallest size and double
-    as long as they fit into the model's window."""
+    """Return the sizes that a calibration measures by default: the smallest one, and then each time
+    twice as much as long as that fits into the model's window."""
     sizes = [FIRST_SIZE]
     while room.fits(text_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
@@ -43,19 +45,19 @@ def sizes_for(room: ModelRoom) -> list[int]:
 
 
 def text_tokens(size: int) -> int:
-    """Convert the size of a leaf call to the length of a suite's text. ``size`` counts tokens of
-    three bytes, and the result counts tokens of four characters."""
+    """Convert a size in tokens of three bytes (as for calls of sub-models) to a length in tokens of
+    four characters (as in the options of a suite)."""
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
 def size_of(cell: MatrixCell) -> int:
-    """Return how much text each call of a matrix cell reads, in tokens of three bytes."""
+    """Return how much text each call of an evaluation reads, in tokens of three bytes."""
     return -(-(cell.tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
 def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
-    """Estimate the cost of a calibration in dollars, for English texts and short replies. None if
-    the model has no price."""
+    """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
+    Returns None if the model has no known price."""
     if room.price is None:
         return None
     read = sum(cell.plan.items * (cell.tokens or 0) for cell in plan.cells)
@@ -64,7 +66,8 @@ def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
 
 
 def is_calibration(plan: MatrixPlan) -> bool:
-    """Whether the matrix asks one model the questions of a calibration by plain calls."""
+    """Return True if a set of evaluations is a calibration: one model, asked the usual questions of
+    a calibration by plain calls."""
     models = {cell.plan.model for cell in plan.cells}
     return len(models) == 1 and all(
         cell.mode == "direct"
@@ -75,15 +78,15 @@ def is_calibration(plan: MatrixPlan) -> bool:
 
 
 def date_of(plan: MatrixPlan) -> str:
-    """Return the day on which the matrix began, as its id says it."""
+    """Return the day on which the evaluations began, which is taken from their common id."""
     return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 
 
 def points_of(
     plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
 ) -> tuple[CalibrationPoint, ...]:
-    """Return the points of the calibration curve, smallest size first. Each size with at least one
-    scored question has a point."""
+    """Compute the points of a calibration curve, smallest size first. Sizes without a scored
+    question are left out."""
     made: dict[int, list[AttemptOutcome]] = {}
     for cell in plan.cells:
         scored = [each for each in outcomes.get(cell.record, ()) if each.reward is not None]
@@ -100,7 +103,7 @@ def _point(size: int, scored: Sequence[AttemptOutcome]) -> CalibrationPoint:
 
 
 def curve_lines(calibration: PartSizeCalibration) -> list[str]:
-    """Return the curve as lines of text."""
+    """Format a calibration curve as lines of text, with a bar for the accuracy at each size."""
     rows = [["tokens", "questions", "accuracy", "$ per 1M tokens", ""]]
     for point in calibration.points:
         price = "-" if point.dollars is None else f"{point.dollars:.3g}"
@@ -117,8 +120,8 @@ def _bar(share: float) -> str:
 
 
 def curve_svg(calibration: PartSizeCalibration) -> str:
-    """Return the curve as an SVG image: accuracy with its intervals against the size, on a
-    logarithmic axis."""
+    """Draw a calibration curve as an SVG image: accuracy with confidence intervals on the vertical
+    axis, and the size on a logarithmic horizontal axis."""
     points = calibration.points
     first, last = points[0].tokens, points[-1].tokens
     span = math.log(last / first) or 1.0

@@ -1,19 +1,19 @@
-"""A matrix of evaluations: one for each combination of suite, family, length, model, mode and
-scaffold.
+"""A matrix of evaluations: one for each combination of suite (a task for measuring), family of
+questions, length, model, answering mode and scaffold (the prompts for the model).
 
     MatrixAxes ── plan_of ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
         ──▶ each cell is a recorded evaluation ──▶ MatrixRow (see matrix_report.py)
 
-A matrix is a list of evaluation plans with one id. It decides which combinations (cells) are
-evaluated, and in which files they are recorded. Cells that differ only in model, mode or scaffold
-ask the same items. The plan is written before anything is asked, so a matrix that was killed can be
-continued with ``resume``. On disk:
+A matrix is a list of evaluation plans under one id. This module decides which combinations (cells)
+are evaluated and in which files they are recorded. Cells that differ only in model, mode or
+scaffold ask the same items. The plan is written before anything is asked, so a matrix that was
+killed can be continued with ``resume``. On disk:
 
     evaluations/ID.matrix          the plan: {"id": …, "cells": [{"place": {"suite": …}, …}]}
     evaluations/ID-000-….jsonl     the record of a cell, in the format of any evaluation
 
-Not here: the attempts (see run.py), the modes (see answer_modes.py), and the command (see
-ramify/cli/eval_matrix.py).
+The attempts are made by ``run.py``, the modes are defined in ``answer_modes.py``, and the command
+is in ``ramify/cli/eval_matrix.py``.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_length(text: str) -> int:
-    """The number of tokens of a length. Raises ConfigError for other texts.
+    """Parse a length such as ``8k`` and return its number of tokens. Raises ConfigError if the text
+    is not a length.
 
     >>> parse_length("8k")
     8192
+    ""
     """
     match = _LENGTH.fullmatch(text.strip())
     num = int(match[1]) * _UNITS[match[2].lower()] if match else 0
@@ -62,7 +64,7 @@ def parse_length(text: str) -> int:
 
 
 def length_name(num: int) -> str:
-    """Return a short name for a number of tokens: ``8192`` becomes ``8k``."""
+    """Return the short name of a number of tokens; for example, 8192 tokens are ``8k``."""
     for unit in ("m", "k"):
         if num % _UNITS[unit] == 0:
             return f"{num // _UNITS[unit]}{unit}"
@@ -70,7 +72,8 @@ def length_name(num: int) -> str:
 
 
 class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
-    """The suites, lengths, models and modes that a matrix combines."""
+    """The suites, lengths, models, modes and other choices whose combinations a matrix
+    evaluates."""
 
     suites: tuple[str, ...]
     """Names of tasks."""
@@ -89,7 +92,8 @@ class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One cell: its coordinates and its evaluation."""
+    """One cell of a matrix: a combination of suite, length, model and so on, with the plan of its
+    evaluation."""
 
     place: dict[str, str]
     """Axis -> value: ``{"suite": "niah", "family": "single_1", "length": "8k", …}``."""
@@ -99,7 +103,7 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def tokens(self) -> int | None:
-        """Length of a context in tokens; None if the suite chooses it."""
+        """The length of each context in tokens, or None if the suite chooses the length."""
         return parse_length(self.place["length"]) if "length" in self.place else None
 
     @property
@@ -108,30 +112,34 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def system(self) -> str:
-        """Name or command of the external system that answers; empty if Ramify does."""
+        """The name or command of the external system that answers; empty if Ramify itself does."""
         return str(self.plan.settings.get("with") or "")
 
 
 class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The plan of a matrix: one evaluation for each combination."""
+    """The plan of a matrix: one evaluation for each combination of suite, length, model and so
+    on."""
 
     id: str
     cells: tuple[MatrixCell, ...]
 
     @property
     def has_systems(self) -> bool:
-        """Whether external systems answer some cells, so that all requests go through a meter."""
+        """True if external systems answer some cells, so that all requests must go through a meter,
+        which counts what each of them costs."""
         return any(cell.system for cell in self.cells)
 
     @property
     def first(self) -> EvaluationPlan:
-        """The plan of the first cell, whose split and numbers all cells have."""
+        """The plan of the first cell. All cells have the same split, the same number of items and
+        the same number of attempts as this one."""
         return self.cells[0].plan
 
 
 def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
-    """Combine ``axes``; ``tasks`` makes and keeps the tasks. Raises ConfigError for a suite, a
-    family, a length, a mode or a system that does not exist."""
+    """Plan one evaluation for each combination of the axes. Raises ConfigError for a suite, a
+    family, a length, a mode or a system that does not exist. Tasks that must be made for this are
+    kept in ``tasks`` for later."""
     for name in axes.modes:
         mode_of(name)
     systems = {system_of(words).name: words for words in axes.systems}
@@ -184,7 +192,7 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
 
 
 def in_order(place: Mapping[str, str]) -> dict[str, str]:
-    """The coordinates of ``place`` in the order of ``AXES``."""
+    """Return the coordinates of a cell in the order of ``AXES``, which is the order in reports."""
     return {axis: place[axis] for axis in AXES if axis in place}
 
 
@@ -194,8 +202,8 @@ def _file_words(place: Mapping[str, str]) -> str:
 
 
 def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Return the coordinates and the task options for each length of ``suite``. Raises ConfigError
-    if the suite has no option for the length."""
+    """Return one pair for each requested length: the cell's coordinates, and the options that give
+    the suite's texts this length. Raises ConfigError if the suite has no option for a length."""
     options = dict(axes.base.options)
     if not axes.lengths:
         return [({}, options)]
@@ -220,9 +228,9 @@ def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[st
 def _families(
     suite: str, options: dict[str, Any], split: str, tasks: MatrixTasks
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Return the coordinates and the task options for each family of questions of ``suite``. There
-    is only one pair, without coordinates, if the suite has no families or its questions come from a
-    file."""
+    """Return one pair for each family of questions in a suite: the cell's coordinates, and the task
+    options that select this family. If the suite has no families or its questions come from a file,
+    there is a single pair without coordinates."""
     plan = EvaluationPlan(model="", task=suite, options=options)
     names: Sequence[str] = getattr(tasks.of(plan), "families", ())
     if not names or _is_from_a_file(options, split):
@@ -235,8 +243,8 @@ def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
 
 
 def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the function that makes a task; empty if no function makes it.
-    Raises ConfigError for an unknown task."""
+    """Return the parameters of the function that makes a task, or an empty mapping if the task is
+    not made by a function. Raises ConfigError for an unknown task."""
     if suite.endswith(DATA_SUFFIXES) or suite.startswith(("hf:", "verifiers:")):
         return {}
     make = TASKS.of(suite)
@@ -247,14 +255,15 @@ def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
 
 
 class MatrixTasks:
-    """The tasks of a matrix, each made once. Cells that differ in nothing but model, mode or
-    scaffold have the same."""
+    """A cache of the tasks of a matrix. Cells that differ only in model, mode or scaffold share one
+    task object."""
 
     def __init__(self) -> None:
         self._made: dict[bytes, Task] = {}
 
     def of(self, plan: EvaluationPlan) -> Task:
-        """The task of a cell's plan. Raises ConfigError if it cannot be made."""
+        """Return the task that a cell evaluates, which is made on first use. Raises ConfigError if
+        it cannot be made."""
         key = msgspec.json.encode((plan.task, plan.options), order="deterministic")
         if key not in self._made:
             self._made[key] = task_of(plan.task, **plan.options)
@@ -262,7 +271,8 @@ class MatrixTasks:
 
 
 class MatrixEstimate(msgspec.Struct, frozen=True):
-    """The number of attempts and the highest cost of a matrix, estimated before it begins."""
+    """An estimate, made before a matrix begins, of how many attempts are left and what they may
+    cost at most."""
 
     attempts: int
     """Attempts that are left to make."""
@@ -278,10 +288,11 @@ def estimate(
     limit: float | None,
     left: Mapping[str, int],
 ) -> MatrixEstimate:
-    """Estimate the remaining attempts of a matrix.
+    """Estimate how many attempts of a matrix are left and what they may cost at most.
 
-    ``rooms`` are those of its models, ``limit`` is the most that one attempt may cost, and ``left``
-    has the number of remaining attempts, by record."""
+    ``rooms`` describes the window and price of each model, ``limit`` is the most that one attempt
+    may cost in dollars, and ``left`` has the number of remaining attempts for each record.
+    """
     unfit, total = 0, 0.0
     is_priced = True
     for cell in plan.cells:
@@ -303,14 +314,14 @@ def estimate(
 
 
 class EvaluationMatrixStore:
-    """The recorded matrices of a store."""
+    """The matrices that are recorded in a store, which is a folder of runs and evaluations."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
         self.evaluations = EvaluationStore(root)
 
     def create(self, plan: MatrixPlan) -> None:
-        """Write the plan of a new matrix."""
+        """Write the plan of a new matrix to its file, before any of its attempts begins."""
         make_folder(self._folder)
         path, part = self.path(plan.id), self._folder / f".{plan.id}.part"
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
@@ -322,17 +333,18 @@ class EvaluationMatrixStore:
         os.replace(part, path)
 
     def has(self, cell: MatrixCell) -> bool:
-        """True if the record of a cell was begun."""
+        """Return True if the evaluation of a cell has been started, so that its record exists."""
         return (self._folder / f"{cell.record}.jsonl").exists()
 
     def record(self, cell: MatrixCell) -> EvaluationFileWriter:
-        """Open the record of a cell, or begin it."""
+        """Open the record file of a cell for writing, and create it if it does not exist yet."""
         path = self._folder / f"{cell.record}.jsonl"
         return EvaluationFileWriter(path, None if self.has(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
-        """The matrix that ``id`` refers to: its id, the unique beginning of one, or ``last`` if
-        nothing newer was evaluated. None if it refers to no matrix."""
+        """Find a recorded matrix by its id or by the unique beginning of its id. ``last`` means the
+        newest one, provided that nothing else was evaluated after it. Returns None if there is no
+        such matrix."""
         known = [path.name.removesuffix(MATRIX) for path in self.paths()]
         if id == "last":
             records = self.evaluations.paths()
@@ -351,7 +363,7 @@ class EvaluationMatrixStore:
         return read_matrix(self.path(matches[0])) if matches else None
 
     def paths(self) -> list[Path]:
-        """The files of all matrices, oldest first."""
+        """Return the files of all recorded matrices, oldest first."""
         return sorted(self._folder.glob(f"*{MATRIX}"))
 
     def path(self, id: str) -> Path:
@@ -359,7 +371,8 @@ class EvaluationMatrixStore:
 
 
 def read_matrix(path: Path) -> MatrixPlan:
-    """The matrix in ``path``. Raises StoreError if it cannot be read."""
+    """Read the plan of a matrix from its file. Raises StoreError if the file cannot be read or is
+    damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=MatrixPlan)
     except OSError as error:

@@ -1,13 +1,15 @@
-"""The report of a matrix: one row of figures per cell, and one for all families of a suite.
+"""The report of a matrix, a set of evaluations that combine suites, lengths, models and modes. It
+has one row of figures per evaluation (cell), and one for all families of questions of a suite.
 
     oolong · openai:gpt-5-mini · 20 items, 1 attempt each
     family     length   mode     score               minus direct            cost    calls  tokens …
     all        8k       direct   0.700 [0.57 0.80]                           $0.02      60    490k
     all        8k       free     0.900 [0.80 0.96]   +0.200 [+0.08 +0.33]    $0.31     412    2.1M
 
-Differences are those from the row with the first model, mode and scaffold, over the items that
-both rows have. Columns that are the same in all rows are in the first line. Not here: what a cell
-is (see matrix.py), and the figures of one evaluation by kind (see evaluation_report.py).
+Differences are taken from the row with the first model, mode and scaffold, over the items that both
+rows have. Columns with the same value in all rows are shown once, in the first line. Cells are
+defined in ``matrix.py``, and the figures of a single evaluation are computed by
+``evaluation_report.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _OF_ITEMS = ("suite", "family", "length")
 
 
 class SelfReportedUsage(msgspec.Struct, frozen=True):
-    """Sums of the counts that a system has made itself."""
+    """The requests and tokens that an external system says it has used, summed over its
+    attempts."""
 
     attempts: int
     """Attempts for which it has counted. A system that fails may leave no count."""
@@ -48,7 +51,7 @@ class SelfReportedUsage(msgspec.Struct, frozen=True):
 
 
 class MatrixRow(msgspec.Struct, frozen=True):
-    """Figures of one cell, or of all families of a suite."""
+    """The figures of one cell of a matrix, or of all families of questions of a suite together."""
 
     place: dict[str, str]
     """Axis -> value; the family is ``all`` for all families."""
@@ -104,8 +107,8 @@ Outcomes = Mapping[str, Sequence[AttemptOutcome]]
 def matrix_report(
     plan: MatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
 ) -> MatrixReport:
-    """Summarise a matrix. ``k`` is the number of attempts for pass@k, by default all of them.
-    ``seed`` is the seed of the bootstrap."""
+    """Compute the report of a matrix. ``k`` is the number of attempts for pass@k, by default all of
+    them, and ``seed`` is the seed of the bootstrap."""
     k = plan.first.attempts if k is None else k
     check_k(k, plan.first.attempts)
     groups = list(_groups(plan, outcomes))
@@ -131,7 +134,7 @@ def matrix_report(
 
 
 class _RowGroup(NamedTuple):
-    """The attempts of one row."""
+    """The attempts that are summarised in one row of the report."""
 
     place: dict[str, str]
     records: tuple[str, ...]
@@ -141,8 +144,8 @@ class _RowGroup(NamedTuple):
     is_kind: bool = False
 
     def by_item(self) -> dict[str, list[AttemptOutcome]]:
-        """Return the scored attempts of each item, in order. Items of different records are kept
-        apart, because items of several families may have the same ids."""
+        """Group the scored attempts by item and keep their order. Items of different evaluations
+        are kept apart, because items of several families of questions may have the same ids."""
         name = {record: number for number, record in enumerate(self.records)}
         attempts: dict[str, list[AttemptOutcome]] = {}
         for record, outcome in self.made:
@@ -153,8 +156,8 @@ class _RowGroup(NamedTuple):
 
 def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
     """Yield the attempts behind each row of the report, suite by suite and length by length. If
-    there are several families of questions, the first row has all of them together, and each family
-    then has a row. If one cell asks several families, the kind of an item is its family."""
+    there are several families of questions, rows for all of them together come first, and rows for
+    each family follow. If one cell asks several families, the kind of an item is its family."""
     of_items: dict[tuple[str, str], list[MatrixCell]] = {}
     for cell in plan.cells:
         key = cell.place["suite"], cell.place.get("length", "")
@@ -264,9 +267,10 @@ def is_right(outcome: AttemptOutcome) -> bool:
 
 
 def reason_of(outcome: AttemptOutcome) -> str:
-    """Return in a few words why an attempt is not right; empty if it is.
+    """Return in a few words why an attempt is not right, or an empty string if it is right.
 
-    ``failed`` means that the attempt has no reward: something other than the model failed.
+    The word ``failed`` means that the attempt has no reward, because something other than the model
+    failed.
     """
     if is_right(outcome):
         return ""
@@ -285,7 +289,7 @@ def reason_of(outcome: AttemptOutcome) -> str:
 
 
 def matrix_table(report: MatrixReport) -> str:
-    """The report as text: a line with what all rows have in common, then one line per row."""
+    """Format the report as text: a line with what all rows have in common, then a table."""
     plan, rows = report.plan.first, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
     varied = [axis for axis in AXES if len({*values[axis]}) > 1]
@@ -328,7 +332,8 @@ def matrix_table(report: MatrixReport) -> str:
 def _own_columns(
     rows: Sequence[MatrixRow],
 ) -> list[tuple[str, bool, Callable[[MatrixRow], str]]]:
-    """Columns of a system's own counts, if there are any."""
+    """Return the table columns for the usage that external systems report themselves; none if no
+    row has such counts."""
     if all(row.own is None for row in rows):
         return []
 
@@ -357,7 +362,7 @@ def _signed(figure: MeanEstimate | None) -> str:
 
 
 def _short(num: int) -> str:
-    """Return a large number in a short form: ``1234567`` becomes ``1.2M``."""
+    """Return a large number in a short form; for example, 1234567 becomes ``1.2M``."""
     for size, unit in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if num >= size:
             return f"{num / size:.3g}{unit}"

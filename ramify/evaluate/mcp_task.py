@@ -1,13 +1,13 @@
-"""A task whose sessions have the tools of MCP servers.
+"""A wrapper that gives the sessions of a task the tools of MCP servers.
 
     McpTask(task, "uvx mcp-server-git")                          servers of each rollout
     McpTask(task, "https://host/mcp", lifetime="process")        one connection for all rollouts
 
-Servers of a rollout start before it and end, with their children, when it has ended for any reason,
-so that no rollout sees what another one left in them. Servers of the process start with the first
-rollout and end with the process, or with ``close``: use them if they keep no state, or are slow to
-start. Rollout workers are processes, each with its own. Not here: the connection
-(``engine/mcp_tools.py``).
+Servers with the lifetime ``rollout`` start before each rollout and end after it, for whatever
+reason it ended, so that no rollout sees what another one left behind in them. Servers with the
+lifetime ``process`` start with the first rollout and are shared by all until the process ends or
+``close`` is called; they suit servers that keep no state or are slow to start. Each rollout worker
+is a process with separate servers. The connection itself is made by ``engine/mcp_tools.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ _LIFETIMES = ("rollout", "process")
 
 
 class McpTask:
-    """Adds the tools of MCP servers to the sessions of another task. Implements ``Task``.
+    """A task that adds the tools of MCP servers to the sessions of another task. Implements
+    ``Task``.
 
     Example:
         evaluate.McpTask(my_task, "uvx mcp-server-git", lifetime="process", timeout_s=60)
+    ""
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class McpTask:
         timeout_s: float = 300.0,
         start_s: float = 120.0,
     ) -> None:
-        """``servers`` are as for ``McpTools``. ``timeout_s`` limits each call of a tool, and
-        ``start_s`` the start of each server. Raises ConfigError."""
+        """Wrap a task, so that its sessions can call the tools of the given MCP servers, each named
+        by a command or a URL. ``timeout_s`` limits each call of a tool, and ``start_s`` limits the
+        start of each server. Raises ConfigError if no server is given or ``lifetime`` is unknown.
+        """
         if not servers:
             raise ConfigError(f"task '{task.name}' names no MCP server: give a command or a URL")
         if lifetime not in _LIFETIMES:
@@ -60,8 +64,9 @@ class McpTask:
         self._opening = threading.Lock()
 
     async def prepare(self, item: Item) -> TaskStart:
-        """The initial state of ``task``, with the servers' tools. Raises ConfigError for a server
-        that cannot be used, and for a tool with the name of one of the task's."""
+        """Return the initial state of the wrapped task with the servers' tools added. Raises
+        ConfigError if a server cannot be used, or if one of its tools has the same name as a tool
+        of the task."""
         start = await self._task.prepare(item)
         if self._lifetime == "process":
             return self._with_tools(start, await asyncio.to_thread(self._open_shared))
@@ -94,7 +99,8 @@ class McpTask:
         return step_scores(self._task, rollouts)
 
     def close(self) -> None:
-        """End the servers of the process. Idempotent; the next rollout starts them again."""
+        """End the servers that all rollouts share. Calling it twice is harmless, and the next
+        rollout starts the servers again."""
         with self._opening:
             if self._shared is not None:
                 self._shared.close()
@@ -122,8 +128,8 @@ class McpTask:
 
 
 def _close(tools: McpTools) -> None:
-    """Close the servers of ``tools``. When a rollout is cancelled, this runs on the event loop,
-    which must not wait for a server, so a thread closes them."""
+    """Close the servers of a rollout, in a separate thread if an event loop is running. Closing
+    waits for the servers, which would block the loop when a rollout is cancelled."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

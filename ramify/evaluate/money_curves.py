@@ -1,16 +1,18 @@
-"""Scores against money: how well each system would have scored with a smaller budget per attempt.
+"""Curves of score against money: how well each system would have scored with a smaller budget per
+attempt.
 
     cost of each attempt   $0.01   $0.03   $0.20            score with $0.02 per attempt:  1/3
     its reward              1       1       0               score with $0.05 per attempt:  2/3
 
-An attempt that cost more than a budget counts as unanswered, with a score of 0: its system would
-have been ended before it answered. So one evaluation with a large budget gives the whole curve, and
-all systems are compared at the same dollars. It is a lower bound for a system that would answer
-earlier if it knew the smaller budget.
+An attempt that cost more than a given budget counts as unanswered, with a score of 0, since its
+system would have been stopped before it answered. So one evaluation with a large budget yields the
+whole curve, and all systems are compared at the same dollars. The curve is a lower bound for a
+system that would answer earlier if it knew that its budget is smaller.
 
     score with a budget of   $0.0021   $0.0044   $0.012
     free                       0.350     0.700    0.900
     rlms                       0.100     0.450    0.850
+""
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ _OF_A_SYSTEM = ("mode", "scaffold")
 
 
 class MoneyPoint(msgspec.Struct, frozen=True):
-    """The score of a system with one budget.
+    """One point of a curve: the score that a system would have with a given budget per attempt.
 
     Example:
         [(point.dollars, point.score.value) for point in curves["rlms"]]
+    ""
     """
 
     dollars: float
@@ -51,11 +54,12 @@ class MoneyPoint(msgspec.Struct, frozen=True):
 def money_curves(
     outcomes: Mapping[str, Sequence[AttemptOutcome]], num_points: int = NUM_POINTS
 ) -> dict[str, tuple[MoneyPoint, ...]]:
-    """The curve of each system, by its name, over the same budgets. A system without a scored
-    attempt of known cost has no points.
+    """Compute the curve of score against budget for each system, by name, at the same budgets for
+    all. A system without a scored attempt of known cost gets no points.
 
     Example:
         curves = money_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
+    ""
     """
     known = {
         name: [each for each in attempts if each.reward is not None and each.cost is not None]
@@ -70,7 +74,8 @@ def money_curves(
 
 
 def _budgets(costs: Iterable[float], num_points: int) -> list[float]:
-    """Budgets at which a curve changes: the different costs, or some of them, spread evenly."""
+    """Return the budgets at which a curve can change, which are the different costs of attempts. If
+    there are more than ``num_points``, an evenly spread selection is returned."""
     different = sorted({*costs})
     last = len(different) - 1
     if last < num_points:
@@ -90,7 +95,7 @@ def _point(attempts: Sequence[AttemptOutcome], budget: float) -> MoneyPoint:
 
 
 class MoneyRow(msgspec.Struct, frozen=True):
-    """The curve of one system in a matrix."""
+    """The curve of score against budget for one system of a matrix."""
 
     place: dict[str, str]
     """Suite, length, model, mode and scaffold; all families are together."""
@@ -102,9 +107,9 @@ def matrix_money(
     outcomes: Mapping[str, Sequence[AttemptOutcome]],
     num_points: int = NUM_POINTS,
 ) -> list[MoneyRow]:
-    """Compute the curve of score against budget for each system of a matrix. ``outcomes`` maps the
-    record of each cell to the outcomes of its attempts. Systems are compared at the same budgets if
-    they answered the same items with the same model."""
+    """Compute the curve of score against budget for each system of a matrix. Systems that answered
+    the same items with the same model are compared at the same budgets. ``outcomes`` has the
+    attempts of each cell, by the id of its record."""
     together: dict[tuple[tuple[str, str], ...], dict[str, list[AttemptOutcome]]] = {}
     places: dict[tuple[tuple[tuple[str, str], ...], str], dict[str, str]] = {}
     for cell in plan.cells:
@@ -126,7 +131,7 @@ def matrix_money(
 
 
 class MoneyTable(msgspec.Struct, frozen=True):
-    """Scores of several systems on the same items, each at a few budgets."""
+    """The scores of several systems on the same items, at a few budgets each."""
 
     items: str
     """Suite, length and model."""
@@ -137,7 +142,8 @@ class MoneyTable(msgspec.Struct, frozen=True):
 
 
 def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
-    """The curves as tables: one for each suite, length and model with at least two budgets."""
+    """Arrange the curves as tables, one for each combination of suite, length and model.
+    Combinations with fewer than two different budgets are left out."""
     groups: dict[str, list[MoneyRow]] = {}
     for row in rows:
         values = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]
@@ -154,7 +160,7 @@ def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
 
 
 def money_text(tables: Sequence[MoneyTable]) -> list[str]:
-    """Return the tables of scores and budgets as lines of text."""
+    """Format the tables of scores by budget as lines of text."""
     lines: list[str] = []
     for table in tables:
         lines.append(f"{table.items}: score with a budget per attempt")

@@ -1,14 +1,14 @@
-"""Makes the attempts of evaluations on the machines of a Ray cluster.
+"""Make the attempts of evaluations on the machines of a Ray cluster.
 
     evaluate_all ── RayAttemptMaker.make ──> AttemptWorker (actors) ──> a run's id, its outcome
     this process: the order, the records, and what is asked next        a task and an RLM each
 
-A worker makes items itself, so that no long context travels; attempts at one item go to the same
-worker while it has room. Outcomes are recorded here. The journals of runs are in the store of each
-worker, at the path that it has here: if the machines share that folder, an attempt of a lost worker
-or of a killed command continues from its journal, and nothing is paid for twice. If they do not, it
-is made again. Each worker has its own rate limit. Not here: how a cluster is joined (see
-actors/ray_cluster.py).
+Each worker makes the items of a task itself, so that no long context is sent over the network, and
+attempts at one item go to the same worker as long as it has room. The outcomes are recorded by this
+process. Each worker writes the journals of its runs to its own store, at the same path as here. If
+the machines share that folder, an attempt whose worker was lost, or whose command was killed,
+continues from its journal, and nothing is paid for twice; otherwise the attempt is made again. Each
+worker has its own rate limit. The cluster is joined by ``actors/ray_cluster.py``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ workers, and has no keys: each worker reads those of its environment."""
 
 
 class _RemoteRecord:
-    """The part of a record that an attempt in a worker needs."""
+    """The part of an evaluation's record that an attempt needs on a worker: which stored run to
+    continue, and where to report that a run has begun."""
 
     def __init__(self, run: str, place: tuple[str, int], tell: Callable[[object], None]) -> None:
         self.unfinished = {place: run} if run else {}
@@ -77,11 +78,12 @@ class _RemoteRecord:
 
 
 class AttemptWorker:
-    """Makes attempts in one process of the cluster; a Ray actor with several threads."""
+    """A Ray actor that makes attempts of evaluations in one process of the cluster, in several
+    threads."""
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
-        """``folder`` is the working directory of the command. The worker changes to it if it
-        exists, so that the files of tasks are found by the same relative paths."""
+        """Create a worker, which changes to ``folder``, the working directory of the command, if
+        that exists on its machine. So the files of tasks are found by the same relative paths."""
         check_version(version)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -94,8 +96,8 @@ class AttemptWorker:
         self._lock = threading.Lock()
 
     def attempt(self, sent: bytes) -> Iterator[bytes]:
-        """Make an attempt. Yields the run that makes it, as soon as it has begun, then its
-        outcome."""
+        """Make one attempt. Yields the id of the run as soon as it has begun, and finally the
+        outcome of the attempt; both are encoded as JSON."""
         order = msgspec.json.decode(sent, type=RemoteAttempt)
         told: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -144,7 +146,7 @@ class AttemptWorker:
 
 
 class RemoteAttempt(msgspec.Struct, frozen=True):
-    """One attempt, as it is sent to a worker."""
+    """The description of one attempt, as it is sent to a worker."""
 
     plan: EvaluationPlan
     index: int
@@ -156,7 +158,8 @@ class RemoteAttempt(msgspec.Struct, frozen=True):
 
 
 class RayAttemptMaker:
-    """Makes attempts on a Ray cluster; implements ``AttemptMaker``."""
+    """Makes the attempts of evaluations on the machines of a Ray cluster. Implements
+    ``AttemptMaker``."""
 
     makes_items = True
 
@@ -169,8 +172,9 @@ class RayAttemptMaker:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """``concurrency``: attempts at once, over all ``workers`` (default: one for each CPU of the
-        cluster). Raises ConfigError."""
+        """Prepare to make up to ``concurrency`` attempts at once on the workers of a cluster. By
+        default there is one worker for each CPU. Raises ConfigError if ``workers`` is less than 1.
+        """
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.num_again = 0
@@ -220,7 +224,8 @@ class RayAttemptMaker:
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Make one attempt on a worker. Returns its outcome, and None instead of its trajectory."""
+        """Make one attempt on a worker, and try again if the worker is lost. Returns the outcome of
+        the attempt, and None in place of its trajectory, which stays on the worker."""
         ray = imported()
         lost = ""
         for number in range(_TRIES):
@@ -258,7 +263,8 @@ class RayAttemptMaker:
         raise RamifyError("a worker ended an attempt without its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:
-        """The worker that has the item, if it has room; else the one with the fewest attempts."""
+        """Choose the worker for an attempt: the one that already has the item, if it has room, and
+        otherwise the one with the fewest attempts in progress."""
         place = id(job.task), job.plan.split, which.item_index
         home = self._home.get(place)
         each = math.ceil(self._concurrency / len(self._actors))

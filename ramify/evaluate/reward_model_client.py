@@ -8,8 +8,8 @@
 
 The last part of the URL decides the format of requests and replies; ``form`` sets it for other
 paths. Transient failures (no connection, 429, 5xx, unusable replies) are retried with growing
-delays. After five failed attempts the rollouts of the batch have no reward, and the error names the
-server. Not here: judges that answer in words (see ``tasks/scoring/rubric.py``).
+delays. After five failures the rollouts of the batch have no reward, and the error names the
+server. Judges that answer in words are in ``tasks/scoring/rubric.py``.
 """
 
 from __future__ import annotations
@@ -50,16 +50,18 @@ _LONGEST_WAIT_S = 5.0
 
 
 def question_and_answer(question: str, answer: str) -> str:
-    """Join question and answer into the text for a reward model that has no chat template."""
+    """Join a question and its answer into one text, for a reward model that has no chat
+    template."""
     return f"{question}\n\n{answer}"
 
 
 class RewardModel:
-    """Reward function that asks a reward model behind HTTP to score a question and its answer.
+    """A reward function that asks a reward model behind HTTP to score a question with its answer.
 
     Example:
         reward = evaluate.RewardModel("http://gpu1:8000/classify", model="my-rm", label="good")
         task = tasks.SimpleTask("helpful", splits, reward)
+    ""
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class RewardModel:
         concurrency: int = 8,
         timeout_s: float = 60.0,
     ) -> None:
-        """``label`` is the name or number of the class whose score is the reward. ``text`` builds
-        the text to score from the question and the answer. ``key_variable`` names the environment
-        variable with the server's key, if it needs one. Up to ``concurrency`` requests run at once.
-        Each has at most ``max_batch`` answers and may take ``timeout_s`` seconds.
+        """Create a reward function for the reward model at ``url``. ``label`` is the name or number
+        of the class whose score is the reward. ``text`` builds the text to score from the question
+        and the answer. ``key_variable`` names the environment variable with the server's key, if it
+        needs one. Up to ``concurrency`` requests run at once. Each has at most ``max_batch``
+        answers and may take ``timeout_s`` seconds.
 
         Raises ConfigError for an unknown form, a URL that is not HTTP, and a missing key.
+        ""
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -166,7 +170,8 @@ class RewardModel:
         return self._rewards(where, answer, len(texts))
 
     def _connections(self) -> HttpConnectionPool:
-        """Connection pool of the running event loop."""
+        """Return the connection pool of the running event loop; a pool cannot be shared between
+        loops."""
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
             self._pool = loop, HttpConnectionPool()
@@ -187,7 +192,7 @@ class RewardModel:
         return rewards
 
     def _reward(self, row: Any) -> float:
-        """Score of the label in one row."""
+        """Return the score that the reward model gave to the chosen label for one text."""
         if self._form == "predict":  # [{"label": "good", "score": 0.9}, …]
             if isinstance(self._label, int):
                 return float(row[self._label]["score"])
@@ -198,7 +203,7 @@ class RewardModel:
 
 
 def _in_order(reply: Any) -> list[Any]:
-    """Return the rows of a vLLM or SGLang reply in the order of the texts."""
+    """Sort the scores in a reply of vLLM or SGLang into the order of the texts in the request."""
     rows = reply["data"] if isinstance(reply, Mapping) and "data" in reply else reply
     rows = rows if isinstance(rows, list) else [rows]
     return sorted(rows, key=lambda row: row.get("index", 0))

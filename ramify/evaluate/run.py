@@ -1,12 +1,12 @@
-"""Evaluates a model on a task: every item of a split, some attempts at each, through the engine, a
-few at a time.
+"""Evaluate a model on a task: make one or more attempts at each item (question) of a split, several
+at a time, and record the outcomes.
 
     EvaluationPlan ──▶ items x attempts, minus those in the record ── workers ──▶ attempt
                    ──▶ AttemptOutcome ──▶ record (one line each)
 
-This file decides the order, the seeds and what is stored of an attempt. An evaluation with an
-``EvaluationFileWriter`` continues after an interruption: recorded attempts are not repeated, and
-those that were killed, suspended or failed continue from their runs' journals.
+This module decides the order of attempts, their seeds, and what is stored about each. An evaluation
+with an ``EvaluationFileWriter`` continues after an interruption: recorded attempts are not
+repeated, and those that were killed, suspended or failed continue from the journals of their runs.
 
 On disk, the plan is the first line, and each start and each outcome of an attempt is one further
 line:
@@ -15,8 +15,8 @@ line:
     {"type":"started","item":"ledger/test/0","attempt":0,"run":"20260301-…"}
     {"type":"outcome","item":"ledger/test/0","attempt":0,"reward":1.0,…}
 
-One process writes at a time. An incomplete last line is cut off when the file is opened again. Not
-here: figures (see ``evaluation_report.py``).
+Only one process writes to a file at a time. An incomplete last line is cut off when the file is
+opened again. Scores are computed in ``evaluation_report.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _MAX_ANSWER_CHARS = 500
 class EvaluationPlan(
     msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True
 ):
-    """What is evaluated."""
+    """The plan of an evaluation: which model is asked which items of which task, how often, and
+    with which settings."""
 
     model: str
     """Its name as shown to people."""
@@ -79,7 +80,8 @@ class EvaluationPlan(
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
-    """The result of one attempt."""
+    """The recorded result of one attempt at an item: its reward, its answer, how it ended, and what
+    it cost."""
 
     item: str
     """Id of the item."""
@@ -112,7 +114,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
 
 class AttemptStarted(msgspec.Struct, frozen=True, tag="started"):
     """A record that an attempt has begun, with the id of its stored run. It is written before the
-    first request of the attempt."""
+    attempt sends its first request, so that an interrupted attempt can be continued."""
 
     item: str
     attempt: int
@@ -120,10 +122,11 @@ class AttemptStarted(msgspec.Struct, frozen=True, tag="started"):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
-    """A plan and its outcomes.
+    """The plan of an evaluation together with the outcomes of its attempts.
 
     Example:
         [outcome for outcome in done.outcomes if outcome.error]    # attempts that failed
+    ""
     """
 
     plan: EvaluationPlan
@@ -132,8 +135,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 
 def split_of(task: Task, given: str | None = None) -> str:
-    """The split of ``task`` that is evaluated: the one that is given, else ``test``, else the only
-    one. Raises ConfigError if there is none of these."""
+    """Return the split of a task to evaluate: the given one, or ``test``, or the only split of the
+    task. Raises ConfigError if the task has none of these."""
     if given is not None or "test" in task.splits:
         items_of(task, given or "test")
         return given or "test"
@@ -164,17 +167,19 @@ async def evaluate(
     direct: bool = False,
     budget: CostBudget | None = None,
 ) -> EvaluationResult:
-    """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
+    """Evaluate a model on a task: make the planned attempts that are not recorded yet, up to
+    ``concurrency`` at once.
 
     ``sampling`` applies to every request, except for its seed. ``on_outcome`` is called with each
-    attempt as it ends. Failures of an attempt's model, session or score are recorded in its
-    outcome. Raises ConfigError for a split that the task does not have; bugs are also raised.
-    ``direct``: a single plain call may answer a short context (see ``attempt``). ``budget``:
-    dollars of all attempts together; once it is used up, no attempt begins.
+    attempt as it ends. If ``direct`` is true, a single plain call may answer a short context (see
+    ``attempt``). ``budget`` limits the dollars of all attempts together; once it is used up, no
+    attempt begins. Failures of an attempt's model, session or score are recorded in its outcome.
+    Raises ConfigError for a split that the task does not have; bugs are also raised.
 
     Example:
         plan = evaluate.EvaluationPlan(model="gpt-5-mini", task="needle", items=20, attempts=4)
         done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
+    ""
     """
     mode = functools.partial(attempt, grace_s=grace_s, direct=direct)
     job = EvaluationSetup(
@@ -186,10 +191,12 @@ async def evaluate(
 async def evaluate_all(
     jobs: Sequence[EvaluationSetup], *, concurrency: int = 16
 ) -> tuple[EvaluationResult, ...]:
-    """Make the attempts of all ``jobs``, ``concurrency`` at once, and return their evaluations.
+    """Run several evaluations together, with up to ``concurrency`` attempts at once, and return
+    their results.
 
-    Jobs with the same task and split share their items: each is made once, and all of its attempts
-    are made before those at the next one. Failures are as in ``evaluate``.
+    Evaluations of the same split of the same task object share their items: each item is made once,
+    and all attempts at it begin before those at the next one. Failures are handled as in
+    ``evaluate``.
     """
     if concurrency < 1:
         raise ConfigError(f"cannot evaluate with concurrency {concurrency}: give at least 1")
@@ -222,7 +229,8 @@ async def evaluate_all(
 
 
 class PlannedAttempt(NamedTuple):
-    """One attempt to make."""
+    """An attempt that is still to be made: which item of the split, and the number of the
+    attempt."""
 
     item_index: int
     """Index of the item in its split."""
@@ -240,8 +248,8 @@ class PlannedAttempt(NamedTuple):
 
 
 class AttemptMaker(Protocol):
-    """Makes the attempts of evaluations: by runs in this process, on other machines, or by another
-    system."""
+    """The interface for making the attempts of an evaluation. Implementations run them in this
+    process, on other machines, or with another system."""
 
     makes_items: bool
     """Whether it makes the items itself, from their index."""
@@ -249,20 +257,22 @@ class AttemptMaker(Protocol):
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Make one attempt, which may spend at most ``max_cost`` dollars; None sets no such limit.
-        Returns its outcome and its trajectory. The trajectory is None if the attempt was not a run
-        of this process."""
+        """Make one attempt and return its outcome with its trajectory. The trajectory is None if
+        the attempt was not a run of this process. The attempt may spend at most ``max_cost``
+        dollars; None means that there is no such limit."""
         ...
 
     async def __aenter__(self) -> object:
-        """Open what all attempts need, before the first of them."""
+        """Open what all attempts need, such as a model's client or a cluster, before the first of
+        them begins."""
         ...
 
     async def __aexit__(self, *exc: Any) -> None: ...
 
 
 class EvaluationSetup(NamedTuple):
-    """One plan, and what carries it out."""
+    """The plan of one evaluation with everything needed to execute it: the task, the record, and
+    the object that makes the attempts."""
 
     plan: EvaluationPlan
     task: Task
@@ -273,7 +283,8 @@ class EvaluationSetup(NamedTuple):
 
 
 class RlmAttemptMaker:
-    """Makes attempts by runs of an ``RLM`` in this process. Implements ``AttemptMaker``."""
+    """Makes attempts by running an ``RLM`` (the engine with its models) in this process. Implements
+    ``AttemptMaker``."""
 
     makes_items = False
 
@@ -293,7 +304,8 @@ class RlmAttemptMaker:
     async def run(
         self, job: EvaluationSetup, item: Item, number: int, max_cost: float | None, **more: Any
     ) -> Trajectory:
-        """Run one attempt. ``more`` are further options of the mode."""
+        """Run one attempt at an item, continuing its stored run if there is one. Further keyword
+        arguments are passed to the function that makes attempts."""
         record, plan = job.record, job.plan
         begun = functools.partial(record.start, item.id, number) if record is not None else None
         return await self._mode(
@@ -311,7 +323,7 @@ class RlmAttemptMaker:
     def outcome(
         self, job: EvaluationSetup, item: Item, number: int, trajectory: Trajectory
     ) -> AttemptOutcome:
-        """The outcome of an attempt that ``run`` has made."""
+        """Summarise the trajectory of a finished attempt as the outcome to be recorded."""
         is_stored = self._rlm.store is not None
         return outcome_of(job.task, item, number, trajectory, is_stored=is_stored)
 
@@ -323,7 +335,8 @@ class RlmAttemptMaker:
 
 
 class _EvaluationWork:
-    """The attempts of one evaluation: those that are recorded, and those that are made now."""
+    """The state of one evaluation in progress: the outcomes that were recorded before, and those of
+    the attempts made now."""
 
     def __init__(self, job: EvaluationSetup) -> None:
         self.job = job
@@ -338,14 +351,16 @@ class _EvaluationWork:
         """Id of each item that was made -> its index."""
 
     def known_id(self, index: int) -> str | None:
-        """Id of an item, if that is known before the item is made."""
+        """Return the id of an item if it is known without making the item, which may take time.
+        Returns None otherwise."""
         return self.items.id_of(index) if isinstance(self.items, GeneratedSplit) else None
 
     def has(self, id: str, number: int) -> bool:
         return (id, number) in self.outcomes
 
     async def attempt(self, which: PlannedAttempt) -> None:
-        """Make one attempt and keep its outcome, unless the budget is used up."""
+        """Make one attempt and record its outcome. Nothing is recorded if the budget is used up, or
+        if it cut the attempt short."""
         job, budget = self.job, self.job.budget
         dollars = None if budget is None else await budget.hold()
         if budget is not None and dollars is None:
@@ -367,7 +382,8 @@ class _EvaluationWork:
             job.on_outcome(outcome, trajectory)
 
     def evaluation(self) -> EvaluationResult:
-        """The planned attempts that were made, in order."""
+        """Return the result of the evaluation: the plan and the outcomes in order of items and
+        attempts."""
         outcomes = [
             outcome
             for outcome in self.outcomes.values()
@@ -378,7 +394,7 @@ class _EvaluationWork:
 
 
 class _QueuedAttempt(NamedTuple):
-    """One attempt to make."""
+    """An attempt in the queue, together with the evaluation to which it belongs."""
 
     work: _EvaluationWork
     group: int
@@ -390,8 +406,8 @@ class _QueuedAttempt(NamedTuple):
 
 
 class _AttemptQueue:
-    """The attempts to make, in order, handed out one at a time. An item is made once for the
-    attempts of all jobs with the same items."""
+    """Hands out the attempts of several evaluations in order, one at a time. Evaluations of the
+    same split of a task share each item, so that it is made only once."""
 
     def __init__(self, work: Sequence[_EvaluationWork]) -> None:
         groups: dict[tuple[int, str], list[_EvaluationWork]] = {}
@@ -436,7 +452,8 @@ def _sampling(defaults: Sampling | None, seed: int, item: Item, number: int) -> 
 def outcome_of(
     task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool
 ) -> AttemptOutcome:
-    """The outcome that is stored for a ``trajectory`` of ``attempt``."""
+    """Summarise the trajectory of an attempt as the outcome to be recorded. Long answers are
+    truncated."""
     has_reward = bool(trajectory.rewards)
     answer = as_text(trajectory.answer)
     return AttemptOutcome(
@@ -464,26 +481,28 @@ _decoder = msgspec.json.Decoder(Entry)
 
 
 class EvaluationStore:
-    """The recorded evaluations of a store."""
+    """The evaluations that are recorded in a store, which is a folder of runs. Each evaluation is
+    one file."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
 
     def create(self, plan: EvaluationPlan) -> EvaluationFileWriter:
-        """Start the record of a new evaluation."""
+        """Start the record of a new evaluation under a new id, and return the writer of its
+        file."""
         make_folder(self._folder)
         words = "-".join(filter(None, (plan.task.partition(":")[0].rpartition("/")[2], plan.split)))
         id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}-{words}"
         return EvaluationFileWriter(self._folder / f"{id}.jsonl", plan)
 
     def reopen(self, id: str) -> EvaluationFileWriter:
-        """Open the record of an earlier evaluation to continue it. Raises StoreError if it does not
-        exist."""
+        """Open the record of an earlier evaluation in order to continue it. Raises StoreError if
+        there is no such evaluation."""
         return EvaluationFileWriter(self.path(id))
 
     def continued(self, plan: EvaluationPlan) -> EvaluationFileWriter:
-        """Continue the record of an earlier evaluation, or start a new one. The earlier plan may
-        differ from ``plan`` only in its number of items and attempts."""
+        """Reopen the earlier evaluation with the same plan, or start a new one if there is none.
+        The numbers of items and attempts may differ, so that an evaluation can be extended."""
         for path in self.paths():
             before = read_evaluation(path, []).plan
             if msgspec.structs.replace(before, items=plan.items, attempts=plan.attempts) == plan:
@@ -494,12 +513,13 @@ class EvaluationStore:
         return read_evaluation(self.path(id))
 
     def paths(self) -> list[Path]:
-        """Return the files of all evaluations, oldest first."""
+        """Return the files of all recorded evaluations, oldest first."""
         return sorted(self._folder.glob("*.jsonl"))
 
     def path(self, id: str) -> Path:
-        """The file that ``id`` refers to: an id, the unique beginning of one, ``last``, or a
-        ``.jsonl`` file."""
+        """Find the file of an evaluation by its id, the unique beginning of its id, the word
+        ``last``, or the path of a ``.jsonl`` file. Raises StoreError if there is no such
+        evaluation, or more than one."""
         if id.endswith(".jsonl"):
             path = Path(id).expanduser()
             if not path.is_file():
@@ -521,11 +541,12 @@ class EvaluationStore:
 
 
 class EvaluationFileWriter:
-    """One evaluation's file, open for writing."""
+    """The file of one evaluation, open for writing. It is locked, so that no other process can
+    write to it."""
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
-        """Create a file for ``plan``, or open the existing one. Raises StoreError if another
-        process writes it."""
+        """Create the file of a new evaluation with its plan, or open an existing file if no plan is
+        given. Raises StoreError if another process is writing to it."""
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)
         try:
@@ -554,7 +575,8 @@ class EvaluationFileWriter:
         return self.path.stem
 
     def start(self, item: str, attempt: int, run: str) -> None:
-        """Note which run makes an attempt."""
+        """Record the id of the run that makes an attempt, so that the attempt can be continued
+        later."""
         if self.unfinished.get((item, attempt)) != run:
             self.unfinished[item, attempt] = run
             self._write(AttemptStarted(item, attempt, run))
@@ -591,9 +613,9 @@ class EvaluationFileWriter:
 
 
 def read_evaluation(path: Path, problems: list[str] | None = None) -> EvaluationResult:
-    """Read the evaluation in ``path``, which may be incomplete. If an attempt was repeated, its
-    last outcome counts. Raises StoreError for a damaged line. If ``problems`` is given, damaged
-    lines are skipped and reported in that list instead."""
+    """Read a recorded evaluation, which may be incomplete. If an attempt was repeated, its last
+    outcome counts. Raises StoreError if a line is damaged. If the list ``problems`` is given,
+    damaged lines are skipped and described in that list instead."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,5 +1,5 @@
-"""A task of this package as a text environment of another trainer, with ``init``, ``step`` and
-``close`` as in SkyRL-gym.
+"""An adapter that turns a task into a text environment for another trainer, with the methods
+``init``, ``step`` and ``close`` of SkyRL-gym.
 
     # a class, for skyrl_gym.register with base=BaseTextEnv
     Env = text_env(ledger(), split="train", scaffold="minimal")
@@ -9,9 +9,9 @@
     step(reply)   ──▶ the engine runs the reply's code in a real session ──▶ the next messages
                       … until the run has ended ──▶ done, and the task's reward
 
-The engine sends requests as always, and the caller of ``step`` answers them. Calls below the root
-are answered by ``sub_model``; without one they are not possible. It works from plain synchronous
-code, and environments are independent of each other.
+The engine sends its requests as usual, but the caller of ``step`` answers them. Calls below the
+root are answered by ``sub_model``; without one they are not possible. All methods are synchronous,
+and environments are independent of each other.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """The class of environments over the items of ``split``. ``base`` is the class from which a
-    trainer wants its environments to inherit, as ``skyrl_gym.make`` does ``BaseTextEnv``; none of
-    its methods are used.
+    """Return a class of text environments, each of which is one attempt at an item of a split. The
+    class inherits from ``base``, because trainers such as SkyRL require a certain base class
+    (``BaseTextEnv``), but none of its methods are used.
 
     Example:
         Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
+    ""
     """
     items = items_of(task, split)
     model: list[ModelSpec] = [_ExternalClient(), *([sub_model] if sub_model is not None else [])]
@@ -61,7 +62,7 @@ def text_env(
     rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)
 
     class Env(TaskEnv, base):  # type: ignore[misc]  # any class
-        """One attempt at item ``extras["index"]``."""
+        """One attempt at the item whose index in the split is ``extras["index"]``."""
 
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] = {}) -> None:
             index = extras.get("index")
@@ -75,12 +76,13 @@ def text_env(
 
 
 class TaskEnv:
-    """One attempt, driven from outside. The engine makes its prompt; the prompt given to ``init``
-    is not used.
+    """One attempt at an item, in which the caller supplies the model's replies step by step. The
+    engine writes the prompt; the prompt passed to ``init`` is ignored.
 
     Example:
         env = evaluate.text_env(task)(index=0)
         prompt, info = env.init()
+    ""
     """
 
     def __init__(self, task: Task, item: Item, rlm: RLM) -> None:
@@ -96,15 +98,15 @@ class TaskEnv:
         self.max_turns = rlm.limits.max_turns
 
     def init(self, prompt: Sequence[Said] = ()) -> tuple[list[Said], dict[str, Any]]:
-        """Start the run: (the model's first messages, the item's id)."""
+        """Start the run. Returns the first messages for the model and a dict with the item's id."""
         if self._running is not None:
             raise ConfigError("init was already called: make a new environment for another attempt")
         event_loop_thread.run(self._begin())
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Send the model's reply. Returns the next messages, whether the run has ended, and the
-        reward if it has."""
+        """Pass the model's reply to the run. Returns the next messages, whether the run has ended,
+        and, if it has, the reward."""
         if self._running is None or self.trajectory is not None:
             raise ConfigError(
                 "step needs a running attempt: call init first, and do not call step after the end"
@@ -123,12 +125,13 @@ class TaskEnv:
         }
 
     def close(self) -> None:
-        """Cancel the run if it has not ended. Idempotent."""
+        """Cancel the run if it has not ended. Calling it twice is harmless."""
         if self._running is not None and not self._running.done():
             event_loop_thread.run(self._cancel())
 
     def get_metrics(self) -> dict[str, Any]:
-        """The task's rewards and metrics by name."""
+        """Return the number of turns and, once the run has ended, the rewards and metrics of the
+        task by name."""
         trajectory = self.trajectory
         return {
             "turns": self.turns,
@@ -150,8 +153,8 @@ class TaskEnv:
         return [{"role": message.role, "content": message.content} for message in new]
 
     async def _wait(self) -> Sequence[Message]:
-        """The prompt of the next request; if the run has ended, it is empty and ``trajectory`` is
-        set."""
+        """Wait for the next request of the run and return its messages. If the run ends instead,
+        store its trajectory and return no messages."""
         assert self._running is not None
         request = asyncio.ensure_future(self._driver.next_request())
         await asyncio.wait([request, self._running], return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +171,8 @@ class TaskEnv:
 
 
 class _Driver:
-    """Exchange of requests and replies between one run and its driver."""
+    """Passes the requests of one run to the caller of the environment, and the caller's replies to
+    the run."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
@@ -183,7 +187,7 @@ class _Driver:
         return await self._requests.get()
 
     def reply(self, text: str) -> None:
-        """Answer the pending request of the run. May be called from any thread."""
+        """Answer the pending request of the run. This method may be called from any thread."""
         assert self._reply is not None
         self._reply.get_loop().call_soon_threadsafe(self._answer, text)
 
@@ -197,7 +201,7 @@ _driver: ContextVar[_Driver] = ContextVar("driver")
 
 
 class _ExternalClient:
-    """A ``Client`` whose replies come from the caller of ``step``."""
+    """A model client whose replies come from the caller of ``TaskEnv.step`` instead of a server."""
 
     name = "env:outside"
     window = 1 << 30

@@ -1,7 +1,8 @@
-"""Statistics over attempts, with confidence intervals. Pure functions. Items are resampled;
-attempts within an item are not.
+"""Statistics over attempts, with confidence intervals. All functions are pure. For a bootstrap,
+items are resampled, but attempts within an item are not.
 
-Legend: n attempts at an item, c of them right, k as in pass@k.
+In formulas, n is the number of attempts at an item, c is how many of them are right, and k is that
+of pass@k.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _MIN_COUNT = 5
 
 
 class MeanEstimate(msgspec.Struct, frozen=True):
-    """A mean over items and its confidence interval.
+    """A mean over items with its 95 % confidence interval.
 
     >>> evaluate.MeanEstimate(0.5, low=0.3, high=0.7).high
     0.7
+    ""
     """
 
     value: float
@@ -39,12 +41,13 @@ class MeanEstimate(msgspec.Struct, frozen=True):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that at least one of k attempts, drawn from n without replacement, is right:
-    ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models Trained on
-    Code", eq. 1).
+    """Return the probability that at least one of k attempts is right, if they are drawn without
+    replacement from n attempts of which c are right: ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", eq. 1).
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
+    ""
     """
     if not 0 <= c <= n:
         raise ConfigError(f"pass@k: {c} of {n} attempts cannot be right")
@@ -57,13 +60,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
-    """The reward of the most frequent answer of k attempts; of equally frequent ones the earlier.
+    """Return the reward of a majority vote among k attempts: the reward of their most frequent
+    answer. If several answers are equally frequent, the earliest wins.
 
-    Attempts are taken in blocks of k, in order; a remainder at the end is not used. None means no
-    answer and has no vote.
+    With more than k attempts, the result is the mean over consecutive blocks of k; a remainder at
+    the end is not used. An answer of None has no vote.
 
     >>> majority_at_k(["a", "b", "b", "c", "c", "a"], [1, 0, 0, 0, 0, 1], 3)
     0.0
+    ""
     """
     if not 1 <= k <= len(answers):
         raise ConfigError(
@@ -82,14 +87,15 @@ def _majority(answers: Sequence[Hashable | None], rewards: Sequence[float]) -> f
 
 
 def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """The mean of ``values``, one for each item, with the percentile bootstrap interval (Efron
-    1979).
+    """Return the mean of ``values``, one for each item, with its percentile bootstrap interval
+    (Efron 1979).
 
     The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` means, each over as
-    many items drawn with replacement.
+    many items as there are, drawn with replacement.
 
     >>> evaluate.mean_with_interval([1.0, 1.0, 1.0]).low
     1.0
+    ""
     """
     if not values:
         raise ConfigError("cannot take a mean over no items")
@@ -105,12 +111,13 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def share_with_interval(num: int, of: int) -> MeanEstimate:
-    """Return the share ``num / of`` of independent attempts with its 95 % interval. The interval is
-    Wilson's (1927). If fewer than five attempts succeeded or failed, it is the exact interval of
-    Clopper and Pearson (1934).
+    """Return the proportion of successes among ``of`` independent attempts with its 95 % interval,
+    which is Wilson's (1927). If fewer than five attempts succeeded or failed, it is the exact
+    interval of Clopper and Pearson (1934).
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
+    ""
     """
     if not 0 <= num <= of or not of:
         raise ConfigError(f"{num} of {of} attempts cannot have succeeded")
@@ -125,7 +132,8 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
 
 
 def _upper_end(num: int, of: int) -> float:
-    """The share at which at most ``num`` of ``of`` attempts succeed with probability 2.5 %."""
+    """Return the upper end of the Clopper-Pearson interval: the success rate at which ``num`` or
+    fewer successes in ``of`` attempts have a probability of 2.5 %."""
 
     def at_most(share: float) -> float:
         return math.fsum(
@@ -150,12 +158,14 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     """Return the mean of scores from 0 to 1, one for each item, with its 95 % interval.
 
     The interval usually comes from resampling the items. If every score is 0 or 1, or all scores
-    are equal, it is the interval of a share instead: resampling equal scores gives an interval of
-    no width, as if four right answers out of four made the result certain. If nearly all scores are
-    0, or nearly all are 1 (fewer than five differ by more than 1 %), it covers both intervals.
+    are equal, it is the interval of a proportion instead: resampling equal scores gives an interval
+    of no width, as if four right answers out of four made the result certain. If nearly all scores
+    are 0, or nearly all are 1 (fewer than five differ by more than 1 %), the interval covers both
+    of these intervals.
 
     >>> score_with_interval([1.0] * 4).low              # 0.025 ** (1 / 4)
     0.39763...
+    ""
     """
     if not values:
         raise ConfigError("cannot take a mean over no items")
@@ -170,14 +180,14 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """Return True if nearly all ``values`` are 0, or nearly all are 1: fewer than five differ from
-    it by more than 1 %."""
+    """Return True if nearly all scores are 0, or nearly all are 1. At most four of them may differ
+    from that by more than 1 %."""
     return any(sum(abs(value - end) > _NEAR for value in values) < _MIN_COUNT for end in (0.0, 1.0))
 
 
 def _around(total: float) -> tuple[int, int]:
-    """Return the whole numbers below and above ``total``. A ``total`` that differs from a whole
-    number only by a rounding error gives this number twice."""
+    """Return the whole numbers below and above a sum of scores. If the sum is a whole number except
+    for a rounding error, both are that number."""
     nearest = round(total)
     return (nearest, nearest) if math.isclose(total, nearest) else (int(total), int(total) + 1)
 
@@ -185,17 +195,19 @@ def _around(total: float) -> tuple[int, int]:
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
-    """Return the mean of ``ours - theirs`` over the same items, with its 95 % interval. Items that
-    are hard for both systems do not widen the interval.
+    """Return the mean difference between the scores of two systems on the same items, with its 95 %
+    interval. Because items are compared in pairs, those that are hard for both systems do not widen
+    the interval.
 
-    If every score is 0 or 1, the interval combines two shares: how many items changed, and how many
-    of the changed items got better. It holds the true difference in at least 95 % of cases, and
-    excludes 0 exactly if the interval of the second share excludes one half. For other scores, the
-    interval comes from resampling the items. If fewer than five items changed by more than 1 %, it
-    covers both intervals.
+    If every score is 0 or 1, the interval combines those of two proportions: how many items
+    changed, and how many of the changed items got better. It contains the true difference in at
+    least 95 % of cases, and excludes 0 exactly if the interval of the second proportion excludes
+    one half. For other scores, the interval comes from resampling the items. If fewer than five
+    items changed by more than 1 %, it covers both of these intervals.
 
     >>> evaluate.paired_difference([1.0, 1.0], [0.0, 1.0]).value
     0.5
+    ""
     """
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
@@ -213,8 +225,7 @@ def paired_difference(
 
 
 def _wider(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
-    """Return the mean of ``figure`` with an interval that covers the intervals of both
-    estimates."""
+    """Return the first estimate with its interval widened so that it covers both intervals."""
     return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
 
 
@@ -223,8 +234,9 @@ def _are_scores(*sides: Sequence[float]) -> bool:
 
 
 def _flips(better: int, worse: int, num: int) -> MeanEstimate:
-    """Return the mean change per item, with its interval, for items that are right or wrong. Of
-    ``num`` items, ``better`` became right and ``worse`` became wrong."""
+    """Return the mean change per item with its interval, if each item is either right or wrong.
+    ``better`` counts the items that became right, ``worse`` those that became wrong, and ``num``
+    all items."""
     changed = better + worse
     rate = share_with_interval(changed, num)
     if not changed:
@@ -239,10 +251,12 @@ def _flips(better: int, worse: int, num: int) -> MeanEstimate:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The ``share`` quantile of ascending numbers, with linear interpolation.
+    """Return a quantile of numbers in ascending order, with linear interpolation. For example, a
+    ``share`` of 0.5 gives the median.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0
+    ""
     """
     place = share * (len(ordered) - 1)
     low = math.floor(place)

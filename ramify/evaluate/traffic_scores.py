@@ -1,13 +1,14 @@
-"""Scores of recorded conversations, after the fact: rewards to train from.
+"""Scores for recorded conversations, added afterwards, so that a model can be trained on its own
+traffic.
 
     next message of the user ── pattern, or a judge model ──> accepted = 0 if it is a correction,
                                                               1 if it is not
     conversation ── a function of yours ──> rewards of the run, and of its calls
 
-Each score is appended to the conversation's journal, as feedback is, so that all kinds of rewards
-are one mechanism. A reply that has a score of the same name keeps it. A reply after which the user
-wrote nothing has no such score: silence says nothing. Not here: what training makes of rewards
-(``train/traffic.py``).
+Each score is appended to the conversation's journal in the same way as feedback of users, so all
+kinds of rewards are handled alike. A reply that already has a score of the same name keeps it. A
+reply after which the user wrote nothing gets no score, because silence says nothing. How training
+uses the rewards is decided in ``train/traffic.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CorrectionRule = Callable[[str, str], Awaitable[bool | None]]
 
 
 class ScoringCounts(NamedTuple):
-    """The numbers of conversations and replies that a scorer handled."""
+    """How many conversations or replies were scored, and how many could not be."""
 
     num_scored: int
     num_corrections: int
@@ -61,8 +62,8 @@ class ScoringCounts(NamedTuple):
 
 
 def correction_pattern(patterns: Sequence[str]) -> CorrectionRule:
-    """The rule that a message is a correction if one of ``patterns`` is found in it. Raises
-    ConfigError for one that does not compile."""
+    """Return a rule by which a message of the user is a correction if it matches one of the regular
+    expressions, ignoring case. Raises ConfigError for an invalid expression."""
     compiled = []
     for pattern in patterns:
         try:
@@ -77,11 +78,12 @@ def correction_pattern(patterns: Sequence[str]) -> CorrectionRule:
 
 
 class CorrectionJudge:
-    """The rule that asks a model, with ``JUDGE_PROMPT``. Any other answer than yes or no decides
-    nothing."""
+    """A rule that asks a model whether a message of the user corrects the reply before it. If the
+    model answers anything other than yes or no, the message stays undecided."""
 
     def __init__(self, client: Client, max_cost: float = 1.0) -> None:
-        """``max_cost``: dollars after which nothing more is asked."""
+        """Create a judge that asks the model behind ``client`` until it has spent ``max_cost``
+        dollars; later messages stay undecided."""
         self.cost = 0.0
         """Dollars spent so far."""
         self._client = client
@@ -100,8 +102,9 @@ class CorrectionJudge:
 
 
 async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> ScoringCounts:
-    """Score all replies after which the user wrote something. ``by`` is the author of the scores.
-    Raises RamifyError if a judge gives no reply; scores so far are kept."""
+    """Score each reply after which the user wrote something: 0 if the user's next message corrects
+    it, and 1 if not. ``by`` is recorded as the author of the scores. Raises RamifyError if a judge
+    fails to reply; earlier scores are kept."""
     slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def decided(reply: str, following: str) -> bool | None:
@@ -141,12 +144,17 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> S
 def score_stored_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
 ) -> ScoringCounts:
-    """Score every conversation in a store with the function ``score``, which takes its trajectory.
+    """Score every conversation in a store with a function that takes its trajectory. The function
+    returns a number, a dict of rewards or a ``Score``, as a task's reward function does. The
+    rewards are stored for the whole conversation, and ``Score.calls`` for single calls. If the
+    function raises or returns no valid score, RamifyError names the conversation; scores that were
+    already stored are kept. Conversations that a server is still writing get no score.
 
     The function returns a number, a dict of rewards or a ``Score``, as a task's reward does. The
     rewards are stored for the whole conversation, and ``Score.calls`` for single calls. If the
     function raises or returns no valid score, RamifyError names the conversation; scores that were
     already stored are kept. Conversations that a server is still writing get no score.
+    ""
     """
     scored = busy = 0
     for id in store.ids():

@@ -1,5 +1,5 @@
-"""Other systems that answer the items of a task: the same questions, the same model, the same
-price and the same limit for each.
+"""Evaluation of other systems on the items of a task, so that all are compared on the same
+questions with the same model, price and limits.
 
     base.py            what a system is, and the seat at a meter that it asks the model through
     attempt.py         one item answered by a system, and scored: an ``AttemptOutcome``
@@ -8,5 +8,6 @@ price and the same limit for each.
     peers.py           rlms, droste and dspy, each in its own environment
     peer_program.py    the program that runs in the environment of a peer
 
-Not here: the meter itself (``serve/meter.py``), and which systems answer which items.
+The meter, through which all systems ask the model, is in ``serve/meter.py``. Which systems answer
+which items is decided by the caller.
 """

@@ -1,15 +1,16 @@
-"""One item answered at a seat of a meter, by another system or by a run of ours, and scored by the
-task.
+"""Attempts whose model requests go through a meter: another system, or a run of our engine, answers
+an item, and the task scores the answer.
 
     item ──prepare──> question, context ──system──> SystemAnswer ──score──> AttemptOutcome
     item ────────────────attempt (a run whose model is the seat)──────────> AttemptOutcome
 
-The usage and the cost are those of the meter. What a system itself has counted, or the journal of a
-run of ours, is in the metrics ``own_requests``, ``own_input_tokens`` and ``own_output_tokens``.
+The recorded usage and cost are those of the meter. The counts made by the system itself, or those
+in the journal of our run, become the metrics ``own_requests``, ``own_input_tokens`` and
+``own_output_tokens``.
 
-A system that gave no answer, because it failed, was late or passed its budget, gets the score of no
-answer, and the outcome says why. Only a failure of the model that a retry could repair leaves the
-attempt without a reward, so that it is made again.
+If a system gave no answer, because it failed, was late or exceeded its budget, it gets the score of
+a missing answer, and the outcome says why. Only a failure of the model that a retry could repair
+leaves the attempt without a reward, so that it is made again.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ ModelAccessOpener = Callable[
 
 
 def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
-    """The system that ``--with`` names: a peer, or a command with ``{question}``. ``timeout_s`` is
-    its limit for one item. Raises ConfigError for an unknown system, or if it is not
-    installed."""
+    """Return the system that the option ``--with`` names: a known library, or a command that
+    contains ``{question}``. ``timeout_s`` limits its time for one item. Raises ConfigError if the
+    system is unknown or not installed."""
     if words in PEERS:
         return PeerSystem(words, timeout_s=timeout_s)
     if "{" not in words and len(words.split()) < 2:
@@ -62,7 +63,8 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
 
 
 class SystemAttemptMaker:
-    """Makes attempts by another system, each at its own seat. Implements ``AttemptMaker``."""
+    """Makes attempts by letting another system answer the items, each with metered access to the
+    model. Implements ``AttemptMaker``."""
 
     makes_items = False
 
@@ -88,8 +90,8 @@ class SystemAttemptMaker:
 
 
 class MeteredRlmAttemptMaker:
-    """Makes attempts by runs of ours whose requests go through a meter. Implements
-    ``AttemptMaker``."""
+    """Makes attempts by runs of our engine whose requests go through a meter, as those of other
+    systems do. Implements ``AttemptMaker``."""
 
     makes_items = False
 
@@ -133,8 +135,8 @@ class MeteredRlmAttemptMaker:
 async def attempt_by(
     system: System, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
-    """Let another system answer an item once, and score its answer. ``number`` is the number of
-    this attempt at the item, and ``seat`` is the system's access to the model.
+    """Let another system answer an item once, and score its answer. ``number`` counts the attempts
+    at the item, and ``seat`` is the system's metered access to the model.
 
     Raises ConfigError for a task that only our engine can begin, such as one with tools.
     """
@@ -159,7 +161,7 @@ async def attempt_by(
 
 
 def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
-    """Return the name of an attempt's access to the model. It appears in the record of the meter
+    """Return the name under which an attempt's access to the model appears in the meter's record
     and in errors about the budget."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
@@ -173,7 +175,7 @@ def _lowered(budget: ModelAccessBudget, max_cost: float | None) -> ModelAccessBu
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
     """Raise ConfigError if an item comes with more than a question and a text, for example with
-    tools. Other systems could not be given the rest."""
+    tools, which other systems could not be given."""
     names = ("tools", "messages", "conduct", "on_session", "on_end")
     more = [name for name in names if getattr(start, name)]
     if more:
@@ -218,7 +220,8 @@ def _stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
 
 
 def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return in a few words why an answer is missing; empty if there is one."""
+    """Return in a few words why the answer of a system is missing, or an empty string if there is
+    one."""
     if given.answer is not None:
         return ""
     if seat.exhausted is not None:
@@ -227,7 +230,8 @@ def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
 
 
 def _failure(given: SystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return in a sentence why an answer is missing; empty if there is one."""
+    """Return a sentence that says why the answer of a system is missing, or an empty string if
+    there is one."""
     if given.answer is not None:
         return ""
     return f"{BUDGET}: {seat.refusal}" if seat.exhausted is not None else given.failure

@@ -1,12 +1,13 @@
-"""What a system is that answers items of a task, and the seat through which it asks the model.
+"""The interface of a system that answers the items of a task, and its metered access to the model
+(a seat).
 
     item ──> System.answer(question, context, seat=…) ──> SystemAnswer ──score──> AttemptOutcome
                           │
                           └─ POST seat.base_url/chat/completions, seat.key ──> meter ──> the model
 
-All systems ask the same model through a meter (``serve/meter.py``), with one seat for each item.
-The meter counts requests, tokens and dollars of a seat in the engine's ledger, and refuses a
-request that would pass the seat's budget. A system's own counts are kept beside those of the meter;
+All systems ask the same model through a meter (``serve/meter.py``), with separate access for each
+item. The meter counts the requests, tokens and dollars of that access, and refuses a request that
+would exceed its budget. The counts made by a system itself are kept beside those of the meter, but
 nothing is decided by them.
 """
 
@@ -31,7 +32,7 @@ from ramify.types.trajectory import Stop
 class ModelAccessBudget(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The most that one seat may spend. None: no limit."""
+    """The most that a system may spend on one item. None means no limit."""
 
     max_calls: int | None = None
     """Requests to the model."""
@@ -47,7 +48,7 @@ class ModelAccessBudget(
                 raise ConfigError(f"a budget of {name}={value} allows nothing: give more than 0")
 
     def limits(self) -> Limits:
-        """Return this budget as the limits of a ledger, which counts what was spent."""
+        """Convert this budget to the limits of the engine's ledger, which counts what was spent."""
         return Limits(
             max_calls=self.max_calls or _MANY,
             max_tokens=self.max_tokens or _MANY,
@@ -60,7 +61,8 @@ NO_LIMIT = ModelAccessBudget()
 
 
 class MeteredModelAccess:
-    """The access of one item to the model: an address, its own key, and what was spent."""
+    """The access to the model that a system gets for one item: a base URL, a key for this item
+    alone, and the count of what was spent."""
 
     def __init__(
         self,
@@ -73,8 +75,8 @@ class MeteredModelAccess:
         budget: ModelAccessBudget,
         price: Price | None,
     ) -> None:
-        """``key`` is valid until the seat ends. ``window`` (tokens) and ``price`` are those of the
-        model."""
+        """Create the access for one item. The key is valid until ``end`` is called. ``window`` (in
+        tokens) and ``price`` are those of the model."""
         self.name = name
         self.base_url = base_url
         """Base URL for clients of OpenAI's APIs, which ends with ``/v1``."""
@@ -101,24 +103,25 @@ class MeteredModelAccess:
 
     @property
     def usage(self) -> Usage:
-        """Requests and tokens so far, as the meter counts them."""
+        """The requests and tokens so far, as counted by the meter."""
         return self.ledger.usage
 
     @property
     def cost(self) -> float | None:
-        """Dollars so far; None if the model has no price."""
+        """The dollars spent so far, or None if the model has no known price."""
         return self.ledger.cost
 
     def refuse(self, sentence: str, limit: Stop) -> None:
-        """Count a request that would have passed ``limit``, and keep the reason of the first."""
+        """Count a request that was refused because it would have exceeded a limit. The reason for
+        the first one is kept."""
         self.num_refused += 1
         if self.exhausted is None:
             self.refusal, self.exhausted = sentence, limit
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Register the current task as one that answers a request of this seat, until the block
-        ends. ``end`` cancels the tasks that are registered."""
+        """Register the current task, while the block runs, as one that is answering a request.
+        ``end`` cancels the registered tasks."""
         task = asyncio.current_task()
         assert task is not None, "requests are answered in tasks"
         self._answering.add(task)
@@ -128,15 +131,16 @@ class MeteredModelAccess:
             self._answering.discard(task)
 
     async def end(self) -> None:
-        """Cut off the requests that are still unanswered, and wait until each is booked. Then the
-        counts are final, unless another request begins."""
+        """Cancel the requests that are still unanswered, and wait until each has been counted. The
+        counts are then final, unless another request begins."""
         for task in self._answering:
             task.cancel()
         if self._answering:
             await asyncio.wait(self._answering)
 
     def as_model(self) -> Model:
-        """Return a model for our engine, whose requests go through the meter."""
+        """Return this access as a model for our engine, so that the engine's requests go through
+        the meter."""
         return Model(
             f"openai:{self.model}",
             base_url=self.base_url,
@@ -146,7 +150,7 @@ class MeteredModelAccess:
         )
 
     def __repr__(self) -> str:
-        """Return a description of the seat without its key, so that no log shows the key."""
+        """Return a description without the key, so that the key never appears in a log."""
         return f"MeteredModelAccess({self.name!r}, {self.base_url!r}, usage={self.usage})"
 
 
@@ -169,7 +173,8 @@ class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class System(Protocol):
-    """A system that answers questions over contexts with the model of a seat."""
+    """The interface of a system that answers questions about a context, using a model that it
+    reaches through a meter."""
 
     name: str
     """Its name in tables: ``rlms``, or the program of a command."""
@@ -177,6 +182,6 @@ class System(Protocol):
     async def answer(
         self, question: str, context: str, *, seat: MeteredModelAccess
     ) -> SystemAnswer:
-        """Answer ``question``. A failure of the system is a ``SystemAnswer`` with its reason, never
-        an exception. A cancelled call leaves no process behind."""
+        """Answer a question about a context. A failure is returned as a ``SystemAnswer`` with its
+        reason and never raised. If the call is cancelled, no process is left behind."""
         ...

@@ -1,12 +1,12 @@
-"""A command of the user as a system: it gets a question and the file of a context, and prints the
-answer.
+"""A command of the user as a system to evaluate: the command gets a question and a file with the
+context, and prints the answer.
 
     --with "./my_rlm {question} {context_file}"
     --with "{python} -m my_rlm --ask {question} --over {context_file} --model {model}"
 
-Its answer is what it writes to stdout, without surrounding space. It finds the model at
-``OPENAI_BASE_URL`` with ``OPENAI_API_KEY``. No shell reads the command. Not here: the process and
-its limits (``program_runner.py``).
+The answer is what the command writes to stdout, without surrounding whitespace. The command finds
+the model at ``OPENAI_BASE_URL`` with the key ``OPENAI_API_KEY``. It is run without a shell. The
+process and its limits are managed by ``program_runner.py``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d
 
 
 class CommandSystem:
-    """A command that answers one item. Implements ``System``."""
+    """A system that answers each item by running a command of the user. Implements ``System``."""
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Raises ConfigError for a command without ``{question}``, an unknown placeholder, and a
-        program that does not exist."""
+        """Create a system from a command line with placeholders. Raises ConfigError if the command
+        has no ``{question}`` or an unknown placeholder, or if its program does not exist."""
         words = split_command(command, PLACEHOLDERS, _WHERE)
         if not any("{question}" in word for word in words):
             raise ConfigError(
@@ -90,7 +90,8 @@ class CommandSystem:
 
 
 def _name_of(words: list[str]) -> str:
-    """``["{python}", "-u", "/here/my_rlm.py", "{question}"]`` -> ``my_rlm.py``"""
+    """Return the name of the program that a command runs, without interpreters and options; for
+    example ``my_rlm.py`` for ``{python} -u /here/my_rlm.py {question}``."""
     plain = [Path(word).name for word in words if "{" not in word and not word.startswith("-")]
     named = [name for name in plain if not _RUNS_PROGRAMS.fullmatch(name)]
     return (named or plain or ["command"])[0]

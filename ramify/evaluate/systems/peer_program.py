@@ -1,15 +1,18 @@
-"""The program that runs one item through a peer, in the peer's own environment.
+"""A script that answers one item with another library for recursive language models (a peer). It
+runs in the virtual environment of that library.
 
     ENVIRONMENT/bin/python -I peer_program.py rlms item.json result.json
 
-    item.json     {"question", "context", "base_url", "api_key", "model",
-                   "max_calls", "max_tokens", "timeout_s"}       limits may be null
-    result.json   {"answer", "failure", "requests", "input_tokens", "output_tokens"}
+The script imports only the standard library and the peer, nothing of Ramify. Each peer is called as
+its documentation shows, with its default settings. If it has an option for a limit on an item, that
+limit is passed on, so that the peer can still answer before the meter refuses its requests. The
+versions of the peers are listed in ``peers.py``.
 
 It imports the standard library and the peer, and nothing of Ramify. Each peer is called as its
 documentation shows, with its own defaults. If it has an option for a limit of the item, it gets
 that limit, so that it can still answer before the meter refuses its requests. Not here: which
 versions (``peers.py``).
+""
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Fields = dict[str, Any]
 
 
 def by_rlms(item: Fields) -> Fields:
-    """Answer an item with the reference library, ``rlms``. Returns the fields of the result
+    """Answer an item with ``rlms``, the reference library, and return the fields of the result
     file."""
     import rlm
     from rlm.utils.exceptions import TimeoutExceededError, TokenLimitExceededError
@@ -57,7 +60,7 @@ def by_rlms(item: Fields) -> Fields:
 
 
 def by_droste(item: Fields) -> Fields:
-    """Answer an item with the library ``droste``. Returns the fields of the result file."""
+    """Answer an item with the library ``droste`` and return the fields of the result file."""
     import droste
 
     default = droste.Budget()
@@ -105,9 +108,9 @@ def by_droste(item: Fields) -> Fields:
 
 
 def by_dspy(item: Fields) -> Fields:
-    """Answer an item with ``dspy.RLM``, and return the fields of the result file. Code runs in a
-    process of this machine, because the default interpreter, Deno, loads a module from the
-    network."""
+    """Answer an item with ``dspy.RLM`` and return the fields of the result file. The model's code
+    runs in a local process, because the default interpreter, Deno, loads a module from the network.
+    """
     import dspy
 
     limits = {} if item["max_calls"] is None else {"max_llm_calls": item["max_calls"]}

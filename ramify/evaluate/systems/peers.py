@@ -1,11 +1,12 @@
-"""Other libraries for recursive language models as systems, each in its own environment.
+"""Other libraries for recursive language models (peers) as systems to evaluate, each in a separate
+virtual environment.
 
     ~/.cache/ramify/systems/rlms-0.1.3/      a virtual environment with the pinned versions of PEERS
       bin/python -I peer_program.py rlms item.json result.json
 
-Their dependencies contradict each other and ours, so none is installed beside Ramify, and none is
-imported here. A missing environment is an error with the command that makes it: nothing is
-installed unasked. Not here: how each peer is called (``peer_program.py``).
+The dependencies of these libraries contradict each other and ours, so none is installed beside
+Ramify or imported here. If an environment is missing, the error contains the command that creates
+it; nothing is installed without being asked for. The script ``peer_program.py`` calls each library.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OVERTIME_S = 10.0
 
 
 class _PeerResult(msgspec.Struct):
-    """What ``peer_program.py`` writes."""
+    """The contents of the result file that ``peer_program.py`` writes for an item."""
 
     answer: str | None = None
     failure: str = ""
@@ -50,13 +51,13 @@ class _PeerResult(msgspec.Struct):
 
 
 class PeerSystem:
-    """Another library for recursive language models, which runs in its own virtual environment.
-    Implements ``System``."""
+    """A system that answers items with another library for recursive language models, which runs in
+    a separate virtual environment. Implements ``System``."""
 
     def __init__(self, name: str, *, timeout_s: float, environment: Path | None = None) -> None:
-        """``name`` is a name in ``PEERS``. ``environment`` is the folder of a virtual environment
-        in which the library is installed, if it is not the usual one. Raises ConfigError, with the
-        command that makes it, if it is missing."""
+        """Create a system from the name of a library in ``PEERS``. ``environment`` is the folder of
+        the virtual environment in which it is installed, if that is not the usual one. If it is
+        missing, raises ConfigError with the command that creates it."""
         self.name = name
         self._timeout_s = timeout_s
         folder = environment or environment_of(name)
@@ -105,7 +106,7 @@ class PeerSystem:
 
 
 def environment_of(name: str) -> Path:
-    """Folder of a peer's virtual environment. A new version has a new folder."""
+    """Return the folder of a library's virtual environment. Each version has its own folder."""
     given = os.environ.get(FOLDER_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(given) if given else Path(cache) / "ramify" / "systems"
@@ -113,7 +114,7 @@ def environment_of(name: str) -> Path:
 
 
 def install_command(name: str) -> str:
-    """Command for a shell that makes a peer's environment."""
+    """Return the shell command that creates the virtual environment of a library."""
     folder = shlex.quote(str(environment_of(name)))
     python = shlex.quote(sys.executable)
     return f"{python} -m venv {folder} && {folder}/bin/pip install {' '.join(PEERS[name])}"

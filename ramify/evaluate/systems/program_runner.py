@@ -1,12 +1,13 @@
-"""A program that answers one item, in a separate process, with limits on its time and its output.
+"""Run a program that answers one item, in a separate process with limits on its time and its
+output.
 
     words, variables ──> ChildProcess ── output ──> ProgramOutcome
                               │ too late, or too much output: SIGTERM, then SIGKILL
 
-The program is not trusted. It gets few environment variables of this process, and no key except
-the one for its own access to the model (its seat). It works in an empty folder that is deleted
-afterwards. A guard process ends the program together with everything that it started. Not here:
-what the output means (``command.py``, ``peers.py``).
+The program is not trusted. It gets few environment variables of this process, and no key except the
+one for its own metered access to the model. It works in an empty folder that is deleted afterwards.
+A guard process ends the program together with everything that it started. The output is interpreted
+by ``command.py`` and ``peers.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _QUOTED = 300
 
 
 class ProgramOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program ended."""
+    """How a program ended: its output, or the reason why it failed."""
 
     output: str = ""
     """What it wrote to stdout."""
@@ -56,10 +57,10 @@ async def run_program(
     *,
     needs_output: bool = True,
 ) -> ProgramOutcome:
-    """Run a program in ``folder`` and return its output, or why it failed. ``words`` are the
-    command and its arguments. The environment variables give the program the address and the key of
-    ``seat``. If the call is cancelled, the program is ended. With ``needs_output``, a program that
-    writes nothing to stdout has failed."""
+    """Run a program in a folder and return its output, or the reason why it failed. Its environment
+    variables contain the address and the key of its access to the model (``seat``). If
+    ``needs_output`` is true, a program that writes nothing to stdout has failed. If the call is
+    cancelled, the program is ended."""
     began = time.perf_counter()
     run = _ProgramRun()
     environment = {**passed_on(), **_variables_of(seat)}
@@ -99,13 +100,13 @@ def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
 
 
 def _last_words(errors: str, seat: MeteredModelAccess) -> str:
-    """The end of an error output, on one line and without the key of the seat."""
+    """Return the end of an error output as one line, without the key for the model."""
     lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
     return one_line(" | ".join(lines)[-_QUOTED:])
 
 
 class _ProgramRun:
-    """One run of a program."""
+    """One run of a program: its process, its output and how it ended."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -118,8 +119,8 @@ class _ProgramRun:
     async def ended(
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
-        """Run the program. Returns ``end``, ``late`` or ``flood``. Raises OSError if it cannot be
-        started."""
+        """Run the program until it ends (``end``), its time is over (``late``) or it writes too
+        much (``flood``), and return that word. Raises OSError if it cannot be started."""
         with contextlib.ExitStack() as opened:
             output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))
             errors = OutputPipe(_KEPT_ERROR_BYTES)
@@ -160,7 +161,8 @@ async def _started(
     folder: Path,
     files: tuple[int, int],
 ) -> ChildProcess:
-    """Start the program in a thread, with ``files`` as its stdout and stderr."""
+    """Start the program without blocking the event loop. ``files`` are the file descriptors of its
+    stdout and stderr."""
 
     def start() -> ChildProcess:
         return ChildProcess(
