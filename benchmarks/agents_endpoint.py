@@ -94,10 +94,10 @@ class EngineDouble:
     version = 0
 
     def __init__(self) -> None:
-        from ramify.clients.base import Price, PromptRendering
+        from ramify.clients.base import Price, PromptRenderer
 
         self.price = Price(0.0, 0.0)
-        self.rendering = PromptRendering(self._prompt, True, str)
+        self.rendering = PromptRenderer(self._prompt, True, str)
         self._prompt_ids = tuple(range(NUM_PROMPT_IDS))
         self._token_ids = tuple(range(50))
         self._logprobs = tuple(-0.5 for _ in range(50))
@@ -142,7 +142,7 @@ async def _served_policy() -> AsyncIterator[tuple[EngineDouble, str, str]]:
 async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
     """Runs whose agents are outside: yields the address, and one key for each run."""
     from ramify import RLM, Limits
-    from ramify.engine.run_model_client import RunModelClient
+    from ramify.engine.external_conversations import RunModelClient
     from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
     from ramify.tasks.base import TaskStart
 

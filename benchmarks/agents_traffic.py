@@ -26,7 +26,7 @@ from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import load_policy, save_policy
 from ramify.serve.redaction import Redaction
-from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 from ramify.store.store import Store
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.backends.base import OptimizerSpec
@@ -51,7 +51,7 @@ def figures(quick: bool) -> Iterator[Figure]:
 def _recording(folder: Path, num_users: int) -> Iterator[Figure]:
     """Ids of concurrent users against the engine's log, and CPU time of one request."""
     made = policy(max_position_embeddings=2 * PROMPT_TOKENS)
-    described = RecordedPolicyInfo.of(made)
+    described = PolicyFactsForRecorder.of(made)
     logged: set[tuple[int, ...]] = set()
     cpu: list[float] = []
 
@@ -147,7 +147,7 @@ def _learning(folder: Path, num_replies: int, steps: int) -> Iterator[Figure]:
 
 async def _thumbs(folder: Path, seed: int, num: int) -> list[Reply]:
     made = load_policy(folder / f"policy{seed}")
-    recorder = TrafficRecorder(folder / f"store{seed}", RecordedPolicyInfo.of(made))
+    recorder = TrafficRecorder(folder / f"store{seed}", PolicyFactsForRecorder.of(made))
     replies = await _sampled(folder / f"policy{seed}", num, recorder)
     await recorder.close()
     return replies

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
 
 from ramify import RLM, Limits, SandboxSpec
 from ramify.clients.base import Request, Sampling
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart

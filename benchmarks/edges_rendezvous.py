@@ -235,7 +235,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     import torch
 
     from ramify.actors.connect_back import ConnectBackTicket
-    from ramify.actors.run_messages import decode
+    from ramify.actors.message_encoding import decode
     from ramify.inference.weight_sync.base import sources
     from ramify.inference.weight_sync.broadcast import GlooSync
 
@@ -308,10 +308,10 @@ def _answered(url: str, key: str, process: Any) -> Any:
 
 
 def ray_cluster() -> tuple[list[bytes], Any]:
-    from ramify.actors.launcher import NodeResourceSlot, RoleInstance, SlotResources
+    from ramify.actors.launcher import NodeResourceSlot, RoleInstanceId, SlotResources
     from ramify.actors.ray_launcher import RayLauncher
 
-    member = RoleInstance("trainer", 0)
+    member = RoleInstanceId("trainer", 0)
     os.environ.pop("RAY_AUTH_TOKEN", None)
     launcher = RayLauncher(
         [NodeResourceSlot("", 0, SlotResources(cpus=1), (member,))], start_s=300.0

@@ -55,13 +55,13 @@ from ramify.train.config import (  # noqa: E402
     TaskSpec,
 )
 from ramify.train.data.sft_data import read as read_trajectories  # noqa: E402
-from ramify.train.demonstrations import demonstrate  # noqa: E402
 from ramify.train.depth_models import DepthSpec, FrozenModelBudget  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.metrics import read_metrics  # noqa: E402
 from ramify.train.recipe import load_recipe  # noqa: E402
 from ramify.train.rollouts.group_queue import RolloutBatchSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
+from ramify.train.sft_training_data import demonstrate  # noqa: E402
 from ramify.types.message import Message  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402
 from tests.train.small import SHAPE, small  # noqa: E402

@@ -25,7 +25,7 @@ from pathlib import Path
 from figures import Figure
 
 import ramify
-from ramify.clients.vision import picture_tokens
+from ramify.clients.picture_token_costs import picture_tokens
 from ramify.sources.load_sources import load
 from ramify.testing import ScriptedServer
 from ramify.types.picture import Picture, picture_of

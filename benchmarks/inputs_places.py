@@ -81,14 +81,14 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 def _figures(port: int, num_bytes: int, folder: Path) -> Iterator[Figure]:
     from ramify.errors import SourceError
-    from ramify.sources.base import SourceLoader
+    from ramify.sources.base import SourceCollector
     from ramify.sources.load_sources import load
     from ramify.sources.remote_files import fetch_files
 
     url = f"http://127.0.0.1:{port}/bytes/{num_bytes}.txt"
 
     def fetch() -> None:
-        fetch_files([url], SourceLoader(1 << 40), is_alone=True, allow_private=True)
+        fetch_files([url], SourceCollector(1 << 40), is_alone=True, allow_private=True)
 
     def alone() -> None:
         with urllib.request.urlopen(url) as reply, (folder / "alone").open("wb") as out:
@@ -97,7 +97,7 @@ def _figures(port: int, num_bytes: int, folder: Path) -> Iterator[Figure]:
 
     fetch_files(  # imports, and the start of the process, whose time does not grow with the size
         [f"http://127.0.0.1:{port}/bytes/1.txt"],
-        SourceLoader(1 << 40),
+        SourceCollector(1 << 40),
         is_alone=True,
         allow_private=True,
     )

@@ -21,7 +21,7 @@ from figures import Figure, show
 from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits
-from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 from ramify.clients.providers import PriceTable
 from ramify.types.message import Usage
 
@@ -100,7 +100,7 @@ class LyingServer:
         self._delay_s = delay_s
         self._in_flight: dict[int, Usage] = {}
         self._largest = 0
-        self._http = MockHttpServer(self._handle)
+        self._http = CallbackHttpServer(self._handle)
 
     async def __aenter__(self) -> str:
         await self._http.start()

@@ -22,10 +22,10 @@ CRITICAL = (
     "ramify/engine/limits.py",
     "ramify/engine/model_requests.py",
     "ramify/engine/truncated_replies.py",  # was a part of model_requests.py
-    "ramify/engine/reply_reuse.py",
+    "ramify/engine/reply_cache_lookup.py",
     "ramify/store/journal.py",
     "ramify/store/durable_files.py",
-    "ramify/clients/rate_limited_client_pool.py",
+    "ramify/clients/rate_limited_requests.py",
     "ramify/http_client/http_transport.py",
     "ramify/train/losses/base.py",
 )

@@ -16,7 +16,7 @@ import msgspec
 from figures import Figure
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, Stop
-from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 
 T = TypeVar("T")
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -96,7 +96,7 @@ class FailingServer:
         self._up_again_s = 0.0
         self._num_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = MockHttpServer(self._handle)
+        self._http = CallbackHttpServer(self._handle)
 
     @property
     def url(self) -> str:

@@ -44,7 +44,7 @@ BLOCK = 80
 
 async def serve(pieces: int, certificate: str) -> None:
     """Answer every request with ``TEXT``, streamed in ``pieces`` if a stream is asked for."""
-    from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+    from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
     from ramify.testing.scripted_server import chunks_of, completion
     from ramify.types.message import Message, Reply, Usage
 
@@ -65,7 +65,7 @@ async def serve(pieces: int, certificate: str) -> None:
     if certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate, f"{certificate}.key")
-    server = MockHttpServer(answer, tls=tls)
+    server = CallbackHttpServer(answer, tls=tls)
     await server.start()
     print(server.port, flush=True)
     await asyncio.Event().wait()
@@ -89,7 +89,7 @@ async def requests(url: str, stream: bool) -> None:
     """For each line of the input, send a block of requests, 16 at a time, and print the CPU
     seconds of one request."""
     from ramify.clients.base import Request, Sampling
-    from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+    from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.types.message import Message, Usage
 
     class Free:
@@ -202,7 +202,7 @@ async def long_stream() -> float:
 
 async def cancels(count: int) -> list[float]:
     """Return the seconds from each cancellation to the moment at which the server sees it."""
-    from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+    from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 
     seen: list[float] = []
     loop, is_seen = asyncio.get_running_loop(), asyncio.Event()
@@ -222,7 +222,7 @@ async def cancels(count: int) -> list[float]:
 
     import ramify
 
-    server = MockHttpServer(answer)
+    server = CallbackHttpServer(answer)
     await server.start()
     took: list[float] = []
     for _ in range(count):

@@ -212,9 +212,9 @@ def ask_from_outside() -> Iterator[Walk]:
     from tests.agents import small_agent
 
     moments = (
-        "agents/agent_function.py:__init__",
+        "agents/run_function_agent.py:__init__",
         "http_server/chat_completions_api.py:read",
-        "engine/run_model_client.py:replies",
+        "engine/external_conversations.py:replies",
         "engine/conversation_matching.py:place",
         "engine/model_requests.py:ask",
     )

@@ -49,7 +49,7 @@ def lazy_namespace(
     def get(name: str) -> Any:
         home = homes.get(name)
         if home is None and name[:1] != "_":
-            new = _module("ramify.old_names").new_name(package, name)
+            new = _module("ramify.deprecated_public_names").new_name(package, name)
             if new is not None:
                 return get(new)
         if home is None:

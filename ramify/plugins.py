@@ -62,7 +62,7 @@ REGISTRIES = (
     "ramify.train.losses.corrections:CORRECTIONS",
     "ramify.train.signals.signal_runner:SIGNALS",
     "ramify.train.signals.judge:JUDGES",
-    "ramify.train.signals.hints:HINTS",
+    "ramify.train.signals.hint_sources:HINTS",
     "ramify.train.other_trainer_presets:PRESETS",
     "ramify.train.backends.base:BACKENDS",
     "ramify.inference.http.inference_spec:ENGINES",
@@ -119,11 +119,11 @@ MOVED_MODULES = {
     "ramify.train.data.sft_data:retool_demos": (
         "ramify.extras.studies.toolmath.retool_sft_conversion:retool_demos"
     ),
-    "ramify.train.signals.hindsight": "ramify.extras.studies.hindsight",
+    "ramify.train.signals.hindsight": "ramify.extras.studies.hindsight_hints",
     "ramify.train.signals.programs": "ramify.extras.studies.programs.judges",
     "ramify.actors.ray_nodes": "ramify.actors.wait_for_ray_nodes",
     "ramify.cli.init_command": "ramify.cli.init_task_command",
-    "ramify.clients.pool": "ramify.clients.rate_limited_client_pool",
+    "ramify.clients.pool": "ramify.clients.rate_limited_requests",
     "ramify.evaluate.model_endpoint": "ramify.evaluate.agent_model_endpoint",
     "ramify.extras.cluster.plan_commands": "ramify.extras.cluster.plan_and_simulate_commands",
     "ramify.extras.studies.evidence": "ramify.extras.studies.paper_evidence_task",
@@ -163,6 +163,12 @@ MOVED_MODULES = {
     "ramify.train.signals.signal_reader": "ramify.train.signals.signal_runner",
     "ramify.viewer.picture": "ramify.viewer.run_overview",
     "ramify.viewer.run_library": "ramify.viewer.run_catalog",
+    "ramify.evaluate.verifiers_harness": "ramify.evaluate.verifiers_chat_harness",
+    "ramify.tasks.reward_loop": "ramify.tasks.async_reward_loop",
+    "ramify.extras.studies.hindsight": "ramify.extras.studies.hindsight_hints",
+    "ramify.sandbox.providers.jail_fork": "ramify.sandbox.providers.jail_fork_connections",
+    "ramify.train.losses.rollout_is": "ramify.train.losses.masked_importance_sampling",
+    "ramify.train.signals.hints": "ramify.train.signals.hint_sources",
 }
 """Maps the beginning of a dotted path that an earlier version stored to the current one."""
 _OTHERS = "module:name or file.py:name"

@@ -9,7 +9,7 @@ window title, write to the clipboard or fake a prompt. ``clean`` removes them, i
 ``one_line`` shows each character that cannot be printed, line ends too, as a replacement character.
 ``escaped`` keeps encoded JSON valid and unchanged in value: it writes such characters as escapes.
 ``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything that is printed, also
-by libraries. Only lines that ``write_colored`` receives keep their colors.
+by libraries. Only lines that ``write_cleaned_line`` receives keep their colors.
 
 Not here: what is printed (see ``cli/terminal_text.py``).
 """
@@ -68,7 +68,8 @@ def escaped(json: bytes) -> bytes:
 
 
 class SanitizingTerminalStream(io.TextIOBase):
-    """A terminal's text stream whose ``write`` cleans everything. ``write_colored`` does not."""
+    """A terminal's text stream whose ``write`` cleans everything. ``write_cleaned_line`` does
+    not."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
@@ -80,7 +81,7 @@ class SanitizingTerminalStream(io.TextIOBase):
         self.terminal.write(clean(_RETURN.sub("\n", text)))
         return len(text)
 
-    def write_colored(self, line: str) -> None:
+    def write_cleaned_line(self, line: str) -> None:
         """Write a line that was cleaned and then colored."""
         self.terminal.write(line)
 

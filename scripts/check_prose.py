@@ -68,7 +68,7 @@ SEEN_BY_MODELS = {
     "ramify/serve/caller_tools.py",
     "ramify/serve/mcp_server.py",
     "ramify/tasks/scoring/rubric.py",
-    "ramify/extras/studies/hindsight.py",
+    "ramify/extras/studies/hindsight_hints.py",
     "ramify/train/signals/judge.py",
 }
 """Files whose texts, apart from docstrings and comments, go to a model."""

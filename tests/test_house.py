@@ -36,7 +36,14 @@ FLOORS = [
         "logging",
         "log_outputs",
     }
-    | {"printable", "quantities", "lazy_pattern", "install_command", "time_account", "old_names"},
+    | {
+        "printable",
+        "format_quantities",
+        "lazy_pattern",
+        "install_command",
+        "time_account",
+        "deprecated_public_names",
+    },
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine", "http_server"},
@@ -54,7 +61,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALSO = {
     ("inference", "models"),
     ("plugins", "errors"),
-    ("old_names", "errors"),
+    ("deprecated_public_names", "errors"),
     ("trained_policy_settings", "errors"),
     ("trained_policy_settings", "plugins"),
     ("logging", "secrets"),

@@ -15,7 +15,7 @@ import pytest
 
 import ramify
 from ramify import RLM, Store
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.log_outputs import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, attached
 from ramify.secrets import SecretRedactor

@@ -21,7 +21,7 @@ import pytest
 
 import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetAmount, BudgetLedger
 from ramify.log_outputs import RUN_LOG, FileLogHandler, levels_of
 from ramify.logging import ComponentLogger, attached, in_run

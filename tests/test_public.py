@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import ramify
+from ramify.deprecated_public_names import PUBLIC_NAMES
 from ramify.errors import OldNameWarning
 from ramify.install_command import install_command
-from ramify.old_names import PUBLIC_NAMES
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("check_public", ROOT / "scripts/check_public.py")

@@ -8,7 +8,7 @@ launcher.py           slots (shares of a machine); starts processes on them, on 
 ray_cluster.py        joining a Ray cluster, or starting one here
 ray_launcher.py       the launcher of a Ray cluster
 run_channel.py        authenticated connections: both sides prove that they have the run's key
-run_messages.py       the messages on them: declared types, never pickle
+message_encoding.py   the messages on them: declared types, never pickle
 connect_back.py       started processes connect to the run, with a ticket from their standard input
 rank_store.py         the store of a process group, over these connections
 group_proof.py        the same proof over the connections that gloo and NCCL open

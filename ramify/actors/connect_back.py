@@ -8,7 +8,7 @@
 The process reads its ticket (the address, the key and its name) from its standard input, which is
 an inherited pipe. So the key appears neither in its environment nor on its command line. A
 connected process sends heartbeats (``beat``). If they stop for too long, for any reason, the
-process counts as lost (``HeartbeatDeadline``).
+process counts as lost (``MissedHeartbeatDetector``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import Channel, ChannelListener, connect
-from ramify.actors.run_messages import decode, encode
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -71,7 +71,7 @@ def beat(send: Callable[[], None], stop: threading.Event) -> None:
     threading.Thread(target=run, daemon=True, name="ramify heartbeats").start()
 
 
-class HeartbeatDeadline:
+class MissedHeartbeatDetector:
     """Detects that a process has sent no heartbeat for too long.
 
     It counts its own checks instead of reading a clock, so that no process seems overdue after this

@@ -1,7 +1,7 @@
 """Start the processes of a run, each on its slot (a share of a machine): on this machine, or on
 other machines through Ray.
 
-    launcher.start(RoleInstance("trainer", 1), command, environment, log)
+    launcher.start(RoleInstanceId("trainer", 1), command, environment, log)
         ->  Process: is it alive, why did it end, end it
 
     LocalLauncher ──────────────────────────────────── ChildProcess
@@ -14,7 +14,7 @@ of them leads, does not depend on the launcher.
 A slot is the share of a machine that one process uses, or that several colocated processes share:
 
     NodeResourceSlot("gpus", node=0, needs=SlotResources(gpus=1, cpus=8),
-                     members=(RoleInstance("trainer", 0), RoleInstance("inference", 0)))
+                     members=(RoleInstanceId("trainer", 0), RoleInstanceId("inference", 0)))
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlotResources(NamedTuple):
         return all(a <= b + ALMOST for a, b in zip(self, available, strict=True))
 
 
-class RoleInstance(NamedTuple):
+class RoleInstanceId(NamedTuple):
     """Identifies one process of a run by its role (such as ``trainer``) and its number in that
     role."""
 
@@ -73,11 +73,11 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
     node: int
     """Index of the node in its pool."""
     needs: SlotResources
-    members: tuple[RoleInstance, ...]
+    members: tuple[RoleInstanceId, ...]
     offsets: tuple[float, ...] = ()
     """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
 
-    def share(self, member: RoleInstance, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
+    def share(self, member: RoleInstanceId, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
         """Return the GPUs of this slot that the process ``member`` may use.
 
         ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
@@ -106,7 +106,7 @@ class Launcher(Protocol):
 
     def start(
         self,
-        member: RoleInstance,
+        member: RoleInstanceId,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
@@ -119,16 +119,16 @@ class Launcher(Protocol):
         be started."""
         ...
 
-    def address_of(self, member: RoleInstance) -> str:
+    def address_of(self, member: RoleInstanceId) -> str:
         """Return the network address of the machine on which a process is placed, as other
         processes reach it."""
         ...
 
-    def free_port(self, member: RoleInstance) -> int:
+    def free_port(self, member: RoleInstanceId) -> int:
         """Return a free TCP port on the machine on which a process is placed."""
         ...
 
-    def renew(self, member: RoleInstance) -> None:
+    def renew(self, member: RoleInstanceId) -> None:
         """Ensure that a process still has a slot. If its slot is lost, find another one, perhaps on
         another machine, which may take a while. Raises ConfigError if there is none."""
         ...
@@ -144,11 +144,11 @@ class LocalLauncher:
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._children: dict[RoleInstance, ChildProcess] = {}
+        self._children: dict[RoleInstanceId, ChildProcess] = {}
 
     def start(
         self,
-        member: RoleInstance,
+        member: RoleInstanceId,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
@@ -163,13 +163,13 @@ class LocalLauncher:
             raise cannot_start(member, "", f"{error.filename}: {error.strerror}") from None
         return child
 
-    def address_of(self, member: RoleInstance) -> str:
+    def address_of(self, member: RoleInstanceId) -> str:
         return self.address
 
-    def free_port(self, member: RoleInstance) -> int:
+    def free_port(self, member: RoleInstanceId) -> int:
         return free_port(self.address)
 
-    def renew(self, member: RoleInstance) -> None:
+    def renew(self, member: RoleInstanceId) -> None:
         """Do nothing, because this machine is available as long as the run is."""
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class RemoteProcess:
         self.poll()
 
 
-def cannot_start(member: RoleInstance, where: str, why: str) -> ConfigError:
+def cannot_start(member: RoleInstanceId, where: str, why: str) -> ConfigError:
     return ConfigError(f"{member.role} {member.number} cannot be started{where}: {why}")
 
 

@@ -31,21 +31,21 @@ import msgspec
 
 from ramify import errors
 from ramify.actors.child_process import Process, end_when_done
+from ramify.actors.message_encoding import decode, encode
 from ramify.actors.rank_watch import (
     GRACE_S,
     AbortRankRequest,
-    HeartbeatReply,
+    HeartbeatEcho,
     RankConnection,
     RankError,
-    RankHeartbeat,
     RankMethodResult,
+    RankProgress,
     RankStack,
     RankWatch,
     StackRequest,
     WatchRequest,
 )
 from ramify.actors.run_channel import Channel
-from ramify.actors.run_messages import decode, encode
 from ramify.errors import RamifyError, TrainError
 from ramify.logging import ComponentLogger
 
@@ -80,7 +80,7 @@ class RankGroup:
     def __init__(
         self,
         own: Any,
-        pulse: RankHeartbeat,
+        pulse: RankProgress,
         connections: Sequence[RankConnection],
         processes: Sequence[Process],
         timeout_s: float,
@@ -208,7 +208,7 @@ def _describe(verb: str, error: Exception) -> str:
 
 
 def follow(
-    own: Any, pulse: RankHeartbeat, talk: Channel, watch: Channel, rank: int, timeout_s: float
+    own: Any, pulse: RankProgress, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
     """Serve rank 0 from another rank: run the methods that rank 0 calls, until it ends the group.
     If rank 0 is gone or a method fails with an unexpected error, exit the process."""
@@ -240,7 +240,7 @@ def follow(
 
 
 def _answer(
-    pulse: RankHeartbeat, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
+    pulse: RankProgress, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
 ) -> None:
     beat_s = min(1.0, timeout_s / 10)
     quiet = 0.0
@@ -257,7 +257,7 @@ def _answer(
             if isinstance(request, AbortRankRequest):
                 _end(rank, request.reason)
             asks_stack = isinstance(request, StackRequest)
-            watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatReply(pulse.count))
+            watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatEcho(pulse.count))
         except (EOFError, OSError):
             if stop.wait(GRACE_S):
                 return

@@ -1,7 +1,7 @@
 """Watch a group of ranks from rank 0, to find out which rank is lost or keeps the others waiting.
 
     watch      ── Ping, every half second ──────────> watch: answers from a separate thread
-               <─ HeartbeatReply, or RankStack ──────
+               <─ HeartbeatEcho, or RankStack ──────
 
 A rank that exits is noticed by its connection. A rank is stuck if no rank makes progress for
 ``timeout_s`` during a verb. Then every rank is asked for its stack: ranks that wait inside
@@ -34,7 +34,7 @@ GRACE_S = 5.0
 _DISTRIBUTED = os.path.join("torch", "distributed")
 
 
-class RankHeartbeat:
+class RankProgress:
     """Records the progress of this rank, so that rank 0 can tell whether the rank is stuck."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class AbortRankRequest(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class HeartbeatReply(msgspec.Struct, tag=True, frozen=True):
+class HeartbeatEcho(msgspec.Struct, tag=True, frozen=True):
     count: int
 
 
@@ -116,7 +116,7 @@ class RankStack(msgspec.Struct, tag=True, frozen=True):
 
 
 WatchRequest = Ping | StackRequest | AbortRankRequest
-WatchAnswer = HeartbeatReply | RankStack
+WatchAnswer = HeartbeatEcho | RankStack
 
 
 class RankWatch:
@@ -125,7 +125,7 @@ class RankWatch:
 
     def __init__(
         self,
-        pulse: RankHeartbeat,
+        pulse: RankProgress,
         connections: Sequence[RankConnection],
         processes: Sequence[Process],
         timeout_s: float,
@@ -234,7 +234,7 @@ class RankWatch:
             with contextlib.suppress(EOFError, OSError):
                 while link.watch.poll():
                     answer: WatchAnswer = link.watch.receive(WatchAnswer)
-                    if isinstance(answer, HeartbeatReply):
+                    if isinstance(answer, HeartbeatEcho):
                         self._counts[link.rank] = answer.count
                     else:
                         self._answers[link.rank] = answer.text

@@ -30,7 +30,7 @@ from ramify.actors.launcher import (
     NodeAgent,
     NodeResourceSlot,
     RemoteProcess,
-    RoleInstance,
+    RoleInstanceId,
     SlotResources,
     cannot_start,
 )
@@ -98,7 +98,7 @@ class RayLauncher:
 
     def start(
         self,
-        member: RoleInstance,
+        member: RoleInstanceId,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
@@ -132,14 +132,14 @@ class RayLauncher:
         then on."""
         return self._own if self._is_distributed else _LOOPBACK
 
-    def address_of(self, member: RoleInstance) -> str:
+    def address_of(self, member: RoleInstanceId) -> str:
         address = str(self._locations[self._slot_of(member)]["address"])
         return self.address if address == self._own else address
 
-    def free_port(self, member: RoleInstance) -> int:
+    def free_port(self, member: RoleInstanceId) -> int:
         return int(self._ask(self._slot_of(member), "free_port"))
 
-    def renew(self, member: RoleInstance) -> None:
+    def renew(self, member: RoleInstanceId) -> None:
         """Ensure that a process still has a slot. If the slot's node agent no longer answers, kill
         the agent and start another one, perhaps on another machine. Raises ConfigError if no node
         has room."""
@@ -196,7 +196,7 @@ class RayLauncher:
                 f"slot {index} on {host} does not answer ({type(error).__name__}: {first})"
             ) from None
 
-    def _slot_of(self, member: RoleInstance) -> int:
+    def _slot_of(self, member: RoleInstanceId) -> int:
         return next(
             index
             for index, placement_slot in enumerate(self._placement_slots)
@@ -288,7 +288,7 @@ class RayLauncher:
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].share(
-            RoleInstance("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
+            RoleInstanceId("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
         )
         own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
         if slot_gpus and slot_gpus[0] != own_gpus[0]:

@@ -3,7 +3,7 @@
     listener ── nonce a ──────────────────────────────────────> peer
              <─ nonce b, HMAC(key, "peer", a, b) ──────────────
              ── HMAC(key, "listener", a, b) ──────────────────>
-             <═ frames: length, message (``run_messages.py``) ══════>
+             <═ frames: length, message (``message_encoding.py``) ══════>
 
 Both sides prove that they have the key before anything else is sent; the key itself is never sent.
 Processes on one machine use a Unix socket, in a folder that only their user can enter. Processes on
@@ -33,7 +33,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from ramify.actors.run_messages import decode, encode
+from ramify.actors.message_encoding import decode, encode
 from ramify.errors import ConfigError
 
 T = TypeVar("T")

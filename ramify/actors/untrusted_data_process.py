@@ -8,7 +8,8 @@ helper whose request exceeds the limit on CPU time. Cancelling a request also ki
 that no run waits for a result that is no longer needed.
 
 Callers decide which data is large enough to need a helper (see ``clients/reply_decoding.py`` and
-``engine/reading.py``). Processes that live as long as a run are started by ``child_process.py``.
+``engine/nonblocking_reply_parsing.py``). Processes that live as long as a run are started by
+``child_process.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from ramify.actors.answering_process import answer_requests, ask, start_python_process
-from ramify.actors.child_process import IdleProcesses
+from ramify.actors.child_process import RequestProcessPool
 
 CPU_S = 2.0
 """Maximum CPU seconds of one request."""
@@ -113,7 +114,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix="ramify helper")
 
 
-_helpers = IdleProcesses(functools.partial(start_python_process, f"{__name__}:serve"))
+_helpers = RequestProcessPool(functools.partial(start_python_process, f"{__name__}:serve"))
 
 
 def serve() -> None:

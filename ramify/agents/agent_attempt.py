@@ -7,7 +7,7 @@ ended.
 
 A rollout whose outcome is a failure has no reward, and nothing is learned from it. The reason is
 one line, with the end of the agent's stderr. Rewards are computed in ``agent_task.py``; agents are
-started and ended in ``agent_function.py`` and ``agent_command.py``.
+started and ended in ``run_function_agent.py`` and ``agent_command.py``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.agents.agent_inputs import (
+from ramify.agents.agent_result import AgentRecord
+from ramify.agents.agent_rollout_inputs import (
     AgentJob,
     new_folder,
     remove_folder,
     visible_to_agent,
     write_item_file,
 )
-from ramify.agents.agent_result import AgentRecord
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import RamifyError
 from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.secrets import MARK

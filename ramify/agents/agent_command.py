@@ -39,8 +39,8 @@ from ramify.actors.command_words import (
 )
 from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
-from ramify.agents.agent_inputs import AgentJob
 from ramify.agents.agent_result import MAX_OUTPUT_CHARS, output_tail
+from ramify.agents.agent_rollout_inputs import AgentJob
 from ramify.engine.event_loop_thread import in_thread
 from ramify.errors import ConfigError, RamifyError
 

@@ -38,11 +38,12 @@ from ramify.agents.agent_attempt import (
     StartAgent,
 )
 from ramify.agents.agent_command import CommandTemplate, named_variables, start_command
-from ramify.agents.agent_function import AgentFunction
-from ramify.agents.agent_inputs import AgentJob, remove_folder
 from ramify.agents.agent_result import AgentRecord, AgentRun
+from ramify.agents.agent_rollout_inputs import AgentJob, remove_folder
+from ramify.agents.run_function_agent import AgentFunctionRun
 from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import is_reference, load_object, place_of
+from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     DATA_SUFFIXES,
     Item,
@@ -54,7 +55,6 @@ from ramify.tasks.base import (
     task_of,
 )
 from ramify.tasks.data import dataset
-from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring import SCORERS
 from ramify.train.config import TaskSpec
 from ramify.types.agent_outcome import AGENT_RECORD
@@ -237,7 +237,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         _check_call("agent", function, "an AgentJob")
 
         async def start(job: AgentJob) -> RunningAgent:
-            return AgentFunction(function, job)
+            return AgentFunctionRun(function, job)
 
         return start
 

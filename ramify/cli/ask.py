@@ -370,7 +370,7 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
     model would be asked the bare name."""
     is_url = "://" in question and not any(map(str.isspace, question))
     if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
-        from ramify.sources.remote_urls import shown_url
+        from ramify.sources.url_recognition import shown_url
 
         shown = shown_url(question) if is_url else question
         raise UsageError(

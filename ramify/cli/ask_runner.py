@@ -24,10 +24,10 @@ from ramify.cli import terminal_text
 from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
-from ramify.cli.stop_signals import ends_if_blocked, on_signal
+from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline, on_signal
 from ramify.cli.terminal_text import StderrMessageWriter, error_line, one_line, seconds
-from ramify.engine.answer_json import jsonable
 from ramify.engine.question import RunOptions
+from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result, RunHandle, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
@@ -139,7 +139,7 @@ def _finish(
     gc.freeze()  # start-up's objects live on; ``main`` disabled collection while they were made
     gc.enable()
     try:
-        with ends_if_blocked("ramify ask --resume {run}", screen.clear):
+        with ends_if_loop_blocked_past_deadline("ramify ask --resume {run}", screen.clear):
             result = asyncio.run(_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")

@@ -41,7 +41,7 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluatio
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
-from ramify.cli.stop_signals import ends_if_blocked
+from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrMessageWriter, error_line, json_line, many, write
 from ramify.progress import report_progress
@@ -414,7 +414,7 @@ class _Command:
     ) -> ExitCode:
         command = f"ramify eval --resume {record.id}" if record is not None else ""
         try:
-            with ends_if_blocked(command, self._screen.clear):
+            with ends_if_loop_blocked_past_deadline(command, self._screen.clear):
                 evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
             hint = f"; continue with: {command}" if command else ""

@@ -25,7 +25,7 @@ from ramify.cli.eval_metering_endpoints import MatrixMeters, check_comparable, o
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.stop_signals import ends_if_blocked
+from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline
 from ramify.cli.terminal_text import dollars, error_line, json_line, many
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
@@ -175,7 +175,7 @@ class MatrixCommand:
 
             command = "" if records is None else self._continuation(plan)
             try:
-                with ends_if_blocked(command, self._screen.clear):
+                with ends_if_loop_blocked_past_deadline(command, self._screen.clear):
                     evaluations = asyncio.run(whole())
             except _NotConfirmed:
                 return ExitCode.ANSWERED
@@ -349,14 +349,14 @@ class MatrixCommand:
         self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
         """Print which score each cell (combination) of the matrix reaches at which cost."""
-        from ramify.evaluate.money_curves import matrix_money, money_tables, money_text
+        from ramify.evaluate.money_curves import matrix_money, money_table_lines, money_tables
 
         rows = matrix_money(plan, outcomes)
         if self._json:
             for row in (each for each in rows if each.points):
                 points = msgspec.to_builtins(row.points)
                 print(json_line({"matrix": plan.id, **row.place, "money": points}))
-        elif lines := money_text(money_tables(rows)):
+        elif lines := money_table_lines(money_tables(rows)):
             print("\n" + "\n".join(lines))
 
 

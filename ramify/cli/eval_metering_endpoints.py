@@ -74,7 +74,7 @@ async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[Matr
     """If an evaluation has external systems, start a metering endpoint for each model, which counts
     their requests. The requests are recorded in the store's folder ``root``, unless that is
     None."""
-    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.meter import MeteringProxy
 
     meters: dict[str, MeteringProxy] = {}

@@ -27,7 +27,7 @@ from rich.text import Text
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
 from ramify.cli.terminal_text import count, dollars, one_line, seconds, ticking
-from ramify.clients.rate_limited_client_pool import RETRYING
+from ramify.clients.rate_limited_requests import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
 from ramify.printable import clean
@@ -95,7 +95,7 @@ class TreeRow(msgspec.Struct):
         return "running code" if self.has_code else "asking"
 
 
-class TerminalTree:
+class TerminalTreeRows:
     """Builds the rows of the live view, a tree of calls, from the events of a run."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class LiveView:
         self._screen = screen
         self._lines = lines
         self._max_seconds = max_seconds
-        self._tree = TerminalTree()
+        self._tree = TerminalTreeRows()
         self._began = time.monotonic()
         self._running: RunHandle | None = None
 

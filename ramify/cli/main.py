@@ -28,13 +28,16 @@ COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "plan": ("ramify.cli.plan_command", "show a plan for a question with its cost, and run it"),
     "calibrate": (
-        "ramify.cli.calibrate_command",
+        "ramify.cli.calibrate_leaf_size_command",
         "measure a model's accuracy against the size of a text, for plans",
     ),
     "map": ("ramify.cli.map_command", "ask a question of every row of a table"),
     "prompt": ("ramify.cli.ask", "print the prompt of a question, and send nothing"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
-    "demos": ("ramify.cli.demos", "ask a model for demonstrations of a task, once"),
+    "demos": (
+        "ramify.cli.demonstrations_command",
+        "ask a model for demonstrations of a task, once",
+    ),
     "train": ("ramify.cli.train", "train a policy from a recipe"),
     "init": ("ramify.cli.init_task_command", "write a new task, its expert and its recipe"),
     **EXTRA_COMMANDS,

@@ -120,7 +120,7 @@ def run(
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
     if loaded.is_csv and not _is_file(plan):
-        chosen = PlanStrategy(chosen.plan.with_header(), chosen.reason)
+        chosen = PlanStrategy(chosen.plan.with_table_header(), chosen.reason)
     model = model_of(leaf_model, rlm.limits)
     cost, _ = chosen.plan.measured(loaded.context, question, model)
     is_sent = bool(yes)

@@ -41,8 +41,8 @@ from ramify.cli.terminal_text import (
     write,
 )
 from ramify.errors import nearest
+from ramify.format_quantities import format_rounded_duration
 from ramify.progress import ProgressState, subscribe
-from ramify.quantities import format_rounded_duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,7 +54,7 @@ LINE_INTERVAL_S = 10.0
 """Seconds of silence before each later line."""
 
 
-class ProgressLines:
+class PeriodicProgressLine:
     """Prints one line about the running tasks whenever nothing has been printed for some seconds.
 
     starting: 3 s
@@ -169,7 +169,7 @@ class ProgressDisplay:
             self._stack.enter_context(subscribe(self._report_as_json))
             self.notes.above = lambda text: self.event("note", text=text)
         elif self.form == "lines" and self._has_lines:
-            lines = ProgressLines()
+            lines = PeriodicProgressLine()
             self._stack.callback(lines.close)
             self._stack.enter_context(subscribe(lines))
             self.notes.above = lines.say

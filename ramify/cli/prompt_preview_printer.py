@@ -17,7 +17,7 @@ from ramify.cli.source_table import source_table
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.prompt_preview import PromptPreview
 from ramify.errors import ConfigError
-from ramify.quantities import dollars
+from ramify.format_quantities import dollars
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM

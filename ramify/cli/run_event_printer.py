@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.terminal_text import StderrMessageWriter, count, dollars, one_line, seconds
-from ramify.clients.rate_limited_client_pool import RETRYING
+from ramify.clients.rate_limited_requests import RETRYING
 from ramify.engine.run_handle import RunHandle
 from ramify.logging import current_console
 from ramify.types.event import (

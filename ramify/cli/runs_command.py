@@ -190,7 +190,7 @@ def score(
 
 
 async def _judged(store: RunStore, model: str, max_cost: float) -> ScoringCounts:
-    from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+    from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.evaluate.traffic_scores import CorrectionJudge, score_corrections
 
     pool = RateLimitedClientPool()

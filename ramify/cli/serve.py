@@ -29,16 +29,16 @@ from ramify.cli.ask import (
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, parse_size
 from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.record_options import (
+from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline, on_stop
+from ramify.cli.telemetry import exporting
+from ramify.cli.terminal_text import StderrMessageWriter, write
+from ramify.cli.traffic_recording_options import (
     RECORD_OPTIONS,
     open_recorder,
     policy_among,
     recording_options,
 )
-from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stop_signals import ends_if_blocked, on_stop
-from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, write
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger, run_log
 from ramify.store.durable_files import make_folder
@@ -149,7 +149,7 @@ def serve(words: list[str], **given: Any) -> int:
     logged = _logged(server_options["log"], store)
     with logged, exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools, notes)
-        with ends_if_blocked("ramify ask --resume {run}"):
+        with ends_if_loop_blocked_past_deadline("ramify ask --resume {run}"):
             asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
 
@@ -177,7 +177,7 @@ def _server(
     notes: StderrMessageWriter,
 ) -> RunServer:
     from ramify.clients.base import Sampling
-    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.run_server import RunServer
 
     raise_descriptor_limit()
@@ -282,7 +282,7 @@ def mcp(words: list[str], **given: Any) -> int:
         store = open_folder(settings, "ramify mcp")
         rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
         roots = words or ["."]
-        with ends_if_blocked("ramify ask --resume {run}"):
+        with ends_if_loop_blocked_past_deadline("ramify ask --resume {run}"):
             if http:
                 asyncio.run(_mcp_http(rlm, roots, listening, store))
             else:
@@ -293,7 +293,7 @@ def mcp(words: list[str], **given: Any) -> int:
 async def _mcp_http(
     rlm: RLM, roots: list[str], listening: dict[str, Any], store: Store | None
 ) -> None:
-    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.mcp_http import McpHttpServer
 
     raise_descriptor_limit()

@@ -54,7 +54,7 @@ def _meter(
     settings: dict[str, Any], options: dict[str, Any], store: Store | None, port: int
 ) -> MeteringProxy:
     from ramify.evaluate.systems.base import ModelAccessBudget
-    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.meter import MeteringProxy
 
     raise_descriptor_limit()

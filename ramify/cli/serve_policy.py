@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.record_options import RECORD_OPTIONS, open_recorder, recording_options
 from ramify.cli.stop_signals import on_stop
 from ramify.cli.terminal_text import StderrMessageWriter
+from ramify.cli.traffic_recording_options import RECORD_OPTIONS, open_recorder, recording_options
 from ramify.logging import ComponentLogger, join_run
 from ramify.progress import report_progress
 
@@ -64,7 +64,7 @@ def serve_policy(
         with report_progress("starting"):
             import torch
 
-            from ramify.http_server.capacity import raise_descriptor_limit
+            from ramify.http_server.machine_capacity import raise_descriptor_limit
             from ramify.inference.local.local_client import LocalClient
             from ramify.models.load import load_policy
             from ramify.serve.policy import PolicyServer

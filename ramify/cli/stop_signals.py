@@ -52,7 +52,9 @@ def on_stop(do: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def ends_if_blocked(command: str, restore: Callable[[], object] = lambda: None) -> Iterator[None]:
+def ends_if_loop_blocked_past_deadline(
+    command: str, restore: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """During the block, end the process with one line on stderr if a run passes its deadline while
     its event loop is blocked.
 

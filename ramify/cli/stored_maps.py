@@ -31,7 +31,7 @@ from ramify.errors import RunInUse, StoreError
 from ramify.store.store import Store
 
 if TYPE_CHECKING:
-    from ramify.maps.map_table import MapFigures, MapTable
+    from ramify.maps.map_table import MapFigures, StoredMap
     from ramify.store.base import RunStore
     from ramify.types.event import AnyEvent
     from ramify.types.trajectory import Trajectory
@@ -48,7 +48,7 @@ def is_map(name: str) -> bool:
     return _MARK in name
 
 
-def find_map(store: RunStore, name: str) -> MapTable:
+def find_map(store: RunStore, name: str) -> StoredMap:
     """Return the map with this id. Raises StoreError."""
     from ramify.maps.map_journal import MapStore
     from ramify.maps.open_map_table import open_map_table
@@ -118,7 +118,7 @@ def remove_map(store: RunStore, name: str) -> int:
     return num_bytes
 
 
-def map_lines(table: MapTable, full: bool) -> Iterator[Line]:
+def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
     """Yield the lines that ``ramify show`` prints about a map: its figures and its first rows, or
     all rows if ``full``."""
     figures = table.figures()

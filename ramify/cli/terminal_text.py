@@ -15,7 +15,7 @@ The tree shows question → answer → cost → time, in the colors of the page
     └ llm_query × 500: 497 done, 3 failed  $0.02  9.10 s
 
 Not here: turns and code (see show.py), which characters are removed (see printable.py), how
-numbers read (see quantities.py).
+numbers read (see format_quantities.py).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from ramify.errors import OldNameWarning
+from ramify.format_quantities import count as count
+from ramify.format_quantities import dollars as dollars
+from ramify.format_quantities import many as many
+from ramify.format_quantities import seconds as seconds
+from ramify.format_quantities import ticking as ticking
 from ramify.logging import ComponentLogger, current_console
 from ramify.printable import SanitizingTerminalStream, clean, clean_line, escaped
-from ramify.quantities import count as count
-from ramify.quantities import dollars as dollars
-from ramify.quantities import many as many
-from ramify.quantities import seconds as seconds
-from ramify.quantities import ticking as ticking
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.trajectory import Stop, Trajectory
@@ -153,13 +153,13 @@ def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
     printed = _plain if os.environ.get("NO_COLOR") else _colored
     if not use_pager:
         for line in lines:
-            sys.stdout.write_colored(printed(line) + "\n")
+            sys.stdout.write_cleaned_line(printed(line) + "\n")
         return
     text = "".join(printed(line) + "\n" for line in lines)
     command = shlex.split(os.environ.get("PAGER", "less -R"))
     fits = text.count("\n") <= shutil.get_terminal_size().lines
     if fits or not command or shutil.which(command[0]) is None:
-        sys.stdout.write_colored(text)
+        sys.stdout.write_cleaned_line(text)
         return
     subprocess.run(command, input=text.encode("utf-8", "replace"), check=False)
 

@@ -50,7 +50,7 @@ def view(
     if export is not None:
         return _export(library, [key for key in keys if key], export)
     from ramify.cli.resume import rebuild_rlm
-    from ramify.http_server.capacity import raise_descriptor_limit
+    from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.viewer.view_server import ViewServer
 
     first = keys[0] if len(keys) == 1 else ""

@@ -8,7 +8,7 @@ cache. A single question is not marked, because writing to the cache costs more 
 ``Sampling.extra``.
 
 Not here: reading replies (see ``anthropic_reply_parser.py``), sending (see ``json_api.py``), rate
-limiting and retries (see ``rate_limited_client_pool.py``).
+limiting and retries (see ``rate_limited_requests.py``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture
 from ramify.clients.batches import AnthropicBatches
 from ramify.clients.chat_json import is_strict
 from ramify.clients.json_api import JsonApi
-from ramify.clients.providers import Endpoint, ModelProviderSpec, no_key, split_name, split_url
-from ramify.clients.vision import known_vision
+from ramify.clients.picture_token_costs import known_vision
+from ramify.clients.providers import (
+    ModelProviderSpec,
+    ResolvedEndpoint,
+    no_key,
+    split_name,
+    split_url,
+)
 from ramify.errors import ConfigError, Refused
-from ramify.http_client.addresses import is_http_url
 from ramify.http_client.http_transport import HttpConnectionPool
+from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.types.message import Message, Reply
 
 _PROVIDER = ModelProviderSpec(
@@ -64,7 +70,7 @@ class AnthropicClient:
         self.vision = known_vision(name)
         model, url = split_url(split_name(name)[1])
         url = base_url or url or environ.get("ANTHROPIC_BASE_URL") or _PROVIDER.url
-        self._endpoint = Endpoint(
+        self._endpoint = ResolvedEndpoint(
             provider=_PROVIDER,
             model=model,
             url=_messages_url(name, url),

@@ -1,7 +1,7 @@
 """Interface between the engine and a model: one ``Request`` in, one ``Reply`` out, one attempt.
 
 A client translates a request and sends it once. Retries, rate limiting and budgets are handled by
-``RateLimitedClientPool`` (see ``rate_limited_client_pool.py``), so they are written once for every
+``RateLimitedClientPool`` (see ``rate_limited_requests.py``), so they are written once for every
 provider:
 
     engine ── RateLimitedClientPool.ask(client, request, account)
@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.clients.vision import picture_tokens
+from ramify.clients.picture_token_costs import picture_tokens
 from ramify.errors import ServerFailed, StrictKeywordsMeta
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, Usage
@@ -135,7 +135,8 @@ class Request(msgspec.Struct, frozen=True):
         overhead.
 
         No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
-        cover the role markers. Pictures count by the rule of the model (see ``vision.py``).
+        cover the role markers. Pictures count by the rule of the model (see
+        ``picture_token_costs.py``).
         """
         total = 64 + sum(max_tokens_of(message, self.model) for message in self.messages)
         for part in (self.schema, self.tools or None):
@@ -184,7 +185,7 @@ def _plain_bound(tokens: int) -> ReplySizeLimit:
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
-class PromptRendering(msgspec.Struct, frozen=True):
+class PromptRenderer(msgspec.Struct, frozen=True):
     """How a client writes prompts whose chat template is in this process. No model is asked."""
 
     ids: Callable[[Request], Sequence[int]]
@@ -259,7 +260,7 @@ class Client(Protocol):
     ``complete(request, on_piece)``. The pool looks for it. A client that sends the pictures of
     messages has ``vision``: whether its model reads them, or None if that is unknown. Without the
     attribute, no request with pictures reaches it. A client that renders prompts itself has
-    ``rendering``, a ``PromptRendering``; the requests of outside agents are then compared by ids.
+    ``rendering``, a ``PromptRenderer``; the requests of outside agents are then compared by ids.
     """
 
     name: str
@@ -280,7 +281,7 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-class RequestBudget(Protocol):
+class RequestReservation(Protocol):
     """Budget that pays for one request, implemented by the engine's ledger. ``reserve`` is called
     before every attempt."""
 

@@ -225,7 +225,7 @@ class BatchApi(abc.ABC):
 
 
 @runtime_checkable
-class BatchClient(Protocol):
+class BatchCapableClient(Protocol):
     """A client whose provider has a batch API."""
 
     def batches(self) -> BatchApi:

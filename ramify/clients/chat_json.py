@@ -12,7 +12,7 @@ All clients that speak HTTP share the reading of errors, whatever library they u
 one line and never contains a key. The time to wait is read from ``retry-after``, from the reset
 header of an exhausted rate limit, and from Google's ``retryDelay``.
 
-Not here: sockets (see ``rate_limited_client_pool.py``).
+Not here: sockets (see ``rate_limited_requests.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.clients.base import Request, counted, dollars, finish_of, picture_base64
-from ramify.clients.providers import Endpoint
+from ramify.clients.providers import ResolvedEndpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.lazy_pattern import lazy_pattern
 from ramify.secrets import forms_of
@@ -268,7 +268,7 @@ def _no_number(constant: str) -> None:
 _encode = msgspec.json.Encoder().encode
 
 
-def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
+def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
     """Return the request's body in the form that the server expects."""
     sampling = request.sampling
     fields: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """Sends one request to a provider's JSON API, and checks the reply, which may be streamed.
 
-    fields ── POST ──┬── application/json                     ──┬── body ── decode_reply ──> Reply
-                     ├── text/event-stream   ── ReplyStream ────┘
+    fields ── POST ──┬── application/json    ── body ──────────────────┬── decode_reply ──> Reply
+                     ├── text/event-stream   ── StreamedReplyAssembler ┘
                      │                             └── on_piece, for each piece
-                     └── any other status                     ── ModelError
+                     └── any other status    ── ModelError
 
 The clients of all providers use this module, so statuses, redirects, web pages and broken streams
 are handled in one way. Replies are streamed unless the user disables it: a long reply then has an
@@ -14,7 +14,7 @@ do not stream, because a budget needs the count.
 
 Not here: what requests and replies contain (see ``chat_json.py``, ``responses_json.py`` and
 ``anthropic_reply_parser.py``), bounds on replies (see ``reply_decoding.py``), and time-outs (see
-``rate_limited_client_pool.py``).
+``rate_limited_requests.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, ReplyPiece, ReplySizeLimit
 from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.event_stream import ServerSentEventParser
-from ramify.clients.providers import Endpoint
+from ramify.clients.providers import ResolvedEndpoint
 from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply, is_large
 from ramify.errors import MalformedResponse, ModelError, ReplyLost
 from ramify.http_client.compression import too_long
@@ -78,7 +78,7 @@ def status_of_error(body: bytes) -> int:
     return _STATUS_OF_ERROR.get(str(name), 500)
 
 
-class ReplyStream(Protocol):
+class StreamedReplyAssembler(Protocol):
     """Assembles the events of one streamed reply."""
 
     @property
@@ -112,7 +112,7 @@ class JsonApi:
     def __init__(
         self,
         name: str,
-        endpoint: Endpoint,
+        endpoint: ResolvedEndpoint,
         wire: HttpConnectionPool,
         format: ModuleType,
         *,
@@ -204,7 +204,7 @@ class JsonApi:
     ) -> bytes:
         """Read a stream to its end and report its pieces as they arrive. Returns the assembled
         body."""
-        stream: ReplyStream = self._format.new_stream()
+        stream: StreamedReplyAssembler = self._format.new_stream()
         events, num_bytes, num_chars = ServerSentEventParser(bound.bytes), 0, 0
         while not stream.is_done:
             data = await exchange.receive()
@@ -231,7 +231,7 @@ class JsonApi:
                         pass
         return stream.body()
 
-    def _added(self, stream: ReplyStream, events: list[bytes]) -> ReplyPiece:
+    def _added(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
         """Add events to a stream, and return the text and the reasoning that they contain, joined
         to one piece."""
         texts, thoughts = list[str](), list[str]()

@@ -7,7 +7,7 @@ the usage are read from its original reply, because LiteLLM turns a missing or u
 documents for each provider.
 Prices and context windows that our table lacks come from LiteLLM's packaged table; downloading a
 newer one at import is disabled. LiteLLM's retries are disabled too: see
-``rate_limited_client_pool.py``.
+``rate_limited_requests.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import msgspec
 from ramify.clients import chat_json
 from ramify.clients.base import Price, Request, dollars, is_known_finish
 from ramify.clients.chat_json import from_body, from_status, redacted
-from ramify.clients.providers import Endpoint, ModelProviderSpec, split_name, split_url
-from ramify.clients.vision import known_vision
+from ramify.clients.picture_token_costs import known_vision
+from ramify.clients.providers import ModelProviderSpec, ResolvedEndpoint, split_name, split_url
 from ramify.errors import (
     ConfigError,
     MalformedResponse,
@@ -92,7 +92,7 @@ class LiteLLMClient:
         self.name = name
         self.vision = known_vision(name)
         model, url = split_url(split_name(name)[1])
-        self._endpoint = Endpoint(
+        self._endpoint = ResolvedEndpoint(
             _PROVIDER,
             model,
             base_url or url or "",

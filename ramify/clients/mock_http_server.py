@@ -80,7 +80,7 @@ class MockServerRequest:
         self._connection.close(head + beginning if beginning else b"")
 
 
-class MockHttpServer:
+class CallbackHttpServer:
     """Listens on a port and passes each request to ``handle``."""
 
     def __init__(

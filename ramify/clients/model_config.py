@@ -11,7 +11,7 @@ created. Later changes of the environment do not affect it, so one program can s
 tenants. The key never appears in the object's ``repr``, in an error or in the journal. The object
 cannot be pickled or given to a session.
 
-Not here: the providers (see ``providers.py``), the requests (see ``rate_limited_client_pool.py``),
+Not here: the providers (see ``providers.py``), the requests (see ``rate_limited_requests.py``),
 and the choice of a model for each depth (see ``engine/resources.py``).
 """
 
@@ -34,7 +34,7 @@ from ramify.clients.providers import (
     split_url,
 )
 from ramify.errors import ConfigError, check_keywords
-from ramify.http_client.addresses import is_http_url
+from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.secrets import remember
 

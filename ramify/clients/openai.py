@@ -3,7 +3,7 @@
 ``json_api.py`` sends each request once and turns bad answers into errors. ``chat_json.py``
 translates the JSON, or ``responses_json.py`` if the URL ends in ``/responses``. ``providers.py``
 defines addresses and differences between providers. Not here: rate limiting, retries and prices
-(see ``rate_limited_client_pool.py``).
+(see ``rate_limited_requests.py``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, Price, Request
 from ramify.clients.json_api import JsonApi
-from ramify.clients.providers import RESPONSES_PATH, Endpoint
-from ramify.clients.vision import known_vision
+from ramify.clients.picture_token_costs import known_vision
+from ramify.clients.providers import RESPONSES_PATH, ResolvedEndpoint
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
@@ -30,7 +30,7 @@ class OpenAIClient:
     def __init__(
         self,
         name: str,
-        endpoint: Endpoint,
+        endpoint: ResolvedEndpoint,
         wire: HttpConnectionPool,
         *,
         window: int,

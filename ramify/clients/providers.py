@@ -32,7 +32,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
-from ramify.http_client.addresses import is_http_url
+from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.plugins import Registry, is_reference
 from ramify.secrets import remember
@@ -238,7 +238,7 @@ def _load(provider: str) -> None:
             importlib.import_module(package)
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class ResolvedEndpoint(msgspec.Struct, frozen=True):
     """A provider resolved against the environment, ready for requests."""
 
     provider: ModelProviderSpec
@@ -341,7 +341,7 @@ def resolve(
     base_url: str | None = None,
     headers: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Endpoint:
+) -> ResolvedEndpoint:
     """Resolve a model's name to an endpoint. The order of precedence is ``key`` and ``base_url``,
     then ``@URL`` in the name, then the environment. ``headers`` are added to each request."""
     provider_name, model = split_name(name)
@@ -368,7 +368,7 @@ def resolve(
     is_default_url = url == provider.url or provider_name == "azure"
     # Only the provider's own service requires a key: another base URL may not need one.
     secret = _key(name, provider, key, environ, needed=is_default_url and not provider.local)
-    return Endpoint(
+    return ResolvedEndpoint(
         provider=provider,
         model=model,
         url=_azure_url(url, model, environ) if provider_name == "azure" else _chat_url(url),

@@ -16,7 +16,7 @@ import msgspec
 
 from ramify.clients.base import Request, counted
 from ramify.clients.chat_json import decode_body, is_strict, named, picture_url, text_in
-from ramify.clients.providers import Endpoint
+from ramify.clients.providers import ResolvedEndpoint
 from ramify.clients.reply_decoding import is_large
 from ramify.errors import ServerFailed
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
@@ -120,7 +120,7 @@ def _value(raw: msgspec.Raw) -> Any:
     return msgspec.json.decode(data) if data and not is_large(data) else None
 
 
-def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
+def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
     """Return the fields of the request's body. ``limit_field`` is ignored: it names the limit of
     the reply in chat completions, and here that field is always ``max_output_tokens``."""
     sampling = request.sampling

@@ -31,7 +31,7 @@ import msgspec
 
 from ramify.engine import observation_messages
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Answer, CellResult, Session
@@ -52,7 +52,7 @@ class Notebook:
     """The Python namespace of one call of a run. It outlives the process that holds it: if a
     session dies, the notebook opens another one and runs the earlier cells again."""
 
-    def __init__(self, run: LiveRun, call: LiveCall) -> None:
+    def __init__(self, run: SharedRunState, call: LiveCall) -> None:
         self.run = run
         self.call = call
         self.num_deaths = 0

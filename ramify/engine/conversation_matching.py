@@ -11,7 +11,7 @@ find out why the request begins a new call.
 Sampled text is therefore never tokenized again, unless a client has changed it. If this process has
 no client that renders prompts to token ids (``Client``), messages are compared instead of ids.
 docs/agents.md explains the rule with pictures. The requests themselves are handled by
-``run_model_client.py``.
+``external_conversations.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ramify.clients.base import Client, KnownPrefix, PromptRendering, Request, Tool
+from ramify.clients.base import Client, KnownPrefix, PromptRenderer, Request, Tool
 from ramify.engine.live_call import LiveCall
 from ramify.types.message import Message
-from ramify.types.trajectory import CallCause, Stop
+from ramify.types.trajectory import AgentCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class AgentTurn(msgspec.Struct, frozen=True):
     """The reply as it was recorded."""
 
 
-class AgentCall(msgspec.Struct):
+class ExternallyDrivenCall(msgspec.Struct):
     """A conversation of an external agent, recorded as one call of the run. Its requests come from
     code outside of the engine."""
 
@@ -54,7 +54,7 @@ class AgentCall(msgspec.Struct):
     """Whether training learns from the replies of this call."""
     num_inherited: int = 0
     """Number of messages that a fork shares with its origin; 0 for any other call."""
-    origin: tuple[AgentCall, int] | None = None
+    origin: tuple[ExternallyDrivenCall, int] | None = None
     """For a fork: the call that it was forked from, and how many of that call's own turns the two
     share."""
     turns: list[AgentTurn] = []
@@ -89,7 +89,7 @@ class RequestPlace(NamedTuple):
     """The call and the turn that an agent's request continues, or the reason why the request begins
     a new call."""
 
-    call: AgentCall | None
+    call: ExternallyDrivenCall | None
     """The call whose turns the request's prompt begins with; None if there is none."""
     num_turns: int
     """Number of turns of ``call`` itself with which the prompt begins."""
@@ -97,7 +97,7 @@ class RequestPlace(NamedTuple):
     """Number of the request's messages that those turns cover."""
     known: KnownPrefix | None
     """Ids of the request's first messages, up to the last reply that stands for its ids."""
-    cause: CallCause | None
+    cause: AgentCallReason | None
     """Why a call begins; None if the request is the next turn of ``call``."""
 
 
@@ -106,7 +106,7 @@ class AgentConversations:
     continues."""
 
     def __init__(self) -> None:
-        self.calls: list[AgentCall] = []
+        self.calls: list[ExternallyDrivenCall] = []
 
     def place(
         self,
@@ -121,7 +121,7 @@ class AgentConversations:
         cannot render the messages."""
         calls = [each for each in self.calls if (each.call.depth, each.learns) == (depth, learns)]
         # Replies without ids are compared as messages.
-        rendering: PromptRendering | None = getattr(client, "rendering", None) if learns else None
+        rendering: PromptRenderer | None = getattr(client, "rendering", None) if learns else None
         sent = _sent_before(calls, messages, tools, may_differ=rendering is None)
         has_reply = any(message.role == "assistant" for message in messages)
         is_known = sent.call is not None and not any(
@@ -139,14 +139,14 @@ class AgentConversations:
         if _is_repeated(place, messages):
             assert call is not None
             is_unanswered = not call.turns and call.asked is None
-            return place._replace(cause=None if is_unanswered else CallCause.REPEATED)
+            return place._replace(cause=None if is_unanswered else AgentCallReason.REPEATED)
         if call is not None and not place.num_turns:
             place = place._replace(call=None)
         return place._replace(cause=_cause(calls, messages, tools, place))
 
 
 def _sent_before(
-    calls: Sequence[AgentCall],
+    calls: Sequence[ExternallyDrivenCall],
     messages: Sequence[Message],
     tools: tuple[Tool, ...],
     may_differ: bool,
@@ -217,10 +217,10 @@ def _without_ids(message: Message) -> Message:
 
 
 def _by_ids(
-    calls: Sequence[AgentCall],
+    calls: Sequence[ExternallyDrivenCall],
     messages: tuple[Message, ...],
     tools: tuple[Tool, ...],
-    rendering: PromptRendering,
+    rendering: PromptRenderer,
     sent: RequestPlace,
 ) -> RequestPlace:
     """Find the turn that a request continues by comparing token ids: the recorded turn whose prompt
@@ -228,7 +228,7 @@ def _by_ids(
     messages instead."""
     chain = _ReplyChain(calls, messages, tools, rendering, sent)
     ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
-    best: tuple[AgentCall, int] | None = None
+    best: tuple[ExternallyDrivenCall, int] | None = None
     rank = (0, 0)
     for each in calls:
         num_common = _num_common_ids(each.call.history.ids, ids)
@@ -251,10 +251,10 @@ class _ReplyChain:
 
     def __init__(
         self,
-        calls: Sequence[AgentCall],
+        calls: Sequence[ExternallyDrivenCall],
         messages: tuple[Message, ...],
         tools: tuple[Tool, ...],
-        rendering: PromptRendering,
+        rendering: PromptRenderer,
         sent: RequestPlace,
     ) -> None:
         self.known: KnownPrefix | None = None
@@ -276,7 +276,7 @@ class _ReplyChain:
             if messages[index].role == "assistant":
                 self._add(index, list(_replies_like(messages[index], calls)))
 
-    def _add(self, index: int, replies: Sequence[tuple[AgentCall, AgentTurn]]) -> None:
+    def _add(self, index: int, replies: Sequence[tuple[ExternallyDrivenCall, AgentTurn]]) -> None:
         """Assign the sampled ids of one of ``replies`` to the message at ``index``. All of them
         have the text of the message; the one whose prompt has the same ids is preferred, otherwise
         the latest is used."""
@@ -292,7 +292,9 @@ class _ReplyChain:
         free = [(each, turn) for each, turn in same if each.turns[-1] is turn and not each.asked]
         self._stand(index, *(free or same or replies[-1:])[0], prompt)
 
-    def _stand(self, index: int, each: AgentCall, turn: AgentTurn, prompt: tuple[int, ...]) -> None:
+    def _stand(
+        self, index: int, each: ExternallyDrivenCall, turn: AgentTurn, prompt: tuple[int, ...]
+    ) -> None:
         path = each.call.history.ids[: turn.num_ids]
         ids = (*prompt, *path[turn.num_prompt_ids :]) if prompt else path
         self.known = KnownPrefix(index + 1, ids)
@@ -322,8 +324,8 @@ class _ReplyChain:
 
 
 def _replies_like(
-    message: Message, calls: Sequence[AgentCall]
-) -> Iterator[tuple[AgentCall, AgentTurn]]:
+    message: Message, calls: Sequence[ExternallyDrivenCall]
+) -> Iterator[tuple[ExternallyDrivenCall, AgentTurn]]:
     """Yield each earlier turn, with its call, whose reply equals ``message`` and whose token ids
     are known."""
     for each in calls:
@@ -332,7 +334,7 @@ def _replies_like(
                 yield each, turn
 
 
-def _is_on_path(each: AgentCall, turn: AgentTurn) -> bool:
+def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
     """Return True if the stored token ids of the call contain ``turn``. They do not if the chat
     template rewrote earlier messages later on, which begins a new sequence of ids."""
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
@@ -351,11 +353,11 @@ def _num_common_ids(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
 
 
 def _cause(
-    calls: Sequence[AgentCall],
+    calls: Sequence[ExternallyDrivenCall],
     messages: tuple[Message, ...],
     tools: tuple[Tool, ...],
     place: RequestPlace,
-) -> CallCause:
+) -> AgentCallReason:
     """Return why a request begins a new call instead of continuing an earlier one. The request is
     compared with the earlier conversation that resembles it most. ``place`` is the closest match
     that was found."""
@@ -372,15 +374,15 @@ def _cause(
         if now >= rank and (num_shared or is_aligned or each is place.call):
             nearest, nearest_tools, rank = ours, each.tools, now
     if not nearest:
-        return CallCause.NEW
+        return AgentCallReason.NEW
     if nearest_tools != tools:
-        return CallCause.TOOLS
+        return AgentCallReason.TOOLS
     cause = _difference(nearest, messages)
     has_later_reply = any(message.role == "assistant" for message in messages[place.start :])
-    return CallCause.BRANCH if place.call is not None and not has_later_reply else cause
+    return AgentCallReason.BRANCH if place.call is not None and not has_later_reply else cause
 
 
-def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bool:
+def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Message]) -> bool:
     """Return True if the message at ``index`` is a reply of the assistant both in the call and in
     ``messages``."""
     ours = each.call.messages
@@ -391,41 +393,41 @@ def _is_reply_at(index: int, each: AgentCall, messages: Sequence[Message]) -> bo
     )
 
 
-def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> CallCause:
+def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> AgentCallReason:
     """Return in which way the messages of a request (``theirs``) first differ from an earlier
     conversation (``ours``), for example because a message was edited or older messages were
     removed."""
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
-        return CallCause.TEMPLATE
+        return AgentCallReason.TEMPLATE
     mine, sent = ours[at], theirs[at]
     is_same_role = mine.role == sent.role
     if is_same_role and _gist(mine) == _gist(sent):
         return _small_difference(mine, sent)
     our_gists, their_gists = ([_gist(each) for each in side[at:]] for side in (ours, theirs))
     if _is_joined(our_gists, their_gists) or _is_joined(their_gists, our_gists):
-        return CallCause.MERGED
+        return AgentCallReason.MERGED
     if is_same_role and our_gists[1:2] == their_gists[1:2] != []:
-        return CallCause.EDITED
+        return AgentCallReason.EDITED
     if their_gists[0] in our_gists:
         is_moved = our_gists[0] in their_gists
-        return CallCause.EDITED if is_moved else CallCause.TRUNCATED
+        return AgentCallReason.EDITED if is_moved else AgentCallReason.TRUNCATED
     if len(their_gists) > 1 and their_gists[1] in our_gists[2:]:
-        return CallCause.COMPACTED
-    return CallCause.EDITED
+        return AgentCallReason.COMPACTED
+    return AgentCallReason.EDITED
 
 
-def _small_difference(ours: Message, theirs: Message) -> CallCause:
+def _small_difference(ours: Message, theirs: Message) -> AgentCallReason:
     if (ours.reasoning or "").split() != (theirs.reasoning or "").split():
-        return CallCause.THINKING
+        return AgentCallReason.THINKING
     if "".join(ours.content.split()) != "".join(theirs.content.split()):
-        return CallCause.EDITED
+        return AgentCallReason.EDITED
     written = [[call.arguments for call in message.tool_calls] for message in (ours, theirs)]
     if written[0] != written[1]:
-        return CallCause.ARGUMENTS
+        return AgentCallReason.ARGUMENTS
     if (ours.content, ours.reasoning) == (theirs.content, theirs.reasoning):
-        return CallCause.EDITED  # its tool_call_id, which the template writes
-    return CallCause.WHITESPACE
+        return AgentCallReason.EDITED  # its tool_call_id, which the template writes
+    return AgentCallReason.WHITESPACE
 
 
 class _Gist(NamedTuple):

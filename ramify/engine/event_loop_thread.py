@@ -266,7 +266,7 @@ def leave(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
         asyncio.run_coroutine_threadsafe(work, used)
 
 
-class SyncApiRunner:
+class SyncApiResources:
     """Keeps resources open on the event loop between calls of the synchronous API. If a call has
     blocked that loop, the next call opens the resources again on a new one."""
 

@@ -25,12 +25,12 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.limits import BudgetAmount
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
-from ramify.engine.repeated_plain_call import repeat_plain
+from ramify.engine.replayed_plain_call import repeat_plain
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import (
     ConfigError,
@@ -66,7 +66,7 @@ class CellHost:
 
     def __init__(
         self,
-        run: LiveRun,
+        run: SharedRunState,
         call: LiveCall,
         turn: int,
         cell: int,
@@ -163,7 +163,7 @@ class CellHost:
         it made before."""
         recording = self._run.recording
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
-            return not recording.has_call(self._call.peek_child(), self._where)
+            return not recording.has_call(self._call.next_child_id(), self._where)
         return self._run.models.sees(client) is False
 
     async def _plain(
@@ -333,7 +333,7 @@ class CellHost:
         with _arguments_of(name):
             strategy = _made(tool, args, kwargs)
         # Its id is taken before anything is awaited: several threads of a cell may ask at once.
-        id = self._call.next_child() if strategy.may_ask else self._call.peek_child()
+        id = self._call.next_child() if strategy.may_ask else self._call.next_child_id()
         depth = self._call.depth + 1
         call = LiveCall(id, "strategy", run.models.plain, depth, strategy.title, parent=self._where)
         context = None if self._call.context is None else self._call.context.value
@@ -486,7 +486,7 @@ class CellHost:
         recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
         left = self._run.requests.ledger.calls_left()
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
-            left = num if recording.has_call(self._call.peek_child(), self._where) else 0
+            left = num if recording.has_call(self._call.next_child_id(), self._where) else 0
         if self._closed_by is not None:
             why = f"the run's limit is reached ({self._closed_by}): no more calls can be made"
         elif num > max(left, 1):

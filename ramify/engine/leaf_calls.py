@@ -21,11 +21,11 @@ from ramify.clients.base import Client, Sampling
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.limits import BudgetAmount, Limits
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
-from ramify.engine.repeated_plain_call import repeat_plain
+from ramify.engine.replayed_plain_call import repeat_plain
 from ramify.engine.typed import AnswerType
 from ramify.errors import ReplayDiverged
 from ramify.types.trajectory import Parent, Stop
@@ -53,7 +53,11 @@ class LeafCalls:
     call."""
 
     def __init__(
-        self, run: LiveRun, root: LiveCall, question: Question, rest: BudgetAmount | None = None
+        self,
+        run: SharedRunState,
+        root: LiveCall,
+        question: Question,
+        rest: BudgetAmount | None = None,
     ) -> None:
         """Create the interface through which a strategy asks. ``root`` is the parent of all leaf
         calls. ``rest`` is the remaining budget if code in a session started the strategy, in which

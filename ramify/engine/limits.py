@@ -37,7 +37,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, LimitReached, StrictKeywordsMeta
-from ramify.quantities import plain
+from ramify.format_quantities import plain
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -164,7 +164,7 @@ def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) ->
     return BudgetAmount(1, max_input_tokens + max_output_tokens, cost)
 
 
-class ReportedExcess(NamedTuple):
+class LargestOverrun(NamedTuple):
     """The largest usage that a model has reported for replies that used more than was reserved for
     them."""
 
@@ -177,10 +177,10 @@ class ReportedExcess(NamedTuple):
     cost: float = 0.0
     """Dollars of one reply."""
 
-    def with_report(self, most: Usage, reported: Usage, cost: float) -> ReportedExcess:
+    def with_report(self, most: Usage, reported: Usage, cost: float) -> LargestOverrun:
         """Return the excess after one more reply, which used ``reported`` although at most ``most``
         was expected."""
-        return ReportedExcess(
+        return LargestOverrun(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
             max(self.extra_input, reported.input_tokens - most.input_tokens),
@@ -198,7 +198,7 @@ class ReportedExcess(NamedTuple):
         )
 
 
-_NO_EXCESS = ReportedExcess()
+_NO_EXCESS = LargestOverrun()
 
 
 class BudgetLedger:
@@ -233,7 +233,7 @@ class BudgetLedger:
         """Limit -> a sentence with both numbers about the last request that it ruled out."""
         self.reported: set[tuple[Stop, str]] = set()
         """(a limit, the call that has it; empty if all calls share it), once that is in the log."""
-        self.excess: dict[str, ReportedExcess] = {}
+        self.excess: dict[str, LargestOverrun] = {}
         """Model -> its largest reported excess over its reservations."""
         self.last_excess = ""
         """Sentence about the latest excess, with the reported and the reserved amount."""
@@ -449,7 +449,7 @@ class Reservation:
         self._model = model
         self._most = most
         self._price = price
-        self._excess: ReportedExcess | None = None
+        self._excess: LargestOverrun | None = None
         """The reports from which the amount was computed; None before the first time."""
         self.update()
 

@@ -202,7 +202,7 @@ class LiveCall:
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
-    def peek_child(self) -> str:
+    def next_child_id(self) -> str:
         """Return the id that the next child call will get, without assigning it."""
         return f"{self.id}.{self.num_children}"
 

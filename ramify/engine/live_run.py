@@ -6,9 +6,9 @@ prompts.
                                     └── CellHost ────────┘  llm_query: ask  rlm_query: child RlmCall
 
 The beginning and the result of a run are handled by ``run_handle.py``, the choice of the call that
-answers it by ``answering.py``, a call and its history by ``live_call.py``, the end of the run by
-``run_ending.py``, requests and their budget by ``model_requests.py``, and the record of events by
-``event_recorder.py``.
+answers it by ``ways_to_answer.py``, a call and its history by ``live_call.py``, the end of the run
+by ``run_ending.py``, requests and their budget by ``model_requests.py``, and the record of events
+by ``event_recorder.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine.answer_json import jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_call import LiveCall
@@ -28,17 +27,18 @@ from ramify.engine.model_requests import ModelRequests, TurnRequest
 from ramify.engine.prompt_facts import facts_of
 from ramify.engine.prompt_text import ContextFacts, context_facts
 from ramify.engine.question import PAGE_PICTURE, Question
+from ramify.engine.recorded_answer import jsonable
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
-from ramify.engine.run_ending import RunEnding
+from ramify.engine.run_ending import RunEnder
 from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Session
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
-from ramify.types.trajectory import CallCause, Fork, Stop
+from ramify.types.trajectory import AgentCallReason, Fork, Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.reply_reuse import ReusableReplies
+    from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.engine.scaffold import Scaffold
     from ramify.engine.tool_set import ToolSet
     from ramify.sandbox.base import SharedContext
@@ -48,7 +48,7 @@ _log = ComponentLogger("engine")
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
-class LiveRun:
+class SharedRunState:
     """A run in progress: the budget, models, tools, contexts and prompts that all of its calls
     share. An instance belongs to one event loop."""
 
@@ -72,7 +72,7 @@ class LiveRun:
         self.pictures = RunPictures(setup.blobs, question.pictures)
         self._context_has_pictures = bool(question.pictures)
         under_way: set[TurnRequest] = set()
-        self.ending = RunEnding(setup.limits, recorder, under_way)
+        self.ending = RunEnder(setup.limits, recorder, under_way)
         self.requests = ModelRequests(
             setup,
             models,
@@ -136,10 +136,12 @@ class LiveRun:
         max_turns = self.setup.max_turns(call.depth)
         return self.ending.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
 
-    def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
+    def was_cell_skipped_at_end(self, call: LiveCall, turn: int, cell: int) -> bool:
         """Return True if the recorded run skipped this cell because it was about to end, so that a
         repeated run must skip it too."""
-        return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
+        return self.recording is not None and self.recording.was_cell_skipped_at_end(
+            call.id, turn, cell
+        )
 
     def standing(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the limit of each limit that all calls share,
@@ -167,7 +169,7 @@ class LiveRun:
     # --- calls ------------------------------------------------------------------------------------
 
     def begin(
-        self, call: LiveCall, fork: Fork | None = None, cause: CallCause | None = None
+        self, call: LiveCall, fork: Fork | None = None, cause: AgentCallReason | None = None
     ) -> None:
         self.recorder.emit(
             CallStarted(

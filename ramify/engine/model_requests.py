@@ -23,7 +23,7 @@ from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits, Reservation
 from ramify.engine.live_reply_writer import arriving_reply
 from ramify.engine.reply_token_limits import ReplyTokenLimits
-from ramify.engine.run_ending import RunEnding, closed
+from ramify.engine.run_ending import RunEnder, closed
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -32,8 +32,8 @@ from ramify.errors import (
     ReplyFiltered,
     can_be_fixed,
 )
+from ramify.format_quantities import plain
 from ramify.progress import report_text
-from ramify.quantities import plain
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply, Usage, encodable, sendable
 from ramify.types.trajectory import Stop
@@ -41,7 +41,7 @@ from ramify.types.trajectory import Stop
 if TYPE_CHECKING:
     from ramify.engine.event_recorder import EventRecorder
     from ramify.engine.live_call import LiveCall
-    from ramify.engine.reply_reuse import ReusableReplies
+    from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.engine.resources import RlmSetup, RunModels
     from ramify.store.live_text import ArrivingReply
     from ramify.store.recorded_replies import RecordedRunIndex
@@ -60,7 +60,7 @@ class ModelRequests:
         setup: RlmSetup,
         models: RunModels,
         recorder: EventRecorder,
-        ending: RunEnding,
+        ending: RunEnder,
         under_way: set[TurnRequest],
         recording: RecordedRunIndex | None,
         cache: ReusableReplies | None,
@@ -479,7 +479,8 @@ class TurnRequest:
             self.arrived.append(piece)
             report_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
 
-    # --- the ``RequestBudget`` of each attempt ----------------------------------------------------
+    # --- the ``RequestReservation`` of each attempt
+    # ----------------------------------------------------
 
     async def reserve(self) -> None:
         self.arrived.clear()

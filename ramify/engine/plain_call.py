@@ -6,8 +6,8 @@ the reply does not have the required form, the model is asked up to two more tim
                               └────────────────────┘
 
 The plain call of a run, the ``llm_query`` of a session (``host.py``) and the calls without a run
-(``direct_calls.py``) all use this module. Each of them sends, records and pays for its requests
-itself.
+(``calls_outside_runs.py``) all use this module. Each of them sends, records and pays for its
+requests itself.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, OnPiece, Price, Request, RequestBudget, Tool
+from ramify.clients.base import Client, OnPiece, Price, Request, RequestReservation, Tool
 from ramify.clients.model_config import Model
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.question import Question
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, new_id
@@ -124,7 +124,7 @@ class _PreviewPool(RateLimitedClientPool):
         self,
         client: Client,
         request: Request,
-        account: RequestBudget,
+        account: RequestReservation,
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
         *,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ramify.clients.base import Sampling
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import cut_reply, reply_cut
 from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, asked_for
 from ramify.engine.typed import AnswerType
@@ -24,7 +24,7 @@ from ramify.types.picture import Picture
 
 
 async def ask_plain(
-    run: LiveRun,
+    run: SharedRunState,
     call: LiveCall,
     prompt: str,
     kind: AnswerType | None,

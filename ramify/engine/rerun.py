@@ -4,7 +4,7 @@
 
 Decides which settings may differ from the recorded ones (limits, but not the depth), and which of a
 finished run may be continued (one that a limit ended, with a higher limit). Not here: what a fork
-takes from its origin (see ``fork.py``), and the lookup of recorded replies (see
+takes from its origin (see ``run_fork.py``), and the lookup of recorded replies (see
 ``store/recorded_replies.py``).
 """
 

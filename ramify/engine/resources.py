@@ -19,7 +19,7 @@ import msgspec
 from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model_config import Model, bare_name, check_aliases
 from ramify.clients.providers import load_clients
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.branch_search import BranchSearch, search_of
 from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import BudgetLedger, Limits
@@ -33,7 +33,7 @@ from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 if TYPE_CHECKING:
-    from ramify.engine.reply_reuse import ReusableReplies
+    from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.store.base import RunBlobs, RunStore
 
 T = TypeVar("T")
@@ -456,7 +456,7 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
     """Return the replies recorded in ``store`` if their reuse is enabled."""
     if not is_enabled:
         return None
-    from ramify.engine.reply_reuse import ReusableReplies
+    from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.store.store import Store
 
     kept = require_store(store, "cache=True")

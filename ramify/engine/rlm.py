@@ -27,13 +27,11 @@ from typing import Any, Unpack
 import msgspec
 
 from ramify.clients.base import Client, Sampling
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine import event_loop_thread, rerun
-from ramify.engine.answering import ConversationState, way_to_answer
 from ramify.engine.branch_search import search_of
-from ramify.engine.direct_calls import DirectCalls
+from ramify.engine.calls_outside_runs import DirectCalls
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
-from ramify.engine.fork import ForkCostEstimate, ForkOptions, fork_point
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.model_requests import check_prices
 from ramify.engine.prompt_preview import PromptPreview, preview
@@ -55,11 +53,13 @@ from ramify.engine.resources import (
     reply_cache,
     require_store,
 )
+from ramify.engine.run_fork import ForkCostEstimate, ForkOptions, fork_point
 from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.engine.user_conversation import UserConversation
+from ramify.engine.ways_to_answer import UserConversationState, way_to_answer
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
 from ramify.store.base import RunStore
@@ -152,7 +152,7 @@ class RLM:
             examples=(),
         )
         """Defaults that are not part of ``setup``."""
-        self._loop = event_loop_thread.SyncApiRunner(self._shared.pin, self._shared.unpin)
+        self._loop = event_loop_thread.SyncApiResources(self._shared.pin, self._shared.unpin)
 
     @property
     def limits(self) -> Limits:
@@ -517,7 +517,7 @@ class RLM:
         last = rerun.question_of(self.store, started, options.answer_type, prompt, tools)
         strategy = recorded_strategy(started.config.get("strategy"), options.strategy)
         last = msgspec.structs.replace(last, strategy=strategy, chosen_mode=recording.chosen_mode)
-        state = ConversationState(recorder) if rerun.is_conversation(recording) else None
+        state = UserConversationState(recorder) if rerun.is_conversation(recording) else None
         return RunHandle(
             setup,
             last,

@@ -33,10 +33,10 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.foreign_reply_syntax import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import cut_reply
+from ramify.engine.nonblocking_reply_parsing import read_reply
 from ramify.engine.question import opening
-from ramify.engine.reading import read_reply
 from ramify.engine.truncated_replies import complete_truncated
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.errors import (
@@ -62,7 +62,7 @@ _HINT_CHARS = 100_000
 """Characters of a cell's code in which the reason for a syntax error is looked for."""
 
 
-class RlmCallState(msgspec.Struct):
+class ForkableCallState(msgspec.Struct):
     """What the question and the turns of one call have set, apart from its history and its session:
     the part of a call that a fork copies."""
 
@@ -87,7 +87,7 @@ class RlmCallState(msgspec.Struct):
     told: dict[str, int] = {}
     """Limit -> how urgent the last line about it was."""
 
-    def copy(self) -> RlmCallState:
+    def copy(self) -> ForkableCallState:
         """Return an independent copy, so that the call can be continued a second time from this
         turn."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
@@ -97,7 +97,9 @@ class RlmCall:
     """One call with its session. After ``answer``, the session and the history can be used for
     another question."""
 
-    def __init__(self, run: LiveRun, call: LiveCall, previous: RlmCall | None = None) -> None:
+    def __init__(
+        self, run: SharedRunState, call: LiveCall, previous: RlmCall | None = None
+    ) -> None:
         """``previous`` is the call of the previous question, whose session is continued."""
         self.run = run
         self.call = call
@@ -105,7 +107,7 @@ class RlmCall:
         self.notebook = Notebook(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
-        self._state = RlmCallState()
+        self._state = ForkableCallState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
@@ -185,7 +187,7 @@ class RlmCall:
             return await self._last_word(stop)
         try:
             reply = await self._ask_within_window(tools=self.scaffold.tools())
-            if self.scaffold.takes_words:
+            if self.scaffold.accepts_plain_text_answer:
                 reply = await complete_truncated(run, call, reply, self._state.pending)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
@@ -336,7 +338,7 @@ class RlmCall:
         final = _NOTHING
         for index, code in enumerate(action.codes):
             await self.notebook.session()
-            if self.run.was_skipped(self.call, turn, index):
+            if self.run.was_cell_skipped_at_end(self.call, turn, index):
                 break
             # The run started to close meanwhile, which interrupts only sessions that were open.
             if self.run.ending.closing is not None:
@@ -345,7 +347,7 @@ class RlmCall:
             reports.append(self.scaffold.report(cell))
             final = note.get("final", final)
             self._state.partial = note.get("partial", self._state.partial)
-            if cell.error and self.scaffold.takes_words:
+            if cell.error and self.scaffold.accepts_plain_text_answer:
                 notes += filter(None, [syntax_hint(code[:_HINT_CHARS], cell.error)])
             if cell.error is not None and index + 1 < len(action.codes):
                 notes.append(
@@ -410,7 +412,7 @@ class RlmCall:
         """Return the best answer so far that passes its check: a deferred one, a partial one, or
         the prose of the last message."""
         prose = ""
-        if use_prose and self.scaffold.takes_words and self._state.last_text:
+        if use_prose and self.scaffold.accepts_plain_text_answer and self._state.last_text:
             known = self._state.last_prose
             prose = prose_of(self._state.last_text) if known is None else known
         for candidate in (self._state.deferred, self._state.partial, prose or None):

@@ -1,10 +1,10 @@
 """When and how a run ends: at its deadline, early on request, or suspended.
 
-``RunEnding.end_work_early`` ends work early, at the deadline or on the user's request: requests in
+``RunEnder.end_work_early`` ends work early, at the deadline or on the user's request: requests in
 flight are cancelled and charged as possibly billed, running cells are interrupted, and only final
 requests ("last words") are still sent.
 
-``RunEnding.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
+``RunEnder.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
 way are recorded, and then the run's task is cancelled.
 
 Not here: limits on tokens, calls and dollars (see ``limits.py``), and what is recorded about the
@@ -33,7 +33,7 @@ _REPLIES_KEPT = 2.0
 """How many times the slowest reply so far is kept for the final one."""
 
 
-class RunEnding:
+class RunEnder:
     """Makes sure that one run ends by its deadline, or earlier if it is closed or suspended. The
     run is the asyncio task that creates this object, and all methods are called on its event
     loop."""

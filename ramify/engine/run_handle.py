@@ -1,7 +1,7 @@
 """Handle of a run: start it, watch it, end it early, get its result.
 
 The order of a run: the journal is opened, the context stored, RunStarted written, the question
-answered (see ``answering.py``), RunEnded written, and everything closed. Whatever happens in
+answered (see ``ways_to_answer.py``), RunEnded written, and everything closed. Whatever happens in
 between, the journal ends with what is known.
 """
 
@@ -19,31 +19,31 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.engine import event_loop_thread, observation_messages
-from ramify.engine.answer_json import jsonable, typed_record
-from ramify.engine.answering import (
-    ConversationState,
-    WayToAnswer,
-    answer,
-    check_pictures,
-    check_strategy,
-    way_to_answer,
-)
-from ramify.engine.call_outcome import CallOutcome, failed
-from ramify.engine.event_loop_thread import LoopWatch
-from ramify.engine.event_recorder import EventRecorder, context_ref
-from ramify.engine.live_run import LiveRun
-from ramify.engine.modes import (
+from ramify.engine.answer_mode_choice import (
     ModeChoice,
     ModeChoiceCall,
     applied,
     first_choice,
     make_mode_chosen_event,
 )
+from ramify.engine.call_outcome import CallOutcome, failed
+from ramify.engine.event_loop_thread import LoopWatch
+from ramify.engine.event_recorder import EventRecorder, context_ref
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
+from ramify.engine.recorded_answer import jsonable, typed_record
 from ramify.engine.resources import LoopResources, RefCountedLoopResources, RlmSetup
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import Citation, CitedAnswer
+from ramify.engine.ways_to_answer import (
+    UserConversationState,
+    WayToAnswer,
+    answer,
+    check_pictures,
+    check_strategy,
+    way_to_answer,
+)
 from ramify.errors import (
     ConfigError,
     LoopBlocked,
@@ -61,7 +61,7 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.engine.reply_reuse import ReusableReplies
+    from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.store.recorded_replies import RecordedRunIndex
 
 
@@ -138,7 +138,7 @@ class RunHandle:
         shared: RefCountedLoopResources,
         recorder: EventRecorder,
         *,
-        conversation: ConversationState | None = None,
+        conversation: UserConversationState | None = None,
         recording: RecordedRunIndex | None = None,
         cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
@@ -153,7 +153,7 @@ class RunHandle:
         self._recording = recording
         self._cache = cache
         self._earlier = earlier
-        self._run: LiveRun | None = None
+        self._run: SharedRunState | None = None
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
         self._on_blocked = event_loop_thread.on_blocked.get()
@@ -212,7 +212,7 @@ class RunHandle:
         for text in self._question.warnings:
             _log.warning("warning", text)
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
-        run: LiveRun | None = None
+        run: SharedRunState | None = None
         watch: LoopWatch | None = None
         try:
             async with self._shared.use() as resources:
@@ -236,7 +236,7 @@ class RunHandle:
                     # Without a sandbox, nothing is asked and nothing is recorded.
                     resources.sandbox()
                 # Limits that cannot be enforced are rejected here, before the first event.
-                self._run = run = LiveRun(
+                self._run = run = SharedRunState(
                     self._setup,
                     resources,
                     models,
@@ -390,7 +390,7 @@ class RunHandle:
             )
         )
 
-    def _ended(self, outcome: CallOutcome, run: LiveRun | None) -> CallOutcome:
+    def _ended(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
         """Record the end of the run and release what it holds. Returns the run's outcome, which is
         another one if the end could not be written."""
         try:
@@ -405,7 +405,7 @@ class RunHandle:
                 self.recorder.close()
         return outcome
 
-    def _end_of(self, outcome: CallOutcome, run: LiveRun | None) -> RunEnded:
+    def _end_of(self, outcome: CallOutcome, run: SharedRunState | None) -> RunEnded:
         return RunEnded(
             at_s=self.recorder.now(),
             stop=outcome.stop,
@@ -419,14 +419,14 @@ class RunHandle:
             partial=outcome.partial,
         )
 
-    def _reason(self, outcome: CallOutcome, run: LiveRun | None) -> str:
+    def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
         """The reason of the call that gave the answer, or of a failure outside of every call."""
         calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
         if calls and calls[-1].stop == outcome.stop and not outcome.answered_by:
             return calls[-1].reason
         return run.reason(outcome, 0) if run else outcome.error or ""
 
-    def _result(self, outcome: CallOutcome, run: LiveRun) -> Result:
+    def _result(self, outcome: CallOutcome, run: SharedRunState) -> Result:
         answer, citations = outcome.answer, ()
         if isinstance(answer, CitedAnswer):
             answer, citations = answer.answer, answer.citations

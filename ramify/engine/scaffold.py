@@ -231,7 +231,7 @@ class Scaffold(
         return Reply(Message("assistant", text))
 
     @property
-    def takes_words(self) -> bool:
+    def accepts_plain_text_answer(self) -> bool:
         """True if a last message without a formal final answer counts as the answer."""
         return not self.raw_code and self.protocol == "notebook"
 

@@ -5,8 +5,9 @@
 
 A strategy is a function that gets the run's ``LeafCalls`` and returns the outcome of the question.
 One that is a struct of a registered kind is recorded with its fields. Another one is not, so it
-must be given again to resume its run. A mode chooses the way to an answer (see ``modes.py``). Not
-here: what a strategy may ask (see ``leaf_calls.py``), and the strategies themselves.
+must be given again to resume its run. A mode chooses the way to an answer (see
+``answer_mode_choice.py``). Not here: what a strategy may ask (see ``leaf_calls.py``), and the
+strategies themselves.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ STRATEGIES = Registry(
 Mode = Literal["auto", "free", "plan", "direct"]
 MODES: Mapping[str, str] = {
     "auto": "ramify.plans.mode_rules:choose_mode",
-    "free": "ramify.engine.modes:choose_free",
+    "free": "ramify.engine.answer_mode_choice:choose_free",
     "plan": "ramify.plans.mode_rules:choose_plan",
-    "direct": "ramify.engine.modes:choose_direct",
+    "direct": "ramify.engine.answer_mode_choice:choose_direct",
 }
-"""Mode -> the place of a function that gets ``ModeFacts`` and returns a ``ModeChoice`` or a
+"""Mode -> the place of a function that gets ``ModeChoiceInput`` and returns a ``ModeChoice`` or a
 ``ModeChoiceCall``. It is imported when a question has the mode, so the engine imports no plans."""
 
 

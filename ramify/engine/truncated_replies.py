@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.errors import LimitReached, Refused
 from ramify.types.message import Message, Reply
 
@@ -20,7 +20,7 @@ _LONGER = (2, 4)
 
 
 async def complete_truncated(
-    run: LiveRun, call: LiveCall, reply: Reply, new: Sequence[Message]
+    run: SharedRunState, call: LiveCall, reply: Reply, new: Sequence[Message]
 ) -> Reply:
     """Complete a reply that was truncated at its token limit, and return it; other replies are
     returned unchanged.
@@ -42,7 +42,7 @@ async def complete_truncated(
 
 
 async def _more_of(
-    run: LiveRun,
+    run: SharedRunState,
     call: LiveCall,
     reply: Reply,
     new: Sequence[Message],

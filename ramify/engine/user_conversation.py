@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from ramify.engine import event_loop_thread
-from ramify.engine.answering import ConversationState
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
 from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
+from ramify.engine.ways_to_answer import UserConversationState
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
 
@@ -49,7 +49,7 @@ class UserConversation:
         self._prompt = source_or_value(prompt)  # an open file can be read once
         self._options = options
         self._resume = resume
-        self._state: ConversationState | None = None
+        self._state: UserConversationState | None = None
         self._lock = asyncio.Lock()
         """Held while a question is answered, because there is only one session."""
 
@@ -106,7 +106,7 @@ class UserConversation:
             tracing(),
             on_close=journal.close if journal else None,
         )
-        self._state = ConversationState(recorder)
+        self._state = UserConversationState(recorder)
         return self
 
     async def __aexit__(
@@ -133,7 +133,7 @@ class UserConversation:
     ) -> None:
         event_loop_thread.run(self.__aexit__(kind, error, at))
 
-    def _opened(self) -> ConversationState:
+    def _opened(self) -> UserConversationState:
         if self._state is None:
             raise ConfigError(
                 "the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`"

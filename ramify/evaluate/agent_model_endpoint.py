@@ -12,8 +12,8 @@ the address. An agent that knows nothing but a base URL and an API key has a key
 its seat: as ``Authorization: Bearer``, or as ``x-api-key``. Both forms of a reply are
 served, whole and streamed in one piece.
 
-Not here: which request continues which call (see engine/run_model_client.py), and the routes and
-formats of the APIs (see http_server/model_api_routes.py).
+Not here: which request continues which call (see engine/external_conversations.py), and the routes
+and formats of the APIs (see http_server/model_api_routes.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ramify.clients.base import PromptRendering, Request
-from ramify.engine.run_model_client import RunModelClient
+from ramify.clients.base import PromptRenderer, Request
+from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import ListenAddress, digest_of, new_key, presented_key
 from ramify.http_server.base_server import HttpServer
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import CallerModelAccess, ModelApiRoutes, listed_models
+from ramify.http_server.model_api_routes import CallerModel, ModelApiRoutes, listed_models
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
 from ramify.types.message import Message, Reply
@@ -79,7 +79,7 @@ class AgentServedModel:
         self._seat = seat
         self.window = seat.conversations.window(seat.depth)
         client = seat.conversations.model(seat.depth)
-        self._rendering: PromptRendering | None = getattr(client, "rendering", None)
+        self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Return replies that are sampled with the run's settings. Only ``max_tokens``, ``stop``
@@ -192,10 +192,10 @@ class ModelEndpoint:
         await self._http.close()
 
     @asynccontextmanager
-    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
+    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModel]:
         seat = self._seat(http)
         with self._answering(presented_key(http), seat):
-            yield CallerModelAccess(AgentServedModel(seat), seat.stored)
+            yield CallerModel(AgentServedModel(seat), seat.stored)
 
     def _seat(self, http: web.Request) -> AgentModelAccess:
         if (key := presented_key(http)) in self._keyed:

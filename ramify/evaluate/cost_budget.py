@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 
 from ramify.errors import ConfigError
-from ramify.quantities import plain
+from ramify.format_quantities import plain
 
 _LEAST = 0.5
 """Share of an attempt's usual limit. An attempt that may spend less is not started, because it

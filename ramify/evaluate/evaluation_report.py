@@ -29,7 +29,7 @@ from ramify.evaluate.statistics import (
     quantile,
     score_with_interval,
 )
-from ramify.quantities import plain, seconds
+from ramify.format_quantities import plain, seconds
 
 RIGHT = 1 - 1e-9
 """Minimum reward of an attempt that counts as right."""

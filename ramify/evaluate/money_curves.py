@@ -94,7 +94,7 @@ def _point(attempts: Sequence[AttemptOutcome], budget: float) -> MoneyPoint:
     return MoneyPoint(budget, score_with_interval(means), within)
 
 
-class MoneyRow(msgspec.Struct, frozen=True):
+class SystemMoneyCurve(msgspec.Struct, frozen=True):
     """The curve of score against budget for one system of a matrix."""
 
     place: dict[str, str]
@@ -106,7 +106,7 @@ def matrix_money(
     plan: MatrixPlan,
     outcomes: Mapping[str, Sequence[AttemptOutcome]],
     num_points: int = NUM_POINTS,
-) -> list[MoneyRow]:
+) -> list[SystemMoneyCurve]:
     """Compute the curve of score against budget for each system of a matrix. Systems that answered
     the same items with the same model are compared at the same budgets. ``outcomes`` has the
     attempts of each cell, by the id of its record."""
@@ -124,7 +124,7 @@ def matrix_money(
         )
         together.setdefault(items, {}).setdefault(system, []).extend(made)
     return [
-        MoneyRow(places[items, system], points)
+        SystemMoneyCurve(places[items, system], points)
         for items, by_system in together.items()
         for system, points in money_curves(by_system, num_points).items()
     ]
@@ -141,10 +141,10 @@ class MoneyTable(msgspec.Struct, frozen=True):
     """System -> its points, one for each budget; None if its cost is unknown."""
 
 
-def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
+def money_tables(rows: Sequence[SystemMoneyCurve]) -> list[MoneyTable]:
     """Arrange the curves as tables, one for each combination of suite, length and model.
     Combinations with fewer than two different budgets are left out."""
-    groups: dict[str, list[MoneyRow]] = {}
+    groups: dict[str, list[SystemMoneyCurve]] = {}
     for row in rows:
         values = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]
         groups.setdefault(" \N{MIDDLE DOT} ".join(values), []).append(row)
@@ -159,7 +159,7 @@ def money_tables(rows: Sequence[MoneyRow]) -> list[MoneyTable]:
     return tables
 
 
-def money_text(tables: Sequence[MoneyTable]) -> list[str]:
+def money_table_lines(tables: Sequence[MoneyTable]) -> list[str]:
     """Format the tables of scores by budget as lines of text."""
     lines: list[str] = []
     for table in tables:
@@ -172,10 +172,10 @@ def money_text(tables: Sequence[MoneyTable]) -> list[str]:
     return lines
 
 
-def _name(row: MoneyRow) -> str:
+def _name(row: SystemMoneyCurve) -> str:
     return " ".join(row.place[axis] for axis in _OF_A_SYSTEM if axis in row.place)
 
 
-def _points_at(row: MoneyRow, budgets: Sequence[float]) -> tuple[MoneyPoint | None, ...]:
+def _points_at(row: SystemMoneyCurve, budgets: Sequence[float]) -> tuple[MoneyPoint | None, ...]:
     points = {point.dollars: point for point in row.points}
     return tuple(points.get(dollars) for dollars in budgets)

@@ -34,10 +34,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.agent_model_endpoint import MODEL, AgentModelAccess, ModelEndpoint
-from ramify.evaluate.verifiers_harness import register_chat_harness
+from ramify.evaluate.verifiers_chat_harness import register_chat_harness
 from ramify.tasks.base import (
     ENDLESS,
     Item,

@@ -43,7 +43,7 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "programs": "ramify.extras.studies.programs.scripted_demonstrator:program_demos",
         "retool": "ramify.extras.studies.toolmath.retool_sft_conversion:retool_demos",
     },
-    "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight:Hindsight"},
+    "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight_hints:Hindsight"},
     "ramify.presets": {
         "trl": "ramify.extras.studies.other_trainer_presets:TRL",
         "skyrl": "ramify.extras.studies.other_trainer_presets:SKYRL",
@@ -52,10 +52,10 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "areal": "ramify.extras.studies.other_trainer_presets:AREAL",
     },
     "ramify.hints": {
-        "demonstrations": "ramify.extras.studies.hindsight:DemonstrationHints",
-        "feedback": "ramify.extras.studies.hindsight:FeedbackHints",
-        "hindsight": "ramify.extras.studies.hindsight:Hindsight",
-        "next_message": "ramify.extras.studies.hindsight:NextMessageHints",
+        "demonstrations": "ramify.extras.studies.hindsight_hints:DemonstrationHints",
+        "feedback": "ramify.extras.studies.hindsight_hints:FeedbackHints",
+        "hindsight": "ramify.extras.studies.hindsight_hints:Hindsight",
+        "next_message": "ramify.extras.studies.hindsight_hints:NextMessageHints",
     },
     "ramify.sandboxes": {
         "daytona": "ramify.extras.sandboxes.daytona",
@@ -78,7 +78,7 @@ EXTRA_COMMANDS = {
         "predict the speed of a finished run on other hardware",
     ),
     "launch": (
-        "ramify.extras.cluster.launch_command",
+        "ramify.extras.cluster.launch_cli",
         "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
     ),
 }

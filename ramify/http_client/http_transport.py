@@ -16,8 +16,8 @@ or fails closes its connection, so that a late response can never answer another
 are not followed. A body is decompressed if a gateway compressed it without being asked. Any other
 deviation is an error.
 
-Certificate authorities are handled in ``tls.py``, and proxies in ``addresses.py``. What requests
-and replies contain, time-outs of replies, and retries are up to the clients.
+Certificate authorities are handled in ``tls.py``, and proxies in ``urls_and_proxies.py``. What
+requests and replies contain, time-outs of replies, and retries are up to the clients.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ import httptools
 import msgspec
 
 from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLost, Unreachable
-from ramify.http_client.addresses import proxy_for, proxy_variable
 from ramify.http_client.compression import HttpBodyDecompressor, too_long
 from ramify.http_client.tls import tls_context, tls_failure
+from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable
 
 _MOST_HEAD_BYTES = 1 << 16
 """Maximum bytes of the head and the interim responses before it."""

@@ -22,8 +22,8 @@ import time
 
 from aiohttp import web
 
-from ramify.http_server.capacity import max_connections
 from ramify.http_server.http_limits import HttpLimits
+from ramify.http_server.machine_capacity import max_connections
 from ramify.http_server.rejections import RequestRejected
 from ramify.logging import ComponentLogger
 

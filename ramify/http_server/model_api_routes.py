@@ -44,7 +44,7 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 """Records a reply: (id of the response, number of the reply in it, request, reply)."""
 
 
-class CallerModelAccess(msgspec.Struct, frozen=True):
+class CallerModel(msgspec.Struct, frozen=True):
     """What one caller of a server may use: the model that answers, and the responses that are
     stored for this caller."""
 
@@ -63,7 +63,7 @@ class CallerModelAccess(msgspec.Struct, frozen=True):
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
 
-Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModelAccess]]
+Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModel]]
 """Admits a request until the block ends. Raises RequestRejected."""
 
 
@@ -132,7 +132,7 @@ class ModelApiRoutes:
     async def _answered(
         self,
         http: web.Request,
-        caller: CallerModelAccess,
+        caller: CallerModel,
         read: Callable[[bytes], ModelApiExchange],
     ) -> web.StreamResponse:
         with errors_as_rejections():
@@ -197,7 +197,7 @@ async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _streamed(
-    http: web.Request, caller: CallerModelAccess, exchange: ModelApiExchange
+    http: web.Request, caller: CallerModel, exchange: ModelApiExchange
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={

@@ -1,8 +1,9 @@
 """Maps: one question asked of every row of a table, as one stored run of many small trees.
 
-    rows ──> RowQuestion ──> known? ──> RowAnswerer ──> MapJournal ──> MapOutput, in order
-             (template)         │       plain call or session            ▲
-                                └── answered before, or an equal row ────┘
+    rows ──> RowQuestionMaker ─┬─> RowAnsweringMethod ──> MapJournal ──> MapOutput, in order
+             (template)        │   plain call or session       ▲
+                               └── answered before, ───────────┘
+                                   or an equal row
 
 | file | decides |
 |---|---|
@@ -13,22 +14,19 @@
 | `map_journal.py` | what is recorded of a row, and in which bytes |
 | `map_journal_state.py` | what a journal says: which rows are answered, and what was spent |
 | `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |
-| `ray_table.py` | a stored map of a Ray cluster as a table, from the parts of its output |
-| `open_map_table.py` | which of the two tables a stored map has |
-| `map_output.py` | the columns and the file of the answers |
-| `map_run.py` | the order of the work, one budget for all rows, and when it stops |
-| `estimate.py` | what a whole map will cost and take, from a sample of its rows |
-| `ray_map.py` | a map on a Ray cluster, as one pipeline of Ray Data |
-| `ray_row_partition.py` | which rows are a part, wherever the files are |
-| `part_output.py` | the folder of the output, with a file for each part |
-| `ray_source.py` | how Ray Data reads and writes parts |
-| `ray_worker.py` | one worker: an engine that answers parts |
-| `ray_data_stage.py` | a worker as a stage of other Ray Data pipelines |
-| `shared_budget.py` | one budget and one rate limit for all workers |
-| `api.py` | `ramify.map` and `ramify.amap` |
+| `stored_ray_map_table.py` | a stored map of a Ray cluster as a table, from the parts of its output
+| | `open_map_table.py` | which of the two tables a stored map has | | `map_output.py` | the columns
+and the file of the answers | | `map_run.py` | the order of the work, one budget for all rows, and
+when it stops | | `estimate.py` | what a whole map will cost and take, from a sample of its rows | |
+`ray_map.py` | a map on a Ray cluster, as one pipeline of Ray Data | | `ray_row_partition.py` |
+which rows are a part, wherever the files are | | `part_output.py` | the folder of the output, with
+a file for each part | | `ray_source.py` | how Ray Data reads and writes parts | | `ray_worker.py` |
+one worker: an engine that answers parts | | `ray_data_stage.py` | a worker as a stage of other Ray
+Data pipelines | | `shared_budget.py` | one budget and one rate limit for all workers | | `api.py` |
+`ramify.map` and `ramify.amap` |
 
 A row that needs a session is an ordinary run, which the map's journal names. There are two places
-for extensions: a new way of answering a row is a `RowAnswerer` in `means_of`, and several processes
-share a budget through the `shared` ledger of their ledgers. Not here: how one question is answered
-(`ramify/engine`).
+for extensions: a new way of answering a row is a `RowAnsweringMethod` in `means_of`, and several
+processes share a budget through the `shared` ledger of their ledgers. Not here: how one question
+is answered (`ramify/engine`).
 """

@@ -26,13 +26,13 @@ import msgspec
 from ramify.clients.base import Request
 from ramify.clients.batches import (
     BatchApi,
-    BatchClient,
+    BatchCapableClient,
     BatchResult,
     BatchState,
     batch_price,
     split,
 )
-from ramify.engine.direct_calls import DirectCalls, bound_of
+from ramify.engine.calls_outside_runs import DirectCalls, bound_of
 from ramify.engine.limits import BudgetAmount
 from ramify.errors import (
     ConfigError,
@@ -54,12 +54,12 @@ from ramify.maps.map_journal import (
     MapJournal,
     MapLine,
     QuestionEnded,
-    counts_of,
     digest_text,
     digest_to_int,
+    read_count_table,
 )
 from ramify.maps.map_journal_state import MapJournalState, OpenBatch, OpenQuestion, amount_of
-from ramify.maps.row_question import InvalidRowError, RowQuestion
+from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
@@ -104,7 +104,7 @@ class MapBatchJobs:
         calls: DirectCalls,
         journal: MapJournal,
         recorded: MapJournalState,
-        asking: RowQuestion,
+        asking: RowQuestionMaker,
         source: RowSource,
         map_id: str,
         *,
@@ -446,7 +446,7 @@ class MapBatchJobs:
                     0,
                     reply.message.content,
                     reply.finish,
-                    counts_of(reply.usage),
+                    read_count_table(reply.usage),
                     None if reply.cost is None else round(reply.cost, 12),
                     0.0,
                     reply.message.reasoning,
@@ -486,7 +486,7 @@ class MapBatchJobs:
         cost, counts = None, tuple[int, ...]()
         if error.may_be_paid:
             usage = self._request(first.question, first.context).max_usage()
-            cost, counts = first.cost, counts_of(usage)
+            cost, counts = first.cost, read_count_table(usage)
             self._calls.budget.settle(amount, usage, cost)
         else:
             self._calls.budget.release_unspent(amount)
@@ -564,10 +564,10 @@ class _Collected(msgspec.Struct):
     """Why rows were refused that a person can remove, such as a quota."""
 
 
-def batch_client(calls: DirectCalls) -> BatchClient:
+def batch_client(calls: DirectCalls) -> BatchCapableClient:
     """Return the client of the model. Raises ConfigError if it has no batch API."""
     client = calls.client
-    if not isinstance(client, BatchClient):
+    if not isinstance(client, BatchCapableClient):
         raise ConfigError(
             f"{client.name} has no batch API that is known here: give a model of openai or "
             "anthropic, or ask without a batch"

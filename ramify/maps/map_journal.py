@@ -263,7 +263,7 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.q or self.b
 
 
-def counts_of(usage: Usage) -> tuple[int, ...]:
+def read_count_table(usage: Usage) -> tuple[int, ...]:
     """Return the usage of one request as a tuple: the token counts, then the number of calls with
     unknown usage, without zeros at the end."""
     counts = [
@@ -280,7 +280,7 @@ def counts_of(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Return the usage for the counts in a line, as ``counts_of`` wrote them."""
+    """Return the usage for the counts in a line, as ``read_count_table`` wrote them."""
     if not counts:
         return Usage()
     given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))

@@ -1,6 +1,6 @@
 """One map, from its first row to its output: the order of the work, and when it stops.
 
-    rows ── RowQuestion ──┬── answered before: its answer is read from the journal
+    rows ── RowQuestionMaker ──┬── answered before: its answer is read from the journal
                           ├── asked by an earlier row: it waits for that one
                           └── a worker answers it, by the smallest means that fits
     slots of rows, in order ──> MapOutput      a row is written when all before it are
@@ -28,11 +28,11 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.batches import BATCH_SHARE
-from ramify.engine.answer_json import jsonable
-from ramify.engine.direct_calls import DirectCalls
+from ramify.engine.calls_outside_runs import DirectCalls
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.question import Question
+from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError, LimitReached, StoreError, UnknownRun, can_be_fixed
@@ -53,11 +53,11 @@ from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output
 from ramify.maps.row_answerer import (
     MAX_SESSIONS,
     AskedRow,
-    RowAnswerer,
+    RowAnsweringMethod,
     RowOutcome,
     create_row_answerers,
 )
-from ramify.maps.row_question import InvalidRowError, RowQuestion
+from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
 from ramify.store.store import Store
@@ -181,7 +181,7 @@ class MapRun:
             raise ConfigError(f"a batch of {request.batch_rows} rows: give 1 or more")
         if request.out is not None and not request.out.parent.is_dir():
             raise ConfigError(f"the folder {request.out.parent} of the output does not exist")
-        self.asking: RowQuestion
+        self.asking: RowQuestionMaker
         self.id = ""
         self._stop: MapStop = "done"
         self._reason = ""
@@ -283,7 +283,7 @@ class MapRun:
         base = Question(request.question, None, kind=self.kind)
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
-        self.asking = RowQuestion(request.question, self.source.columns, chosen, base, of_rows)
+        self.asking = RowQuestionMaker(request.question, self.source.columns, chosen, base, of_rows)
         if self.asking.fields and request.columns:
             raise ConfigError(
                 "the question is a template, which shows the model the columns that it names: omit "
@@ -498,7 +498,7 @@ class MapRun:
         except StoreError as error:  # the output or the journal cannot be written
             self.stop(str(error), "suspended")
 
-    async def _answer(self, means: RowAnswerer, pending: _Pending, asked: AskedRow) -> None:
+    async def _answer(self, means: RowAnsweringMethod, pending: _Pending, asked: AskedRow) -> None:
         try:
             outcome = await means.answer(asked)
         except StoreError as error:
@@ -720,7 +720,7 @@ class _Sample:
         """Characters of all distinct questions."""
         self._digests: set[int] = set()
 
-    def draw(self, asking: RowQuestion, calls: DirectCalls) -> Iterator[Row]:
+    def draw(self, asking: RowQuestionMaker, calls: DirectCalls) -> Iterator[Row]:
         """Read the whole table once, and return the sample in the order of the rows. The same table
         gives the same sample."""
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars

@@ -1,13 +1,13 @@
 """A stored map as a table, and each of its direct rows as a run: for pages and for the shell.
 
-    MapTable(path).refresh()     reads what the journal has gained
+    StoredMap(path).refresh()    reads what the journal has gained
     table.rows                   one for each question: text, answer, error, cost, run
     table.figures()              what a list of maps shows of this one
-    MapRowRun(table, 5)          question 5 as the events of a run: RunStarted … RunEnded
+    DirectRowAsRun(table, 5)     question 5 as the events of a run: RunStarted … RunEnded
 
 The events of a direct row are not stored: they follow from the map's header and the lines of the
-row. A row with a session is an ordinary run. Not here: maps on a Ray cluster (``ray_table.py``),
-and what is drawn (``ramify/viewer``).
+row. A row with a session is an ordinary run. Not here: maps on a Ray cluster
+(``stored_ray_map_table.py``), and what is drawn (``ramify/viewer``).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class MapFigures(msgspec.Struct, frozen=True):
     """Whether a process is writing it now."""
 
 
-class MapTable:
+class StoredMap:
     """One stored map, whose rows are in its journal."""
 
     has_runs = True
@@ -130,7 +130,7 @@ class MapTable:
         """Whether a process is writing the map now."""
         return writer(self.path) is not None
 
-    def refresh(self) -> MapTable:
+    def refresh(self) -> StoredMap:
         """Read what the journal has gained. Raises StoreError."""
         if self.path.stat().st_size < self._offset:
             raise StoreError(f"{self.path} was replaced: open the map again")
@@ -238,12 +238,12 @@ def _after(path: Path, offset: int) -> int:
         return offset + len(file.readline())
 
 
-class MapRowRun:
+class DirectRowAsRun:
     """Presents one row of a map as a ``StoredRun``, if a direct call answered the row."""
 
     path = None
 
-    def __init__(self, table: MapTable, number: int) -> None:
+    def __init__(self, table: StoredMap, number: int) -> None:
         """Open question ``number`` of a map as a run. Raises StoreError if the map has no such
         question."""
         table.refresh().question(number)
@@ -304,7 +304,7 @@ class MapRowRun:
         return self._read[1]
 
 
-def row_events(table: MapTable, number: int) -> list[AnyEvent]:
+def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
     """Return the events of one row that a direct call answered, as if a run had recorded them."""
     header, row = table.header, table.question(number)
     if header is None:

@@ -35,7 +35,7 @@ def is_part(name: str) -> bool:
     return _NAME.match(name) is not None
 
 
-def part_output(out: str) -> PartOutput:
+def part_output(out: str) -> PartedOutputFolder:
     """Return the output folder with this path or URL. The ending of its name is the format of the
     files in it. Raises ConfigError and SourceError."""
     ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
@@ -44,10 +44,10 @@ def part_output(out: str) -> PartOutput:
     filesystem, folder = filesystem_of(out)
     if "://" not in out and Path(folder).is_file():
         raise ConfigError(f"{out} is a file, and on a Ray cluster the output is a folder of parts")
-    return PartOutput(filesystem, folder.rstrip("/"), ending)
+    return PartedOutputFolder(filesystem, folder.rstrip("/"), ending)
 
 
-class PartOutput(msgspec.Struct, frozen=True):
+class PartedOutputFolder(msgspec.Struct, frozen=True):
     """The folder of the output, with one file for each part."""
 
     filesystem: Any

@@ -36,10 +36,10 @@ from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata, new_map_id
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult
-from ramify.maps.part_output import UNFINISHED, PartOutput, is_part, part_output
-from ramify.maps.ray_row_partition import open_row_files, text_parts
+from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, part_output
+from ramify.maps.ray_row_partition import row_files_of_urls, text_parts
 from ramify.maps.ray_worker import MapWorkerConfig, PartWorker
-from ramify.maps.row_question import RowQuestion
+from ramify.maps.row_question import RowQuestionMaker
 from ramify.maps.shared_budget import RayMapStatus, SharedBudget
 from ramify.progress import report_progress
 from ramify.store.durable_files import make_folder
@@ -57,7 +57,7 @@ _SETTINGS = (
 )
 
 
-class PartManifest(msgspec.Struct, frozen=True):
+class OutputFolderIdentity(msgspec.Struct, frozen=True):
     """Identifies the map whose answers are in an output folder."""
 
     key: str
@@ -90,7 +90,7 @@ class RayMapRun:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.request = request
         self._make_rlm = make_rlm
-        self._files = open_row_files(urls)
+        self._files = row_files_of_urls(urls)
         self._output = part_output(out)
         self._out = out if "://" in out else self._output.folder
         self._store = store
@@ -102,7 +102,7 @@ class RayMapRun:
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
         table = self._files.table
-        self._asking = RowQuestion(
+        self._asking = RowQuestionMaker(
             request.question, table.columns, request.columns or table.shown, base, b""
         )
         self._added = AnswerColumns(kind, request.prefix, table.kept_columns)
@@ -121,7 +121,7 @@ class RayMapRun:
             settings = {name: config[name] for name in _SETTINGS if name in config}
             asked = (request.question, self._schema, settings, request.columns, request.prefix)
             key = hashlib.sha256(msgspec.json.encode((*asked, self._out))).hexdigest()
-            manifest = PartManifest(
+            manifest = OutputFolderIdentity(
                 key,
                 request.question,
                 calls.client.name,
@@ -173,7 +173,9 @@ class RayMapRun:
             num_paid_again=state.num_paid_again,
         )
 
-    def _header(self, manifest: PartManifest, config: dict[str, Any], record: str) -> MapHeader:
+    def _header(
+        self, manifest: OutputFolderIdentity, config: dict[str, Any], record: str
+    ) -> MapHeader:
         added, kept = self._added, self._files.table.kept_columns
         shown = tuple(name for name in self._asking.shown if name in kept)
         return MapHeader(
@@ -191,7 +193,7 @@ class RayMapRun:
 
     # --- the folder of the output
 
-    def _prepare(self, manifest: PartManifest) -> tuple[frozenset[str], frozenset[str]]:
+    def _prepare(self, manifest: OutputFolderIdentity) -> tuple[frozenset[str], frozenset[str]]:
         """Return (names of the parts that are done, files of parts that may lack answers). Raises
         ConfigError if the folder has something else. Nothing but the folder itself is written."""
         import pyarrow.fs as arrow_fs
@@ -207,7 +209,9 @@ class RayMapRun:
             ]
             if _MANIFEST in names:
                 with files.open_input_file(path) as file:
-                    self._check(msgspec.json.decode(file.read(), type=PartManifest), manifest)
+                    self._check(
+                        msgspec.json.decode(file.read(), type=OutputFolderIdentity), manifest
+                    )
             elif any(not name.startswith("_part-") for name in names):
                 raise ConfigError(
                     f"{self._out} is not empty, and no map wrote it: give another folder"
@@ -222,7 +226,7 @@ class RayMapRun:
         done = frozenset(name.removesuffix(output.ending) for name in whole)
         return done, frozenset(unfinished)
 
-    def _claim(self, manifest: PartManifest) -> None:
+    def _claim(self, manifest: OutputFolderIdentity) -> None:
         """Mark the output folder as this map's by writing the manifest, and delete the unfinished
         files of lost workers. Raises ConfigError."""
         import pyarrow.fs as arrow_fs
@@ -240,7 +244,7 @@ class RayMapRun:
     def _not_written(self, error: Exception) -> ConfigError:
         return ConfigError(f"cannot write {self._out}: {error}")
 
-    def _check(self, found: PartManifest, ours: PartManifest) -> None:
+    def _check(self, found: OutputFolderIdentity, ours: OutputFolderIdentity) -> None:
         if found.key != ours.key:
             what = (
                 f"the question {found.question[:60]!r}"
@@ -276,7 +280,7 @@ class RayMapRun:
         self,
         ray: Any,
         task: MapWorkerConfig,
-        output: PartOutput,
+        output: PartedOutputFolder,
         skipped: frozenset[str],
         record: str,
         max_in_flight: int,
@@ -307,7 +311,11 @@ class RayMapRun:
                 ray.kill(budget)  # the caller's process may live, and start another map
 
     def _pipeline(
-        self, task: MapWorkerConfig, output: PartOutput, budget: Any, skipped: frozenset[str]
+        self,
+        task: MapWorkerConfig,
+        output: PartedOutputFolder,
+        budget: Any,
+        skipped: frozenset[str],
     ) -> None:
         import ray
 

@@ -25,7 +25,7 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.maps.row_loader import ENDINGS, csv_columns, csv_values, jsonl_columns, jsonl_values
 from ramify.maps.row_source import RowSource, UnreadRow
-from ramify.sources.remote_urls import shown_url
+from ramify.sources.url_recognition import shown_url
 
 PART_ROWS = 500
 """Rows of a part, which are asked again if their worker is lost."""
@@ -99,7 +99,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(found)), path
 
 
-def open_row_files(urls: Sequence[str]) -> RowFiles:
+def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
     """Return the files that ``urls`` name, in their order, with their columns. Raises
     SourceError."""
     opened = [_opened(url) for url in urls]

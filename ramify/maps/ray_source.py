@@ -11,7 +11,7 @@ from ray.data import Datasink
 from ray.data.block import BlockAccessor
 from ray.data.datasource import FileBasedDatasource
 
-from ramify.maps.part_output import UNFINISHED, PartOutput
+from ramify.maps.part_output import UNFINISHED, PartedOutputFolder
 from ramify.maps.ray_row_partition import RowFiles, RowPartition, parts_of
 
 
@@ -52,7 +52,7 @@ class PartFileDatasink(Datasink[None]):
     """Writes each part as a file, under a temporary name that is then replaced: a part is in the
     output as a whole or not at all. A part that is written again replaces itself."""
 
-    def __init__(self, output: PartOutput, budget: Any) -> None:
+    def __init__(self, output: PartedOutputFolder, budget: Any) -> None:
         """``budget`` is the handle of the ``SharedBudget``."""
         self._output = output
         self._budget = budget

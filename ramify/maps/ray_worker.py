@@ -26,7 +26,7 @@ from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
-from ramify.maps.part_output import NOT_ASKED, PartOutput
+from ramify.maps.part_output import NOT_ASKED, PartedOutputFolder
 from ramify.maps.ray_row_partition import RowFiles, RowPartition
 from ramify.maps.row_source import RowSource
 from ramify.maps.shared_budget import UNLIMITED, PartCounts, RemoteBudget
@@ -132,7 +132,7 @@ class PartWorker:
         task: MapWorkerConfig,
         budget: Any,
         files: RowFiles,
-        output: PartOutput,
+        output: PartedOutputFolder,
         *,
         retries: bool,
     ) -> None:

@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.answer_json import jsonable
-from ramify.engine.direct_calls import (
+from ramify.engine.calls_outside_runs import (
     DirectCalls,
     DirectEvent,
     DirectFailure,
@@ -30,6 +29,7 @@ from ramify.engine.direct_calls import (
 )
 from ramify.engine.limits import BudgetAmount
 from ramify.engine.question import Question
+from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import Result
 from ramify.errors import RamifyError, UnknownRun, can_be_fixed
@@ -42,8 +42,8 @@ from ramify.maps.map_journal import (
     QuestionEnded,
     RetryRequestLine,
     RowRunStartedLine,
-    counts_of,
     digest_text,
+    read_count_table,
 )
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
@@ -88,7 +88,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
         return self.offset >= 0
 
 
-class RowAnswerer(abc.ABC):
+class RowAnsweringMethod(abc.ABC):
     """A way of answering a row, such as a plain call or a session."""
 
     name: str
@@ -104,7 +104,7 @@ class RowAnswerer(abc.ABC):
         outcome and is never raised."""
 
 
-class DirectCallRowAnswerer(RowAnswerer):
+class DirectCallRowAnswerer(RowAnsweringMethod):
     """Answers a row by one direct call."""
 
     name = "plain call"
@@ -189,7 +189,7 @@ class _DirectRow:
                     event.turn,
                     reply.message.content,
                     reply.finish,
-                    counts_of(reply.usage),
+                    read_count_table(reply.usage),
                     _rounded(reply.cost),
                     round(reply.seconds, 4),
                     reply.message.reasoning,
@@ -235,7 +235,7 @@ class _DirectRow:
 
     def _failed(self, event: DirectFailure) -> None:
         self.cost += event.cost or 0.0
-        counts = counts_of(event.usage) if event.usage.calls else ()
+        counts = read_count_table(event.usage) if event.usage.calls else ()
         self._journal.append(
             MapLine(
                 x=FailedAttempt(
@@ -245,7 +245,7 @@ class _DirectRow:
         )
 
 
-class SessionRowAnswerer(RowAnswerer):
+class SessionRowAnswerer(RowAnsweringMethod):
     """Answers a row with a complete run of the RLM, which may open a Python session."""
 
     name = "session"
@@ -320,7 +320,7 @@ class SessionRowAnswerer(RowAnswerer):
         usage = Usage() if result is None else result.usage
         cost = None if result is None else result.cost
         seconds = time.perf_counter() - began
-        counts = counts_of(usage) if usage.calls else ()
+        counts = read_count_table(usage) if usage.calls else ()
         if result is None:
             _begin_unsent(self._journal, asked)
         end = QuestionEnded(
@@ -348,7 +348,7 @@ def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
 
 def create_row_answerers(
     rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
-) -> tuple[RowAnswerer, ...]:
+) -> tuple[RowAnsweringMethod, ...]:
     """Return the ways of answering a row, the cheapest first. The last one can answer every row."""
     return (
         DirectCallRowAnswerer(calls, journal, question),

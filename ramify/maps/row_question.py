@@ -32,7 +32,7 @@ class InvalidRowError(Exception):
     """A row cannot be asked; ``str()`` is its error."""
 
 
-class RowQuestion:
+class RowQuestionMaker:
     """Turns rows into questions."""
 
     def __init__(

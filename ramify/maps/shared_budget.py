@@ -3,10 +3,10 @@
     worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
                          <── granted, refused ─────────────────── one ledger, one limiter, a record
 
-A reservation is granted by the same ``BudgetLedger`` and the same ``Limiter`` that a single process
-uses, so no limit is passed by one call, and the requests in flight are counted over all workers. A
-worker sends what has accumulated while its last message was on its way, so the number of messages
-does not grow with the number of requests.
+A reservation is granted by the same ``BudgetLedger`` and the same ``AdaptiveConcurrencyLimiter``
+that a single process uses, so no limit is passed by one call, and the requests in flight are
+counted over all workers. A worker sends what has accumulated while its last message was on its way,
+so the number of messages does not grow with the number of requests.
 
 A worker answers a part of the rows in an *attempt*. An attempt that is silent for ``SILENT_S``, or
 whose part is begun again, is lost: what it had reserved counts as spent, and its replies as paid
@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.clients.rate_limited_client_pool import Limiter
+from ramify.clients.rate_limited_requests import AdaptiveConcurrencyLimiter
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits
 from ramify.errors import LimitReached, RamifyError, RunInUse
 from ramify.types.message import Usage
@@ -72,7 +72,7 @@ class PartCounts(msgspec.Struct, frozen=True):
         )
 
 
-class SpendingRecord(msgspec.Struct, frozen=True):
+class MapSpending(msgspec.Struct, frozen=True):
     """What a map on a cluster has spent so far."""
 
     usage: Usage = Usage()
@@ -134,20 +134,20 @@ class SharedBudget:
         rows to 0, since all parts are written again. Raises RunInUse if another process has the
         record open."""
         self._fd = _open_record(record) if record else -1
-        before = (read_record(record) if record else None) or SpendingRecord()
+        before = (read_record(record) if record else None) or MapSpending()
         if counts_again:
             before = msgspec.structs.replace(before, answered=0, failed=0)
         self._ledger = BudgetLedger(limits, priced=is_priced, owner="map")
         if before.usage.calls:
             self._ledger.charge(before.usage, before.cost)
-        self._gate = Limiter(max_in_flight)
+        self._gate = AdaptiveConcurrencyLimiter(max_in_flight)
         self._attempts: dict[str, _Attempt] = {}
         self._parts: dict[str, str] = {}
         """Part -> its latest attempt."""
         self._unwritten: dict[str, tuple[int, PartCounts, bool]] = {}
         """Part that is answered and not written: replies, rows, whether all rows are asked."""
         self._counts = PartCounts(before.answered, before.failed)
-        self._finished = SpendingRecord(answered=before.answered, failed=before.failed)
+        self._finished = MapSpending(answered=before.answered, failed=before.failed)
         self._num_paid_again = before.unwritten
         self._stop, self._reason = "done", ""
         self._silent_s = silent_s
@@ -232,7 +232,7 @@ class SharedBudget:
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
-            self._finished = SpendingRecord(
+            self._finished = MapSpending(
                 answered=done.answered + counts.answered, failed=done.failed + counts.failed
             )
         self._keep()
@@ -321,7 +321,7 @@ class SharedBudget:
             return
         ledger, more = self._ledger, self._ledger.outstanding
         usage = ledger.usage + Usage(0, more.tokens, calls=more.calls, unknown_calls=more.calls)
-        record = SpendingRecord(
+        record = MapSpending(
             usage,
             None if ledger.cost is None else ledger.cost + more.cost,
             sum(attempt.num_replies for attempt in self._attempts.values())
@@ -361,11 +361,11 @@ def _open_record(path: str) -> int:
             time.sleep(_POLL_S / 10)
 
 
-def read_record(path: str) -> SpendingRecord | None:
+def read_record(path: str) -> MapSpending | None:
     """Return what ``SharedBudget`` recorded; None if there is nothing."""
     try:
         with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=SpendingRecord)
+            return msgspec.json.decode(file.read(), type=MapSpending)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

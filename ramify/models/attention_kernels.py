@@ -29,7 +29,7 @@ _MAX_SCORES = 1 << 24
 """Maximum number of scores that ``PlainAttentionKernel`` holds at once."""
 
 
-class SingleBlockAttentionKernel(Protocol):
+class AttentionBlockKernel(Protocol):
     """Attention kernel for one block at a time. Tensors are views [B, H, n or m, d] whose last
     dimension is contiguous; ``lse`` is fp32 [B, H, n]."""
 

@@ -119,7 +119,7 @@ def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class FixedShapeTrunk:
-    """Trunk of a ``DenseModel`` in fixed shapes. Implements ``trunk.ModelTrunk``."""
+    """Trunk of a ``DenseModel`` in fixed shapes. Implements ``trunk.ModelWithoutLoss``."""
 
     shares = True
 
@@ -182,7 +182,7 @@ class _ForestKeys:
 
 
 class _BlockAttention:
-    """Attention of one block of a forest. Implements ``dense.CausalAttention``."""
+    """Attention of one block of a forest. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(self, forest: _ForestKeys, block: int) -> None:
         self._forest = forest

@@ -81,7 +81,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` of the models that ``DenseModel`` runs."""
 
 
-class CausalAttention(Protocol):
+class CausalAttentionFunction(Protocol):
     """Causal attention of the tokens of a batch, each to itself and to the earlier tokens on its
     path."""
 
@@ -200,7 +200,7 @@ class DenseModel(nn.Module):
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttention,
+        attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [T, D] after the last norm, from ids and positions (both [T],
@@ -270,7 +270,7 @@ class _Layer(nn.Module):
         cos_T1d: Tensor,
         sin_T1d: Tensor,
         index: int,
-        attend: CausalAttention,
+        attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         before, after = _Layer.before_attention, _Layer.after_attention

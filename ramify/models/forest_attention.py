@@ -33,17 +33,17 @@ import torch
 from torch import Tensor
 
 from ramify.models.attention_kernels import (
+    AttentionBlockKernel,
     CpuFlashKernel,
     CudaFlashKernel,
     PlainAttentionKernel,
     PlainVarlenKernel,
-    SingleBlockAttentionKernel,
     VarlenAttentionKernel,
     VarlenRanges,
 )
 from ramify.types.sequence import Segment
 
-Kernel = SingleBlockAttentionKernel | CudaFlashKernel | PlainVarlenKernel
+Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel
 
 
 class DescendantAttentionBlock(NamedTuple):
@@ -117,7 +117,7 @@ class LayerOutputRows(NamedTuple):
 
 class ForestAttention:
     """Attention over the forest of one batch; one object serves all layers. Implements
-    ``dense.CausalAttention``."""
+    ``dense.CausalAttentionFunction``."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Blocks:
     """
 
     def __init__(
-        self, plan: ForestAttentionPlan, kernel: SingleBlockAttentionKernel, rows_N: Tensor | None
+        self, plan: ForestAttentionPlan, kernel: AttentionBlockKernel, rows_N: Tensor | None
     ) -> None:
         self._plan, self._kernel, self._rows_N = plan, kernel, rows_N
 

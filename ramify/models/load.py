@@ -25,8 +25,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
-from ramify.models.checksums import check_model, drop
 from ramify.models.dense import DenseModel, DenseShape, unsupported
+from ramify.models.folder_file_checksums import check_model, drop
 from ramify.models.model_config_files import WINDOWS, check_tokenizer, model_folder
 from ramify.models.renderer import SCRATCH, Renderer, renderer_of
 from ramify.models.template import store_thinking

@@ -44,7 +44,7 @@ from typing import Protocol
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from ramify.clients.base import PromptRendering, Request, Tool
+from ramify.clients.base import PromptRenderer, Request, Tool
 from ramify.errors import ConfigError
 from ramify.models.template import (
     CANNED,
@@ -379,11 +379,11 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
     return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
 
 
-def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRendering:
+def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRenderer:
     """Return what a client needs to render prompts with this renderer: a function that gives their
     token ids, one that gives the text of an id, and whether conversations only grow at their
     end."""
-    return PromptRendering(
+    return PromptRenderer(
         partial(prompt_ids, renderer),
         is_append_only=not renderer.unstable,
         text_of=lambda id: str(tokenizer.decode([id], skip_special_tokens=False)),

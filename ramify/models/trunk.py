@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError
 from ramify.models.batch_invariant_forward import BLOCK, FixedShapeTrunk, in_blocks
-from ramify.models.dense import CausalAttention, DenseModel
+from ramify.models.dense import CausalAttentionFunction, DenseModel
 from ramify.models.forest_attention import ForestAttention, LayerOutputRows
 from ramify.models.routing import MixtureRouters
 from ramify.types.sequence import Segment
@@ -47,7 +47,7 @@ Logits = Callable[[Tensor], Tensor]
 """Computes fp32 logits [n, V] from hidden states [n, D]."""
 
 
-class ModelTrunk(Protocol):
+class ModelWithoutLoss(Protocol):
     """A model without its loss: hidden states and logits."""
 
     @property
@@ -71,7 +71,7 @@ class ModelTrunk(Protocol):
         ...
 
 
-def trunk_of(model: Any) -> ModelTrunk:
+def trunk_of(model: Any) -> ModelWithoutLoss:
     """The trunk of a model in evaluation mode. Raises ConfigError if its output cannot be computed
     from hidden states."""
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
@@ -79,7 +79,7 @@ def trunk_of(model: Any) -> ModelTrunk:
     return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
 
 
-def fixed_shape_trunk(model: Any) -> ModelTrunk:
+def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
     """The trunk of a ``DenseModel`` in fixed shapes. Raises ConfigError for any other model."""
     if not isinstance(model, DenseModel):
         raise ConfigError(
@@ -90,7 +90,7 @@ def fixed_shape_trunk(model: Any) -> ModelTrunk:
 
 
 class DenseTrunk:
-    """Trunk of a ``DenseModel``. Implements ``ModelTrunk``."""
+    """Trunk of a ``DenseModel``. Implements ``ModelWithoutLoss``."""
 
     shares = True
 
@@ -113,7 +113,7 @@ class DenseTrunk:
 
 
 class TransformersTrunk:
-    """Trunk of a transformers causal language model. Implements ``ModelTrunk``."""
+    """Trunk of a transformers causal language model. Implements ``ModelWithoutLoss``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -152,7 +152,9 @@ class TransformersTrunk:
             return self._on_rows(ids_T, segments)
         return self.attended(ids_T, positions_T, ForestAttention(segments))
 
-    def attended(self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention) -> Tensor:
+    def attended(
+        self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionFunction
+    ) -> Tensor:
         """Return the last hidden states [T, D], with ``attend`` in place of the model's own
         attention. Works only inside ``forward_context``, and only for a model that supports shared
         prefixes (``shares``)."""
@@ -242,7 +244,7 @@ class TransformersTrunk:
 class _CurrentAttention:
     """Holds the attention of the current batch, so that all layers of a model can find it."""
 
-    attend: CausalAttention | None = None
+    attend: CausalAttentionFunction | None = None
 
 
 NAME = "ramify_forest"

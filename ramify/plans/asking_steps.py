@@ -132,7 +132,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         )
 
 
-class PreviewPartsForFilter(AskingStep, frozen=True, tag="peek"):
+class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
     """Lets the filters that follow read only the beginning of each part."""
 
     tokens: int = 500
@@ -314,10 +314,10 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def _fan_in(self, item_bytes: int) -> int:
         return self.leaf.read_bytes // (item_bytes + BETWEEN_BYTES)
 
-    def _tree(self, shape: ValueBounds) -> ReductionTree:
+    def _tree(self, shape: ValueBounds) -> ReductionGrouping:
         is_parts = _has_parts(shape.value)
         first = max(1, self._fan_in(shape.item_bytes))
-        return ReductionTree(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
+        return ReductionGrouping(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
         if shape.item_bytes > self.leaf.read_bytes:
@@ -353,7 +353,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         return "" if self.leaf.schema is None else None
 
 
-class ReductionTree(NamedTuple):
+class ReductionGrouping(NamedTuple):
     """How the items of a reduction are grouped."""
 
     first: int
@@ -374,7 +374,7 @@ class ReductionTree(NamedTuple):
     def waves(self, num: int) -> list[int]:
         """Return the number of calls of each level, for ``num`` items.
 
-        >>> ReductionTree(4, 4, False).waves(17)
+        >>> ReductionGrouping(4, 4, False).waves(17)
         [4, 1, 1]
         """
         found: list[int] = []

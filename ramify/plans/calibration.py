@@ -5,7 +5,7 @@
 
 Decides which size is the best, and which stored files are trusted: only those that no other user
 can write. A file that is damaged, or of another version, is named in a warning and ignored. Not
-here: the measurement (``cli/calibrate_command.py``).
+here: the measurement (``cli/calibrate_leaf_size_command.py``).
 """
 
 from __future__ import annotations

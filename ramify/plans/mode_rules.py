@@ -7,7 +7,7 @@ session or one plain call does.
 
 A rule reads the question, the size of the context and the settings, and asks nothing. Not here: the
 plans and the words that ask for each (``ready_plans.py``), and how a choice is recorded
-(``engine/modes.py``).
+(``engine/answer_mode_choice.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ramify.engine.answer_mode_choice import ModeChoice, ModeChoiceCall, ModeChoiceInput
 from ramify.engine.leaf_calls import LeafRequest
-from ramify.engine.modes import ModeChoice, ModeChoiceCall, ModeFacts
 from ramify.engine.observation_messages import count_text_chars
 from ramify.engine.prompt_text import context_facts
 from ramify.engine.typed import answer_type
@@ -83,13 +83,13 @@ Give the way, a reason of at most 20 words, and, for classify and aggregate, the
 question names, if it names them. Do not answer the question."""
 
 
-def choose_plan(facts: ModeFacts) -> ModeChoice:
+def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
     """Choose a ready plan by the words of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
     return ModeChoice("plan", strategy.reason, strategy)
 
 
-def choose_mode(facts: ModeFacts) -> ModeChoice | ModeChoiceCall:
+def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
     """Choose by rules how the question is answered: by one plain call, in a session, or by a plan,
     which is then chosen too. If the rules do not decide, return the call that lets a model
     choose."""
@@ -114,7 +114,7 @@ def choose_mode(facts: ModeFacts) -> ModeChoice | ModeChoiceCall:
     return _with_plan(facts, chosen.name, chosen.reason)
 
 
-def _call(facts: ModeFacts, num_chars: int) -> ModeChoiceCall:
+def _call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
     """Return the call that lets a model choose between a session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
@@ -138,7 +138,7 @@ def _call(facts: ModeFacts, num_chars: int) -> ModeChoiceCall:
     return ModeChoiceCall(leaf, choice)
 
 
-def _with_plan(facts: ModeFacts, name: str, why: str, **options: Any) -> ModeChoice:
+def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> ModeChoice:
     """Choose the plan called ``name`` if it can run, or else a session."""
     try:
         strategy = strategy_for(
@@ -156,7 +156,7 @@ def _with_plan(facts: ModeFacts, name: str, why: str, **options: Any) -> ModeCho
     return ModeChoice("plan", strategy.reason, strategy)
 
 
-def _one_call(facts: ModeFacts) -> tuple[int, str]:
+def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
     """Return the characters of the longest context for one plain call, and how that is known."""
     found = calibration_of(facts.root.name)
     if found is None:
@@ -164,7 +164,7 @@ def _one_call(facts: ModeFacts) -> tuple[int, str]:
     return found.part_tokens * BYTES_PER_TOKEN, f", calibrated {found.date}"
 
 
-def _why_not(strategy: PlanStrategy, facts: ModeFacts) -> str:
+def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
     """Return why the plan cannot read the context within the budget; empty if it can."""
     question = facts.question
     try:
@@ -175,7 +175,7 @@ def _why_not(strategy: PlanStrategy, facts: ModeFacts) -> str:
     return ""
 
 
-def _model(facts: ModeFacts) -> PlanModel:
+def _model(facts: ModeChoiceInput) -> PlanModel:
     client = facts.client
     reasoning = model_of(client, facts.limits).reasoning_tokens
     return PlanModel(client.name, client.window, client.price, reasoning)

@@ -22,8 +22,8 @@ from ramify.plans.asking_steps import (
     AskingStep,
     AskLeaf,
     FilterItems,
+    LimitFiltersToPreview,
     MapLeaf,
-    PreviewPartsForFilter,
     ReduceTree,
     SplitText,
 )
@@ -32,13 +32,13 @@ from ramify.plans.plan_cost import PlanCost, PlanModel, cost_of, model_of
 from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.symbolic_steps import (
     AggregateField,
-    CombineListsAsSets,
     ConcatLists,
     CountValues,
-    CrossJoinFieldValues,
     DistinctValues,
     HistogramOfCounts,
     JoinRecords,
+    PairFieldValues,
+    SetOperation,
     TakeField,
     TakeMaxItem,
     TopItems,
@@ -71,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return NotImplemented
         return Plan((*self.steps, *other.steps))
 
-    def with_header(self) -> Plan:
+    def with_table_header(self) -> Plan:
         """Return the plan for tables: the first line of each text names the columns. A plan that
         does not cut its context into lines is returned as it is."""
         first = self.steps[0]
@@ -197,14 +197,14 @@ class RunTwoPlans(AskingStep, frozen=True, tag="both"):
 
 AnyStep = (
     SplitText
-    | PreviewPartsForFilter
+    | LimitFiltersToPreview
     | MapLeaf
     | FilterItems
     | AskLeaf
     | ReduceTree
     | RunTwoPlans
     | ConcatLists
-    | CrossJoinFieldValues
+    | PairFieldValues
     | TakeMaxItem
     | TakeField
     | CountValues
@@ -212,7 +212,7 @@ AnyStep = (
     | AggregateField
     | TopItems
     | DistinctValues
-    | CombineListsAsSets
+    | SetOperation
     | JoinRecords
     | TruncateDates
 )

@@ -8,7 +8,7 @@
     multi_hop   split ─ peek ─ filter ─ map ─ reduce ─ ask        facts that must be combined
 
 Each is a function that returns a ``Plan``; the question is filled in when the plan runs. Not here:
-the combinators that they are made of (``composition.py``).
+the combinators that they are made of (``step_constructors.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ramify.errors import ConfigError, nearest
-from ramify.plans import composition as c
+from ramify.plans import step_constructors as c
 from ramify.plans.calibration import part_size
 from ramify.plans.leaf import Leaf
 from ramify.plans.plan import Plan
@@ -329,7 +329,7 @@ def strategy_for(
     size, note = part_size(model, options.get("part_tokens"))
     plan = ready_plan(name, **{**options, "part_tokens": size})
     if is_table:
-        plan = plan.with_header()
+        plan = plan.with_table_header()
     return PlanStrategy(plan, "; ".join(filter(None, [reason, note])))
 
 

@@ -25,7 +25,7 @@ import msgspec
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.errors import ConfigError, nearest
-from ramify.plans import composition as c
+from ramify.plans import step_constructors as c
 from ramify.plans.leaf import Leaf
 from ramify.plans.plan import Plan
 from ramify.plans.plan_strategy import answer_by

@@ -96,11 +96,11 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
         return unknown(1, shape.size)
 
 
-class CrossJoinFieldValues(SymbolicStep, frozen=True, tag="cross"):
+class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
     """Pairs each value of a field, from items that meet one condition, with each different value
     from items that meet another. Without conditions, all items count.
 
-    >>> plans.CrossJoinFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
+    >>> plans.PairFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
     """
 
@@ -349,10 +349,10 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
         return f"distinct {self.field or 'values'}"
 
 
-class CombineListsAsSets(SymbolicStep, frozen=True, tag="combine"):
+class SetOperation(SymbolicStep, frozen=True, tag="combine"):
     """Combines two lists as sets.
 
-    >>> plans.CombineListsAsSets("intersection").apply((["a", "b"], ["b", "c"]))
+    >>> plans.SetOperation("intersection").apply((["a", "b"], ["b", "c"]))
     ['b']
     """
 

@@ -46,7 +46,7 @@ class RequestedToolCall(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self.arguments).decode()
 
 
-class ToolCallAnswer(msgspec.Struct, frozen=True):
+class ToolCallsAsAnswer(msgspec.Struct, frozen=True):
     """Answer that consists of function calls."""
 
     tool_calls: tuple[RequestedToolCall, ...]
@@ -150,7 +150,7 @@ def offer_of(
     def convert(value: Any) -> Any:
         is_call = isinstance(value, dict) and [*value] == ["tool_calls"]
         if is_call or must_call:
-            return msgspec.convert(calls.convert(value), ToolCallAnswer)
+            return msgspec.convert(calls.convert(value), ToolCallsAsAnswer)
         if of_value is not None:
             return of_value.convert(value)
         return value if isinstance(value, str) else answer_text(value)

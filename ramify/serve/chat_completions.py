@@ -26,7 +26,7 @@ from ramify.serve.answer_request import (
     schema_of,
 )
 from ramify.serve.caller_tools import ClientFunctionTool, offer_of
-from ramify.serve.questions import ServedAnswer
+from ramify.serve.question_serving import ServedAnswer
 
 PATH = "/v1/chat/completions"
 _CHUNK_CHARS = 8000

@@ -24,7 +24,7 @@ from ramify.engine.question import MAX_BARE_PROMPT_CHARS
 from ramify.errors import SourceError
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
-from ramify.sources.base import LoadedContext, SourceLoader, UnreadableSource
+from ramify.sources.base import LoadedContext, SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
 from ramify.sources.text_search import search_tools
 
@@ -69,7 +69,7 @@ def prompt_of(
     )
     if last is None:
         raise RequestRejected("the conversation has no user message: add one", param=field)
-    loading = SourceLoader(max_bytes, has_tools=False)
+    loading = SourceCollector(max_bytes, has_tools=False)
     pieces = [
         [_piece(part, message, index, loading, long_chars) for part in message.parts]
         for index, message in enumerate(messages)
@@ -106,7 +106,7 @@ def _piece(
     part: str | AttachedFile,
     message: ChatMessage,
     index: int,
-    loading: SourceLoader,
+    loading: SourceCollector,
     long_chars: int,
 ) -> str | _MovedPiece:
     if isinstance(part, str):
@@ -146,7 +146,7 @@ def _decoded(part: AttachedFile) -> bytes:
         raise RequestRejected(f"not valid base64: {error}", param=part.where) from None
 
 
-def _added(name: str, text: str, loading: SourceLoader) -> str:
+def _added(name: str, text: str, loading: SourceCollector) -> str:
     """Add a text to the context and return its key there."""
     loading.add(name, text, "text", len(text))
     return loading.items[-1].name
@@ -190,7 +190,7 @@ def _question(instructions: str, before: str, asked: str) -> str:
     return "\n\n".join([*parts, f"Now:\n{asked}" if parts else asked])
 
 
-def _loaded(loading: SourceLoader) -> LoadedContext | None:
+def _loaded(loading: SourceCollector) -> LoadedContext | None:
     if not loading.texts:
         return None
     items = sorted(loading.items, key=lambda item: item.name)

@@ -34,7 +34,7 @@ class _Feedback(msgspec.Struct, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(_Feedback)
 
 
-def add_feedback(app: web.Application, recorder: TrafficRecorder | None) -> None:
+def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -> None:
     """Add the route to ``app``. Without ``recorder`` it answers that nothing is recorded."""
 
     async def post(http: web.Request) -> web.StreamResponse:

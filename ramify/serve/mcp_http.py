@@ -22,8 +22,8 @@ from mcp.server.transport_security import TransportSecuritySettings
 from ramify.engine.rlm import RLM
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
 from ramify.http_server.base_server import HttpServer, received
-from ramify.http_server.capacity import max_runs
 from ramify.http_server.http_limits import HttpLimits
+from ramify.http_server.machine_capacity import max_runs
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.mcp_server import server
 

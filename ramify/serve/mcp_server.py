@@ -24,7 +24,7 @@ from mcp.types import CallToolResult, TextContent
 from pydantic import Field
 
 from ramify import __version__
-from ramify.engine.answer_json import jsonable
+from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import why_unanswered
 from ramify.errors import ConfigError, RamifyError

@@ -29,21 +29,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ramify.clients.base import Client, OnPiece, PromptRendering, ReplyPiece, Request
+from ramify.clients.base import Client, OnPiece, PromptRenderer, ReplyPiece, Request
 from ramify.clients.model_config import Model, bare_name
 from ramify.clients.providers import load_clients
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, Refused
 from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, ModelAccessBudget
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of, new_key
 from ramify.http_server.base_server import CALLER, GONE, HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import CallerModelAccess, ModelApiRoutes, listed_models
+from ramify.http_server.model_api_routes import CallerModel, ModelApiRoutes, listed_models
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
 from ramify.secrets import remember
-from ramify.serve.meter_record import MeterLogWriter
 from ramify.serve.metered_request import REPLY_TOKENS, MeteredRequest
+from ramify.serve.metered_request_log import MeterLogWriter
 from ramify.types.message import Message, Reply
 
 DEFAULT_SEAT = "default"
@@ -200,10 +200,10 @@ class MeteringProxy:
     # --- requests
 
     @asynccontextmanager
-    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
+    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModel]:
         seat = self.seats[http[CALLER]]
         with seat.answering():
-            yield CallerModelAccess(MeteredModel(self, seat), self._stored[seat.name])
+            yield CallerModel(MeteredModel(self, seat), self._stored[seat.name])
 
     async def ask(
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
@@ -306,7 +306,7 @@ class MeteredModel:
         self.window = seat.window
         self._meter = meter
         self._seat = seat
-        self._rendering: PromptRendering | None = getattr(meter.client, "rendering", None)
+        self._rendering: PromptRenderer | None = getattr(meter.client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Send one request for each of ``num_replies`` replies. Each request has the whole prompt,

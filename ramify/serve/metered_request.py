@@ -23,8 +23,8 @@ import math
 
 import msgspec
 
-from ramify.clients.base import Client, OnPiece, PromptRendering, Request
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.base import Client, OnPiece, PromptRenderer, Request
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetAmount, Reservation
 from ramify.errors import LimitReached, ModelError, RamifyError
 from ramify.evaluate.systems.base import MeteredModelAccess
@@ -46,7 +46,7 @@ class _ReplyLostAfterPayment(Exception):
 
 
 class MeteredRequest:
-    """One request of a seat, on its way to the model; implements ``RequestBudget``."""
+    """One request of a seat, on its way to the model; implements ``RequestReservation``."""
 
     def __init__(
         self, seat: MeteredModelAccess, asked: Request, client: Client, reply_tokens: int
@@ -68,7 +68,7 @@ class MeteredRequest:
 
     async def count_prompt(self) -> None:
         """Count the tokens of the prompt, if the model's template is in this process."""
-        rendering: PromptRendering | None = getattr(self._client, "rendering", None)
+        rendering: PromptRenderer | None = getattr(self._client, "rendering", None)
         if rendering is None:
             return
         if self._num_prompt > _LARGE_CHARS:
@@ -166,7 +166,7 @@ class MeteredRequest:
         )
         return Reservation(self._seat.ledger, self._client.name, most, self._client.price)
 
-    # --- the ``RequestBudget`` of each attempt
+    # --- the ``RequestReservation`` of each attempt
 
     async def reserve(self) -> None:
         if self._lost:

@@ -39,7 +39,7 @@ from ramify.http_server.base_server import HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.model_api import unmet_reply_requirement_error
 from ramify.http_server.model_api_routes import (
-    CallerModelAccess,
+    CallerModel,
     ModelApiRoutes,
     errors_as_rejections,
     listed_models,
@@ -49,7 +49,7 @@ from ramify.http_server.responses_api import StoredResponses
 from ramify.inference.http.engine_client import format_kv_cache_pressure
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
-from ramify.serve.feedback import add_feedback
+from ramify.serve.feedback import add_feedback_route
 from ramify.serve.server_metrics import METRICS_TYPE
 from ramify.serve.traffic_recorder import TrafficRecorder
 from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
@@ -104,9 +104,9 @@ class PolicyServer:
         self._client = client
         self._in_flight = 0
         self._progress = _RepliesInProgress(max_replies)
-        self._policy = ServedPolicy(client, name, self._progress)
+        self._policy = PolicyAnswerer(client, name, self._progress)
         self._recorder = recorder
-        self._caller = CallerModelAccess(
+        self._caller = CallerModel(
             self._policy, StoredResponses(), None if recorder is None else self._record
         )
         self._weights: WeightRoutes | None = None
@@ -138,7 +138,7 @@ class PolicyServer:
         ModelApiRoutes(self._admitted).add_to(app)
         app.router.add_post("/v1/completions", self._sample)
         app.router.add_post("/generate", self._sample)
-        add_feedback(app, self._recorder)
+        add_feedback_route(app, self._recorder)
         for path in ("/version", "/server_info", "/model_info"):
             app.router.add_get(path, self._facts)
         if self._weights is not None:
@@ -183,7 +183,7 @@ class PolicyServer:
             return web.json_response(reply, dumps=_dumps)
 
     @asynccontextmanager
-    async def _admitted(self, _: web.Request) -> AsyncIterator[CallerModelAccess]:
+    async def _admitted(self, _: web.Request) -> AsyncIterator[CallerModel]:
         """Admit one request, which is counted until the block ends. Raises RequestRejected."""
         with self._progress.more(1):
             if self._weights is not None:
@@ -228,7 +228,7 @@ class _RepliesInProgress:
             self._num -= num_replies
 
 
-class ServedPolicy:
+class PolicyAnswerer:
     """Answers requests with one policy, whose exact token ids of earlier replies it remembers."""
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:

@@ -30,7 +30,7 @@ from ramify.serve.answer_request import (
     schema_of,
 )
 from ramify.serve.caller_tools import ClientFunctionTool, offer_of
-from ramify.serve.questions import ServedAnswer
+from ramify.serve.question_serving import ServedAnswer
 from ramify.types.message import Usage
 
 PATH = "/v1/responses"

@@ -11,7 +11,7 @@
 
 Any model name is accepted; the answer names the actual model. A client that disconnects cancels its
 run. Not here: keys, sizes and waits (see ramify/http_server/), the format of each API (see
-chat_completions.py and responses.py), admission and budgets (see questions.py).
+chat_completions.py and responses.py), admission and budgets (see question_serving.py).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ramify.engine.rlm import RLM
 from ramify.engine.spans import continued
 from ramify.http_server.access import ListenAddress
 from ramify.http_server.base_server import CALLER, HttpServer, received
-from ramify.http_server.capacity import max_runs as runs_of_this_machine
 from ramify.http_server.chat_completions_api import encode
 from ramify.http_server.http_limits import HttpLimits
+from ramify.http_server.machine_capacity import max_runs as runs_of_this_machine
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStream
 from ramify.serve.conversation_to_question import LONG_CHARS, RunPrompt, prompt_of
-from ramify.serve.feedback import add_feedback
+from ramify.serve.feedback import add_feedback_route
 from ramify.serve.keys import ApiKeys
-from ramify.serve.questions import ServedAnswer, ServedQuestion, ServedQuestions
+from ramify.serve.question_serving import ServedAnswer, ServedQuestion, ServedQuestions
 from ramify.serve.responses import ResponseStream
 from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
 from ramify.serve.traffic_recorder import TrafficRecorder
@@ -173,7 +173,7 @@ class RunServer:
                 app.router.add_get(path, get)
             for api in APIS:
                 app.router.add_post(api.PATH, self._handler(api))
-            add_feedback(app, self._recorder)
+            add_feedback_route(app, self._recorder)
             await self._http.start(app)
             self._is_open = True
         except BaseException:

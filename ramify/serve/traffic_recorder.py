@@ -64,7 +64,7 @@ from ramify.types.traffic import (
     TEMPERATURE,
     PolicyArchitectureIdentity,
 )
-from ramify.types.trajectory import Call, CallCause, Fork, Stop, Trajectory, cut
+from ramify.types.trajectory import AgentCallReason, Call, Fork, Stop, Trajectory, cut
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
@@ -88,7 +88,7 @@ _FILL = 0.9
 _log = ComponentLogger("serve")
 
 
-class RecordedPolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a policy that the recorder of its conversations needs."""
 
     identity: PolicyArchitectureIdentity
@@ -102,9 +102,9 @@ class RecordedPolicyInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the weights at the start."""
 
     @classmethod
-    def of(cls, policy: Policy) -> RecordedPolicyInfo:
+    def of(cls, policy: Policy) -> PolicyFactsForRecorder:
         """Describe a policy of this process."""
-        from ramify.models.identity import identity_of
+        from ramify.models.policy_vocabulary_identity import identity_of
         from ramify.models.weights import fingerprint
 
         tokenizer = policy.tokenizer
@@ -157,7 +157,7 @@ class TrafficRecorder:
     def __init__(
         self,
         folder: str | Path,
-        policy: RecordedPolicyInfo,
+        policy: PolicyFactsForRecorder,
         redaction: Redaction | None = None,
         retention: Retention | None = None,
     ) -> None:
@@ -521,11 +521,11 @@ def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _Recor
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
 
 
-def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> CallCause:
+def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> AgentCallReason:
     """Return why a call begins."""
     if first is not None:
-        return CallCause.SAMPLE
-    return CallCause.NEW if earlier is None else CallCause.BRANCH
+        return AgentCallReason.SAMPLE
+    return AgentCallReason.NEW if earlier is None else AgentCallReason.BRANCH
 
 
 def _key(ids: Sequence[int]) -> bytes:
@@ -550,7 +550,7 @@ def _opened(folder: str | Path) -> Store:
         raise StoreError(str(error).partition(";")[0]) from None
 
 
-def _claim(store: Store, policy: RecordedPolicyInfo) -> None:
+def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
     """Mark ``store`` as the store of this policy's conversations. Raises ConfigError if the store
     already holds conversations of another policy. Also raises it if the store holds any other runs,
     since old conversations are deleted, and these runs would be, too."""

@@ -3,7 +3,7 @@ compressed by gzip, bzip2, xz or zstd; and single compressed files. Not here: 7z
 ``seven_zip.py``).
 
 Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
-bytes of the whole load (``SourceLoader.spend``), a compression ratio that ordinary text does not
+bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary text does not
 reach, and the number of members.
 """
 
@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from typing import Any, BinaryIO, cast
 
-from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource, needs_inputs
+from ramify.sources.base import OversizedSource, SourceCollector, UnreadableSource, needs_inputs
 from ramify.sources.file_kinds import SourceFile, read_as, read_file
 
 MAX_MEMBERS = 100_000
@@ -52,7 +52,7 @@ def is_hidden(member: str) -> bool:
     )
 
 
-def read_member(name: str, data: bytes, loading: SourceLoader, depth: int = 0) -> None:
+def read_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
     """Read one unpacked member, whose bytes have already been counted."""
     try:
         read_file(SourceFile(name, data, inside=True, depth=depth), loading)
@@ -70,7 +70,7 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
         )
 
 
-def check_parts(file: SourceFile, what: str, loading: SourceLoader) -> list[str]:
+def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[str]:
     """Check the stated sizes of the parts of a document that is a zip archive, and count those that
     its reader unpacks as text. A reader unpacks a part no further than to its stated size. Returns
     the names of the parts."""
@@ -98,7 +98,7 @@ def check_count(num_members: int) -> None:
         )
 
 
-def read_zip(file: SourceFile, loading: SourceLoader) -> None:
+def read_zip(file: SourceFile, loading: SourceCollector) -> None:
     try:
         archive = zipfile.ZipFile(io.BytesIO(file.data))
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
@@ -136,7 +136,7 @@ def read_zip(file: SourceFile, loading: SourceLoader) -> None:
 
 
 def _unpack(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceLoader
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceCollector
 ) -> bytes:
     """Unpack a member block by block, because the size that the archive states may be false."""
     data = bytearray()
@@ -152,7 +152,7 @@ _DAMAGED = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error, Val
 _SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 
 
-def read_tar(file: SourceFile, loading: SourceLoader) -> None:
+def read_tar(file: SourceFile, loading: SourceCollector) -> None:
     try:
         with _open(file.data) as unpacked:
             stream = _BoundedStream(unpacked, file, loading)
@@ -210,7 +210,7 @@ class _ZstdStream(contextlib.closing[Any]):
         return data
 
 
-def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
+def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceCollector) -> None:
     num_members = 0
     # In stream mode, tarfile calls only read().
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
@@ -229,7 +229,7 @@ def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoade
                 loading.report_problem(name, "is a link or a device, not a file")
 
 
-def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
+def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceCollector) -> None:
     blocks = []
     while block := stream.read(_BLOCK_BYTES):
         blocks.append(block)
@@ -243,7 +243,7 @@ def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceLoader
 class _BoundedStream:
     """Stream that counts its output against the limits of the load."""
 
-    def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceLoader) -> None:
+    def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceCollector) -> None:
         self._stream = stream
         self._file = file
         self._loading = loading

@@ -1,6 +1,6 @@
 """Types of loaded sources, and the loader object that readers report to.
 
-    paths ──load_sources.py──> reader of each kind ──> SourceLoader ──> LoadedContext
+    paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
 
 A reader raises ``UnreadableSource`` for a file that it cannot read. Beside other files this becomes
@@ -22,7 +22,7 @@ from ramify.install_command import install_command
 from ramify.printable import one_line
 from ramify.progress import ProgressTask
 from ramify.sandbox.base import MappedText
-from ramify.sources.table_descriptions import LoadedTable
+from ramify.sources.sql_table_types import LoadedTable
 from ramify.types.picture import Picture, digest_in
 
 MAX_FILE_S = 60.0
@@ -240,7 +240,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return [one_line(line) for line in lines]
 
 
-class SourceLoader:
+class SourceCollector:
     """Collects the results of the readers and enforces limits on size and time.
 
     ``max_bytes`` bounds all text and unpacked data together, and ``max_file_s`` bounds the parsing
@@ -287,7 +287,7 @@ class SourceLoader:
         self.needs_session = False
         """True if a part of the context is only there through a tool."""
         self.pdfs: dict[str, Any] = {}
-        """Name of a PDF -> what renders its pages; see ``pdf_pages.PdfSource``."""
+        """Name of a PDF -> what renders its pages; see ``pdf_pages.RenderablePdf``."""
         self.tables: list[LoadedTable] = []
         self.kept_tables: Any = None
         """Folder of tables that were not separate files; see ``tables.TemporaryTableFolder``."""

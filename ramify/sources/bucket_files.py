@@ -23,7 +23,7 @@ from typing import Any
 
 from ramify.secrets import without_secrets
 from ramify.sources.base import UnreadableSource, needs_inputs
-from ramify.sources.remote_urls import ListedFile, RemoteHead, shown_url
+from ramify.sources.url_recognition import ListedFile, RemoteHead, shown_url
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20

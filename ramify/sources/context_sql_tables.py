@@ -18,7 +18,7 @@ from ramify.sandbox.base import SharedContext, Table, anonymous_file
 from ramify.sources.base import listing
 from ramify.sources.duckdb_process import NUM_SAMPLES, query_tables
 from ramify.sources.query_process import plain
-from ramify.sources.table_descriptions import TableSource
+from ramify.sources.sql_table_types import TableLocation
 from ramify.sources.tables import MAX_TABLES, has_duckdb, shown_value, table_name
 
 _NAME = "context"
@@ -96,7 +96,7 @@ class ContextSqlTables:
         assert self._context is not None, "a session over the context exists"
         path = f"/proc/{os.getpid()}/fd/{self._descriptor(self._context)}"
         sources = [
-            TableSource(name, path, "context", "" if key is None else key)
+            TableLocation(name, path, "context", "" if key is None else key)
             for name, key in self._keys.items()
         ]
         return query_tables(sources, query, params)

@@ -25,12 +25,12 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import msgspec
 
 from ramify.actors.answering_process import answer_requests
-from ramify.actors.run_messages import decode
+from ramify.actors.message_encoding import decode
 from ramify.errors import SourceError
 from ramify.install_command import install_command
 from ramify.secrets import remember
-from ramify.sources.base import SourceLoader, UnreadableSource
-from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
+from ramify.sources.base import SourceCollector, UnreadableSource
+from ramify.sources.query_process import QUERY_S, QueryProcesses, RowsWithinLimits, answered, plain
 
 SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
 CONNECT_S = 10.0
@@ -87,7 +87,7 @@ def without_password(name: str) -> str:
     return f"{scheme}://{login.partition(':')[0]}{at}{place}{kept}"
 
 
-def read_server(url: str, loading: SourceLoader) -> None:
+def read_server(url: str, loading: SourceCollector) -> None:
     """Add a description of the database at ``url`` to the context, and a function that queries it.
     Raises UnreadableSource if the server cannot be read, and SourceError for a wrong URL."""
     address = parse_address(url)
@@ -367,7 +367,7 @@ def _reading(asked: DatabaseQueryRequest) -> str:
 
 
 def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
-    bounded = BoundedRows()
+    bounded = RowsWithinLimits()
     for row in cursor:
         bounded.add(tuple(map(plain, row)))
     return bounded.rows

@@ -26,9 +26,9 @@ from collections.abc import Callable
 import msgspec
 
 from ramify.actors.answering_process import answer_requests, ask, start_python_process
-from ramify.actors.child_process import IdleProcesses
-from ramify.actors.run_messages import decode, encode
-from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource
+from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.message_encoding import decode, encode
+from ramify.sources.base import SourceCollector, SourcePlace, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 
 MEMORY_BYTES = 4 << 30
@@ -81,13 +81,13 @@ class ConversionAnswer(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-_processes = IdleProcesses(
+_processes = RequestProcessPool(
     functools.partial(start_python_process, f"{__name__}:serve", is_bare=True)
 )
 
 
 def convert_document(
-    kind: str, what: str, file: SourceFile, loading: SourceLoader
+    kind: str, what: str, file: SourceFile, loading: SourceCollector
 ) -> ConvertedDocument:
     """Return the text of a document. ``what`` describes the document in errors: ``a PDF``. Raises
     UnreadableSource."""

@@ -1,11 +1,11 @@
 """Readers of documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes one text
 with the places of its pages, slides or headings.
 
-    file ──convert_document──> text, places, attachments ──> SourceLoader
+    file ──convert_document──> text, places, attachments ──> SourceCollector
            (document_process.py)                └── each is read as a file of its kind
 
 Not here: the conversion itself (``pdf.py``, ``office_documents.py``, ``mail.py``), scans
-(``pdf_pages.py``), workbooks (``table_files.py``) and notebooks (``notebook.py``).
+(``pdf_page_pictures.py``), workbooks (``table_files.py``) and notebooks (``notebook.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ramify.sources.archives import (
     member_name,
     read_member,
 )
-from ramify.sources.base import OversizedSource, SourceLoader, UnreadableSource, needs_inputs
+from ramify.sources.base import OversizedSource, SourceCollector, UnreadableSource, needs_inputs
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile, decode
-from ramify.sources.pdf_pages import keep, read_scan
+from ramify.sources.pdf_page_pictures import keep, read_scan
 
 MAX_DEPTH = 3
 """Maximum number of messages around an attachment that is still read."""
@@ -45,7 +45,7 @@ _WHAT = {
 _ZIPPED = ("docx", "pptx", "odt", "epub")
 
 
-def _converted(kind: str, file: SourceFile, loading: SourceLoader) -> ConvertedDocument:
+def _converted(kind: str, file: SourceFile, loading: SourceCollector) -> ConvertedDocument:
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
         raise UnreadableSource(f"is {what}", needs_inputs())
@@ -56,7 +56,7 @@ def _converted(kind: str, file: SourceFile, loading: SourceLoader) -> ConvertedD
     return found
 
 
-def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceLoader) -> None:
+def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceCollector) -> None:
     """Add the text of a document to the load, and read its attachments."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
@@ -74,14 +74,14 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceL
             read_member(name, data, loading, file.depth + 1)
 
 
-def _read(kind: str, file: SourceFile, loading: SourceLoader) -> None:
+def _read(kind: str, file: SourceFile, loading: SourceCollector) -> None:
     found = _converted(kind, file, loading)
     if not found.text.strip() and not found.members:
         raise UnreadableSource(f"is {_WHAT[kind][0]} without text", "name one that has some")
     _add(kind, file, found, loading)
 
 
-def read_pdf(file: SourceFile, loading: SourceLoader) -> None:
+def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
     found = _converted("pdf", file, loading)
     if found.text:
         _add("pdf", file, found, loading)
@@ -90,7 +90,7 @@ def read_pdf(file: SourceFile, loading: SourceLoader) -> None:
         read_scan(file, len(found.places), loading)
 
 
-def read_html(file: SourceFile, loading: SourceLoader) -> None:
+def read_html(file: SourceFile, loading: SourceCollector) -> None:
     """Read a page as Markdown, or as its markup if it cannot be converted."""
     text, _ = decode(file.data)
     try:

@@ -24,7 +24,7 @@ from typing import BinaryIO
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.sources.remote_urls import RemoteHead
+from ramify.sources.url_recognition import RemoteHead
 
 MAX_CACHE_BYTES = 10 << 30
 _SPARED_S = 24 * 3600.0

@@ -33,9 +33,9 @@ from typing import Any
 import msgspec
 
 from ramify.actors.answering_process import answer_requests
-from ramify.actors.run_messages import decode
-from ramify.sources.query_process import QUERY_S, BoundedRows, QueryProcesses, answered, plain
-from ramify.sources.table_descriptions import TableInfo, TableSource
+from ramify.actors.message_encoding import decode
+from ramify.sources.query_process import QUERY_S, QueryProcesses, RowsWithinLimits, answered, plain
+from ramify.sources.sql_table_types import TableInfo, TableLocation
 
 MEMORY_BYTES = 2 << 30
 """Memory that DuckDB may use."""
@@ -53,7 +53,7 @@ NUM_SAMPLES = 3
 class TableQuestion(msgspec.Struct, frozen=True):
     """A query over tables. Without a query, it asks for a description of the tables."""
 
-    tables: list[TableSource]
+    tables: list[TableLocation]
     query: str = ""
     params: list[Any] | dict[str, Any] = []
     limit_s: float = QUERY_S
@@ -65,7 +65,7 @@ _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
 
 
 def query_tables(
-    tables: Sequence[TableSource],
+    tables: Sequence[TableLocation],
     query: str,
     params: Sequence[Any] | Mapping[str, Any] = (),
     limit_s: float = QUERY_S,
@@ -78,7 +78,7 @@ def query_tables(
 
 
 def describe_tables(
-    tables: Sequence[TableSource], limit_s: float, max_text_bytes: int = 0
+    tables: Sequence[TableLocation], limit_s: float, max_text_bytes: int = 0
 ) -> list[TableInfo]:
     """Return the columns, number of rows and first rows of the tables of one file. If a file can
     hold several tables and a source names no ``member``, all its tables are described. Raises
@@ -157,7 +157,7 @@ _SNIFFED = {
 class _Tables:
     """An in-memory DuckDB database, in which each table can be queried by its name."""
 
-    def __init__(self, tables: Sequence[TableSource]) -> None:
+    def __init__(self, tables: Sequence[TableLocation]) -> None:
         import duckdb
 
         self._tables = list(tables)
@@ -218,7 +218,7 @@ class _Tables:
             elif each.scan:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
-    def _members(self, given: TableSource, attached: str) -> list[TableSource]:
+    def _members(self, given: TableLocation, attached: str) -> list[TableLocation]:
         """Return one source for each table of the file. A source that names its table, or whose
         file is a single table, is returned as it is."""
         if given.member or given.kind not in ("duckdb", "sqlite", "xlsx"):
@@ -249,7 +249,7 @@ class _Tables:
             for number, name in enumerate(names)
         ]
 
-    def _scan(self, each: TableSource) -> str:
+    def _scan(self, each: TableLocation) -> str:
         """Return the SQL that reads a CSV or JSONL file with the types of its columns."""
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
@@ -276,7 +276,7 @@ class _Tables:
             f"columns = {columns})"
         )
 
-    def _open_value(self, each: TableSource) -> None:
+    def _open_value(self, each: TableLocation) -> None:
         import pyarrow
 
         # Here, as its import takes as long as that of DuckDB, and files do not need it.
@@ -297,7 +297,7 @@ class _Tables:
         self._values.append(table)
         self._database.register(each.name, table)
 
-    def _open_arrow(self, each: TableSource) -> None:
+    def _open_arrow(self, each: TableLocation) -> None:
         import pyarrow
         import pyarrow.dataset
         import pyarrow.feather
@@ -366,7 +366,7 @@ class _Tables:
         return self._read(query, params)
 
     def _read(self, query: str, params: Any = None) -> list[tuple[Any, ...]]:
-        bounded = BoundedRows()
+        bounded = RowsWithinLimits()
         self._database.execute("BEGIN TRANSACTION READ ONLY")
         try:
             result = self._database.execute(query, params or None)
@@ -402,11 +402,11 @@ class _Tables:
 
     # --- copies
 
-    def _forget(self, each: TableSource) -> None:
+    def _forget(self, each: TableLocation) -> None:
         if self._copied.pop(each.name, None):
             self._database.execute(f"DROP TABLE IF EXISTS {_quoted(each.name)}")
 
-    def _copy(self, each: TableSource) -> None:
+    def _copy(self, each: TableLocation) -> None:
         """Copy a SQLite table or a sheet into DuckDB, unless an earlier copy is still up to
         date."""
         version = tuple(
@@ -473,7 +473,7 @@ _COUNT_S = 2.0
 _DUCKDB_TYPES = {"integer": "BIGINT", "real": "DOUBLE", "text": "VARCHAR", "blob": "BLOB"}
 
 
-def _sqlite_info(each: TableSource) -> TableInfo:
+def _sqlite_info(each: TableLocation) -> TableInfo:
     """Describe a SQLite table without copying it. The number of rows is -1 if counting them takes
     too long."""
     table = _quoted(each.member)
@@ -501,7 +501,7 @@ def _sqlite_info(each: TableSource) -> TableInfo:
 _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None): "null"}
 
 
-def _sqlite_rows(each: TableSource) -> tuple[list[str], list[str], Iterator[list[Any]]]:
+def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
     """Return the kind and the name of each column of a SQLite table, and the rows in batches.
     SQLite stores any kind of value in any column, so the kinds are found from the values."""
     database = _sqlite(each.path)
@@ -540,7 +540,7 @@ def _workbook(path: str, *, with_formulas: bool = False) -> Any:
         raise ValueError(_one_line(error) or type(error).__name__) from None
 
 
-def _sheet(each: TableSource, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
+def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of a sheet that are not empty."""
     book = _workbook(each.path, with_formulas=with_formulas)
     try:
@@ -557,7 +557,7 @@ def _sheet(each: TableSource, *, with_formulas: bool = False) -> Iterator[tuple[
         book.close()
 
 
-def _sheet_rows(each: TableSource) -> tuple[list[str], list[str], Iterator[list[Any]]]:
+def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
     """Return the kind and the name of each column of a sheet, and the rows in batches. The first
     row holds the names if all its cells are text."""
     found: list[set[str]] = []
@@ -595,7 +595,7 @@ _COUNTED_CELLS = 1_000_000
 """Cells of a sheet in which formulas without a value are looked for."""
 
 
-def _sheet_text(each: TableSource, max_bytes: int) -> tuple[str, str]:
+def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
     """Return a sheet as tab-separated lines, and a note on formulas that have no stored value.
     Raises ValueError if the text is longer than ``max_bytes``."""
     lines, num_bytes, num_cells, missing = [], 0, 0, 0

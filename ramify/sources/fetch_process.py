@@ -24,14 +24,14 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import kill
-from ramify.actors.run_messages import decode, encode
+from ramify.actors.message_encoding import decode, encode
 from ramify.sources.base import UnreadableSource
-from ramify.sources.remote_urls import ListedFile, RemoteHead, is_web
+from ramify.sources.url_recognition import ListedFile, RemoteHead, is_web
 
 if TYPE_CHECKING:
     from ramify.http_client.http_transport import HttpConnectionPool
     from ramify.sources.bucket_files import BucketDownload
-    from ramify.sources.http_download import HttpDownload
+    from ramify.sources.http_download import OpenDownload
 
 ANSWER_S = 60.0
 """Time limit for each answer: a head, or the next bytes."""
@@ -172,7 +172,7 @@ class _OpenFiles:
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
         self._pool: HttpConnectionPool | None = None
-        self._web: dict[str, HttpDownload] = {}
+        self._web: dict[str, OpenDownload] = {}
         self._buckets: dict[str, BucketDownload] = {}
 
     def open(self, asked: FetchRequest) -> RemoteHead:
@@ -203,7 +203,7 @@ class _OpenFiles:
             opened.close()
 
 
-async def _block(download: HttpDownload) -> bytes:
+async def _block(download: OpenDownload) -> bytes:
     """Return about a megabyte, or the bytes that arrive within a few seconds. Before the end of the
     file this is at least one byte."""
     data = bytearray(await download.read())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.sources.base import NOT_UTF8, SourceLoader, UnreadableSource
+from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
 
 HEAD_BYTES = 8192
 """Number of first bytes that determine the kind of a file."""
@@ -40,7 +40,7 @@ class SourceFile(msgspec.Struct):
     """Number of messages around an attachment."""
 
 
-Reader = Callable[[SourceFile, SourceLoader], None]
+Reader = Callable[[SourceFile, SourceCollector], None]
 
 READERS: dict[str, str] = {
     "text": "ramify.sources.file_kinds:read",
@@ -129,7 +129,7 @@ BINARY_SUFFIXES = frozenset(
 """Suffixes of binary files, which are not opened when a folder is read."""
 
 
-def read_file(file: SourceFile, loading: SourceLoader) -> None:
+def read_file(file: SourceFile, loading: SourceCollector) -> None:
     """Read ``file`` according to its kind. Raises UnreadableSource for an unsupported kind."""
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
@@ -139,7 +139,7 @@ def read_file(file: SourceFile, loading: SourceLoader) -> None:
     read_as(kind, file, loading)
 
 
-def read_as(kind: str, file: SourceFile, loading: SourceLoader) -> None:
+def read_as(kind: str, file: SourceFile, loading: SourceCollector) -> None:
     reader: Reader = pkgutil.resolve_name(READERS[kind])
     reader(file, loading)
 
@@ -183,7 +183,9 @@ def kind_of(name: str, head: bytes) -> str:
     return "text"
 
 
-def read_regular(path: str, name: str, loading: SourceLoader, flags: int = os.O_NOFOLLOW) -> bytes:
+def read_regular(
+    path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW
+) -> bytes:
     """Return the bytes of a regular file. For a database, return only its first bytes, because it
     is queried and not loaded."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -217,7 +219,7 @@ _MAX_PARSED_CHARS = 20_000_000
 _MAX_NAMES = 12
 
 
-def read(file: SourceFile, loading: SourceLoader) -> None:
+def read(file: SourceFile, loading: SourceCollector) -> None:
     text, note = decode(file.data)
     kind, detail = describe(file.name, text)
     problem = ""

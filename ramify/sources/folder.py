@@ -18,7 +18,7 @@ import msgspec
 from pathspec import GitIgnoreSpec
 
 from ramify.errors import SourceError
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import (
     BINARY_SUFFIXES,
     HEAD_BYTES,
@@ -34,7 +34,7 @@ MAX_FILES = 200_000
 _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
-def read_folder(folder: Path, prefix: str, loading: SourceLoader) -> None:
+def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
     """Load the files below ``folder``. Their names begin with ``prefix``, which is empty or ends
     with a slash."""
     _Walk(folder, prefix, loading).run()
@@ -43,7 +43,7 @@ def read_folder(folder: Path, prefix: str, loading: SourceLoader) -> None:
 class _Walk:
     """State of one traversal of a folder."""
 
-    def __init__(self, folder: Path, prefix: str, loading: SourceLoader) -> None:
+    def __init__(self, folder: Path, prefix: str, loading: SourceCollector) -> None:
         self._root = folder.resolve()
         self._prefix = prefix
         self._loading = loading
@@ -163,7 +163,7 @@ class IgnoreFile(msgspec.Struct, frozen=True):
 Layers = tuple[IgnoreFile, ...]
 
 
-def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
+def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
     """Return the ignore files above ``folder`` in its repository, outermost first, and the path
     from the top of the repository to ``folder`` (``"src/"``)."""
     top = next(
@@ -180,7 +180,7 @@ def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
     return layers, base
 
 
-def extend(layers: Layers, path: Path, base: str, loading: SourceLoader) -> Layers:
+def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
     """Append the ignore file at ``path`` to ``layers``, if it exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()

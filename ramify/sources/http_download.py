@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from ramify.errors import ConfigError, ModelError, Unreachable
-from ramify.http_client.addresses import is_http_url
 from ramify.http_client.http_transport import HttpConnectionPool, HttpExchange, route_to
+from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.sources.base import UnreadableSource
-from ramify.sources.remote_urls import RemoteHead, is_web, shown_url
+from ramify.sources.url_recognition import RemoteHead, is_web, shown_url
 
 MAX_REDIRECTS = 10
 CONNECT_S = 20.0
@@ -88,7 +88,7 @@ def new_pool(allow_private: bool) -> HttpConnectionPool:
     )
 
 
-class HttpDownload:
+class OpenDownload:
     """A response whose head has been read. ``head`` describes the file."""
 
     def __init__(self, exchange: HttpExchange, head: RemoteHead) -> None:
@@ -109,7 +109,7 @@ class HttpDownload:
 
 async def open_download(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
-) -> HttpDownload:
+) -> OpenDownload:
     """Request ``url``, follow its redirects, and return the response once its head has arrived.
     ``version`` is the version of an earlier copy, or empty. A server that is busy is asked again
     after a moment. Raises UnreadableSource."""
@@ -126,7 +126,7 @@ async def open_download(
 
 async def _followed(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
-) -> HttpDownload:
+) -> OpenDownload:
     seen = {url}
     origin = _origin(url)
     parts = urlsplit(url)
@@ -148,7 +148,7 @@ async def _followed(
                     raise UnreadableSource("redirects in a loop", "name the page that it leads to")
                 seen.add(url)
             elif exchange.status in (200, 203) or (exchange.status == 304 and version):
-                return HttpDownload(exchange, _head(exchange, plain))
+                return OpenDownload(exchange, _head(exchange, plain))
             else:
                 raise _refusal(exchange.status, exchange.headers)
         except BaseException:

@@ -29,8 +29,8 @@ from ramify.progress import report_progress
 from ramify.sources.base import (
     MAX_FILE_S,
     LoadedContext,
+    SourceCollector,
     SourceItem,
-    SourceLoader,
     SourceProblem,
     UnreadableSource,
     listing,
@@ -38,7 +38,7 @@ from ramify.sources.base import (
 from ramify.sources.database_servers import is_database_url, read_server, without_password
 from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 from ramify.sources.mapped_files import read_mapped
-from ramify.sources.remote_urls import is_remote, recorded_url, shown_url
+from ramify.sources.url_recognition import is_remote, recorded_url, shown_url
 
 __all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
 
@@ -82,7 +82,7 @@ def load(
     expanded = [path for path in expanded if not (is_database_url(path) or is_remote(path))]
     labels = _labels(expanded) if expanded else []
     with report_progress("reading", unit="bytes") as work:
-        loading = SourceLoader(
+        loading = SourceCollector(
             MAX_BYTES if max_bytes is None else max_bytes,
             max_file_s,
             work,
@@ -142,7 +142,7 @@ def load_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_remote(
-    urls: list[str], is_alone: bool, allow_private: bool, loading: SourceLoader
+    urls: list[str], is_alone: bool, allow_private: bool, loading: SourceCollector
 ) -> bool:
     """Fetch and read files by URL. Return whether they are a single file."""
     from ramify.sources.remote_files import fetch_files
@@ -227,7 +227,7 @@ def _read_path(
     label: str,
     is_alone: bool,
     stdin: BinaryIO | None,
-    loading: SourceLoader,
+    loading: SourceCollector,
     shown: str = "",
 ) -> None:
     """Read one path. ``shown`` is its name in error messages, if that differs from the path."""
@@ -262,7 +262,7 @@ def _read_path(
         loading.report_problem(label or shown, f"cannot be read: {error.strerror}")
 
 
-def _read_one(path: str, label: str, loading: SourceLoader) -> None:
+def _read_one(path: str, label: str, loading: SourceCollector) -> None:
     real = os.path.realpath(path)
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode):
@@ -281,7 +281,7 @@ def _read_one(path: str, label: str, loading: SourceLoader) -> None:
     read_file(SourceFile(label, data, place, is_named=True), loading)
 
 
-def _read_pipe(path: str, loading: SourceLoader) -> bytes:
+def _read_pipe(path: str, loading: SourceCollector) -> bytes:
     """Read a named pipe, such as <(zcat log.gz), to its end."""
     # A blocking open would wait for a writer indefinitely.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -311,7 +311,7 @@ def _first_block(fd: int) -> bytes:
     raise UnreadableSource("is a pipe without a writer", "start the program that writes to it")
 
 
-def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
+def _drain(stream: BinaryIO, name: str, loading: SourceCollector) -> bytes:
     data = bytearray()
     # One read at a time: a terminal reports its end (Ctrl-D) only once.
     read = getattr(stream, "read1", stream.read)
@@ -321,7 +321,7 @@ def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
     return bytes(data)
 
 
-def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedContext:
+def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedContext:
     chars = sum(item.chars for item in loading.items)
     if chars == 0 and not loading.pictures:
         shown = listing(["standard input" if name == _STDIN else name for name in names])
@@ -347,7 +347,7 @@ def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedCont
     )
 
 
-def _single_database(loading: SourceLoader) -> str | None:
+def _single_database(loading: SourceCollector) -> str | None:
     """Return the name of the only database, if no table comes from anywhere else. Queries then use
     its own dialect, since there is nothing to join it with."""
     databases = [*loading.databases, *loading.servers]
@@ -355,7 +355,7 @@ def _single_database(loading: SourceLoader) -> str | None:
     return databases[0] if is_single else None
 
 
-def _why_empty(loading: SourceLoader, single: bool) -> str:
+def _why_empty(loading: SourceCollector, single: bool) -> str:
     if single and loading.items:
         return "is empty: name something that has text in it"
     reasons = [str(problem) for problem in loading.problems[:_MANY]]
@@ -364,12 +364,12 @@ def _why_empty(loading: SourceLoader, single: bool) -> str:
     return f"has no text to read ({why}): name a source that has text"
 
 
-def _tools(loading: SourceLoader) -> dict[str, Any]:
+def _tools(loading: SourceCollector) -> dict[str, Any]:
     pages: dict[str, Any] = {}
     if loading.pdfs:
-        from ramify.sources.pdf_pages import PdfPages
+        from ramify.sources.pdf_page_pictures import PdfPagePictures
 
-        pages["page_picture"] = PdfPages(loading.pdfs, loading.max_file_s).page_picture
+        pages["page_picture"] = PdfPagePictures(loading.pdfs, loading.max_file_s).page_picture
     if not (loading.databases or loading.servers or loading.tables):
         return pages
     from ramify.sources.sqlite_process import query_in_time

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.sandbox.base import MappedText, mapped_text
-from ramify.sources.base import NOT_UTF8, SourceLoader, UnreadableSource
+from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, describe, is_binary, kind_of, mark_of
 
 TINY_BYTES = 1 << 16
@@ -30,7 +30,7 @@ MAX_FILES = 20_000
 _HEAD_CHARS = 100_000
 
 
-def read_mapped(path: str, name: str, loading: SourceLoader, flags: int = os.O_NOFOLLOW) -> bool:
+def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW) -> bool:
     """Add the text of a large file to the load without reading it into memory. Returns False if the
     file has to be read otherwise. Raises UnreadableSource for a kind that cannot be read."""
     try:
@@ -56,7 +56,7 @@ def read_mapped(path: str, name: str, loading: SourceLoader, flags: int = os.O_N
     return True
 
 
-def is_large(num_bytes: int, loading: SourceLoader) -> bool:
+def is_large(num_bytes: int, loading: SourceCollector) -> bool:
     """Return True if a file of this size stays on disk."""
     if not hasattr(os, "pread") or loading.num_mapped >= MAX_FILES:
         return False
@@ -84,7 +84,7 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
     return kind, "JSON" if kind == "json" else ""
 
 
-def _as_table(name: str, kind: str, path: Path, loading: SourceLoader) -> str:
+def _as_table(name: str, kind: str, path: Path, loading: SourceCollector) -> str:
     """Let ``sql`` query a CSV or JSONL file. Returns a note if that is not possible."""
     if kind not in ("csv", "jsonl"):
         return ""

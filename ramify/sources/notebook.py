@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.sources.base import SourceLoader
+from ramify.sources.base import SourceCollector
 from ramify.sources.document_places import DocumentPart, assemble
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.file_kinds import read as read_text
@@ -34,7 +34,7 @@ class IpynbNotebook(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-def read(file: SourceFile, loading: SourceLoader) -> None:
+def read(file: SourceFile, loading: SourceCollector) -> None:
     try:
         notebook = msgspec.json.decode(decode(file.data)[0], type=IpynbNotebook)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

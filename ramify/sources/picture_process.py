@@ -3,7 +3,8 @@
 An untrusted picture may claim a size of gigabytes, or make a decoder hang. The process has limits
 on its memory and its CPU time, gets no environment variables with keys, and is killed at a time
 limit. Pillow decodes pictures, and pypdfium2 renders pages (both in the extra ``inputs``); neither
-is imported in this process. Not here: which pictures need this (``pictures.py``, ``pdf_pages.py``).
+is imported in this process. Not here: which pictures need this (``pictures.py``,
+``pdf_page_pictures.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import resource
 import msgspec
 
 from ramify.actors.answering_process import answer_requests, ask, start_python_process
-from ramify.actors.child_process import IdleProcesses
-from ramify.actors.run_messages import decode, encode
+from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.message_encoding import decode, encode
 
 MAX_PIXELS = 150_000_000
 """Maximum number of pixels of a picture that is decoded in order to scale it down."""
@@ -54,7 +55,7 @@ class _Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_processes = IdleProcesses(
+_processes = RequestProcessPool(
     functools.partial(start_python_process, f"{__name__}:serve", is_bare=True)
 )
 

@@ -5,7 +5,7 @@
 Only the header is read. A picture that is larger than models accept is scaled down by Pillow (extra
 ``inputs``), in a process with limits on memory and time; without Pillow it is refused with an error
 that gives its size. Pictures in a folder are left out if the folder also has texts, since most
-of them would be icons. Not here: pages of PDFs (see ``pdf_pages.py``).
+of them would be icons. Not here: pages of PDFs (see ``pdf_page_pictures.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 
 from ramify.install_command import install_command
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.picture_process import MAX_PIXELS, MAX_SOURCE_BYTES, PictureFailed, scaled
 from ramify.types.picture import (
@@ -27,7 +27,7 @@ from ramify.types.picture import (
 )
 
 
-def read(file: SourceFile, loading: SourceLoader) -> None:
+def read(file: SourceFile, loading: SourceCollector) -> None:
     name = file.name.rpartition("/")[2]
     try:
         picture, data = picture_of(file.data, name), file.data

@@ -1,7 +1,7 @@
 """Queries in processes that can be killed: the pool, and the answer of such a process.
 
     QueryProcesses("module:serve").ask(request, limit_s)
-        ──> idle process ── QueryAnswer ──> its value or an error
+        ──> idle process ── ProcessValueOrError ──> its value or an error
         └── no reply within the limit: it is killed, and the next query starts another
 
 Processes are started on demand, one for each concurrent query, and end with the host process. Not
@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from ramify.actors.answering_process import ask, start_python_process
-from ramify.actors.child_process import IdleProcesses
-from ramify.actors.run_messages import decode, encode
+from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.message_encoding import decode, encode
 
 QUERY_S = 30.0
 """Time limit of one query."""
@@ -31,7 +31,7 @@ GRACE_S = 10.0
 _ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, TimeoutError)}
 
 
-class QueryAnswer(msgspec.Struct, frozen=True):
+class ProcessValueOrError(msgspec.Struct, frozen=True):
     """A value, or an error."""
 
     value: Any = None
@@ -45,7 +45,7 @@ class QueryProcesses:
     ``is_bare``, they inherit only the search paths from the environment, and so no key."""
 
     def __init__(self, serve: str, *, is_bare: bool = False) -> None:
-        self._processes = IdleProcesses(
+        self._processes = RequestProcessPool(
             functools.partial(start_python_process, serve, is_bare=is_bare)
         )
 
@@ -62,7 +62,7 @@ class QueryProcesses:
         try:
             with self._processes.one() as process:
                 (data,) = ask(process, [asked], limit_s + grace_s)
-                answer: QueryAnswer = decode(data, QueryAnswer)
+                answer: ProcessValueOrError = decode(data, ProcessValueOrError)
         except TimeoutError:
             raise TimeoutError(
                 f"sql: stopped after {limit_s:g} s: one of its functions takes too long on such "
@@ -80,14 +80,14 @@ class QueryProcesses:
 def answered(call: Callable[[], Any]) -> list[bytes]:
     """Encode the result of ``call``, or the error that it raises."""
     try:
-        return [encode(QueryAnswer(call()))]
+        return [encode(ProcessValueOrError(call()))]
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 -- raised in the process that asked
-        return [encode(QueryAnswer(kind=type(error).__name__, text=str(error)))]
+        return [encode(ProcessValueOrError(kind=type(error).__name__, text=str(error)))]
 
 
-class BoundedRows:
+class RowsWithinLimits:
     """Rows of a result, which raise ValueError above ``MAX_ROWS`` or ``MAX_RESULT_BYTES``."""
 
     def __init__(self) -> None:

@@ -23,12 +23,12 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.progress import ProgressTask, report_progress
 from ramify.sources.archives import is_hidden
-from ramify.sources.base import MORE, SourceLoader, UnreadableSource, size_text
+from ramify.sources.base import MORE, SourceCollector, UnreadableSource, size_text
 from ramify.sources.download_cache import CachedCopy, DownloadCache
 from ramify.sources.fetch_process import FetchProcess
 from ramify.sources.file_kinds import BINARY_SUFFIXES
-from ramify.sources.media_types import file_name, to_utf8
-from ramify.sources.remote_urls import ListedFile, RemoteHead, check_url, is_web, shown_url
+from ramify.sources.served_file_hints import file_name, to_utf8
+from ramify.sources.url_recognition import ListedFile, RemoteHead, check_url, is_web, shown_url
 
 MAX_FILES = 200_000
 _MOST_HEADS = 100
@@ -59,7 +59,7 @@ class _Wanted(NamedTuple):
 
 def fetch_files(
     urls: Sequence[str],
-    loading: SourceLoader,
+    loading: SourceCollector,
     *,
     is_alone: bool,
     allow_private: bool = False,
@@ -84,7 +84,7 @@ class _Fetching:
     """The remote files of one load."""
 
     def __init__(
-        self, process: FetchProcess, cache: DownloadCache, loading: SourceLoader, is_single: bool
+        self, process: FetchProcess, cache: DownloadCache, loading: SourceCollector, is_single: bool
     ) -> None:
         self._process = process
         self._cache = cache
@@ -215,7 +215,7 @@ class _Fetching:
         self._loading.report_problem(shown, str(error))
 
 
-def _check_total(wanted: Sequence[_Wanted], loading: SourceLoader) -> int:
+def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
     """Return the number of bytes that will be fetched, as far as it is known. Raises SourceError if
     it exceeds the limit, before anything is fetched."""
     total = sum(max(0, each.file.num_bytes) for each in wanted)

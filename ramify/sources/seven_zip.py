@@ -9,7 +9,7 @@ import io
 from typing import Any
 
 from ramify.sources.archives import check_count, check_ratio, is_hidden, member_name, read_member
-from ramify.sources.base import SourceLoader, UnreadableSource, needs_inputs
+from ramify.sources.base import SourceCollector, UnreadableSource, needs_inputs
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile
 
@@ -17,7 +17,7 @@ MAX_UNPACKED_BYTES = 1 << 30
 """Maximum size of all members together, as the archive states it. They are unpacked in memory."""
 
 
-def read(file: SourceFile, loading: SourceLoader) -> None:
+def read(file: SourceFile, loading: SourceCollector) -> None:
     if importlib.util.find_spec("py7zr") is None:
         raise UnreadableSource("is a 7-Zip archive", needs_inputs())
     found = convert_document("7z", "a 7-Zip archive", file, loading)

@@ -11,7 +11,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.sqlite_query import run_query
 from ramify.sources.tables import describe_file, has_duckdb
@@ -25,7 +25,7 @@ _NUM_SAMPLES = 3
 _MAX_SHOWN_CHARS = 80
 
 
-def read(file: SourceFile, loading: SourceLoader) -> None:
+def read(file: SourceFile, loading: SourceCollector) -> None:
     if file.path is None:
         raise UnreadableSource(
             "is an SQLite database", "unpack it into a separate file and name that file"

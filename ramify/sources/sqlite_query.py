@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, BoundedRows
+from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, RowsWithinLimits
 
 _STEPS = 10_000
 """SQLite virtual machine steps between two checks of the clock: about 0.1 ms."""
@@ -66,7 +66,7 @@ def run_query(
 
 
 def _fetch(cursor: sqlite3.Cursor) -> list[tuple[Any, ...]]:
-    bounded = BoundedRows()
+    bounded = RowsWithinLimits()
     for row in cursor:
         bounded.add(row)
     return bounded.rows

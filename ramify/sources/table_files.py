@@ -8,9 +8,9 @@ queried (``tables.py``).
 from __future__ import annotations
 
 from ramify.sources.archives import MACROS, check_parts, has_macros
-from ramify.sources.base import SourceLoader, SourcePlace, UnreadableSource, needs_inputs
+from ramify.sources.base import SourceCollector, SourcePlace, UnreadableSource, needs_inputs
 from ramify.sources.file_kinds import SourceFile
-from ramify.sources.table_descriptions import TableInfo
+from ramify.sources.sql_table_types import TableInfo
 from ramify.sources.tables import describe_file, described, has_duckdb
 
 _WHAT = {
@@ -21,19 +21,19 @@ _WHAT = {
 }
 
 
-def read_parquet(file: SourceFile, loading: SourceLoader) -> None:
+def read_parquet(file: SourceFile, loading: SourceCollector) -> None:
     _read(file, "parquet", loading)
 
 
-def read_arrow(file: SourceFile, loading: SourceLoader) -> None:
+def read_arrow(file: SourceFile, loading: SourceCollector) -> None:
     _read(file, "arrow", loading)
 
 
-def read_duckdb(file: SourceFile, loading: SourceLoader) -> None:
+def read_duckdb(file: SourceFile, loading: SourceCollector) -> None:
     _read(file, "duckdb", loading)
 
 
-def read_xlsx(file: SourceFile, loading: SourceLoader) -> None:
+def read_xlsx(file: SourceFile, loading: SourceCollector) -> None:
     parts = check_parts(file, "xlsx file", loading)
     infos = _infos(file, "xlsx", loading)
     if not infos:
@@ -50,7 +50,7 @@ def read_xlsx(file: SourceFile, loading: SourceLoader) -> None:
     loading.add(file.name, text, "xlsx", len(file.data), "; ".join([detail, *notes]), places)
 
 
-def _read(file: SourceFile, kind: str, loading: SourceLoader) -> None:
+def _read(file: SourceFile, kind: str, loading: SourceCollector) -> None:
     infos = _infos(file, kind, loading)
     if not infos:
         raise UnreadableSource(f"is a {_WHAT[kind]} file without tables", "name one that has some")
@@ -61,7 +61,7 @@ def _read(file: SourceFile, kind: str, loading: SourceLoader) -> None:
     loading.add(file.name, text, kind, size, f"{_WHAT[kind]}: {_summary(infos)}")
 
 
-def _infos(file: SourceFile, kind: str, loading: SourceLoader) -> list[TableInfo]:
+def _infos(file: SourceFile, kind: str, loading: SourceCollector) -> list[TableInfo]:
     if not has_duckdb():
         raise UnreadableSource(
             f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file", needs_inputs()

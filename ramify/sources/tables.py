@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.duckdb_process import describe_tables, query_tables
-from ramify.sources.table_descriptions import LoadedTable, TableInfo, TableSource
+from ramify.sources.sql_table_types import LoadedTable, TableInfo, TableLocation
 
 MAX_TABLES = 500
 """Tables of a load. A folder's later files are only texts."""
@@ -50,7 +50,7 @@ def has_duckdb() -> bool:
 
 
 def describe_file(
-    name: str, kind: str, path: Path | None, data: bytes, loading: SourceLoader
+    name: str, kind: str, path: Path | None, data: bytes, loading: SourceCollector
 ) -> list[TableInfo]:
     """Describe the tables of a file and add them to the load. Raises UnreadableSource if the file
     cannot be read as tables, and if it changes meanwhile."""
@@ -61,7 +61,7 @@ def describe_file(
     started = time.monotonic()
     try:
         found = describe_tables(
-            [TableSource("table_0", str(place), kind)], DESCRIBE_S, max(0, loading.room)
+            [TableLocation("table_0", str(place), kind)], DESCRIBE_S, max(0, loading.room)
         )
     except TimeoutError:
         raise UnreadableSource(
@@ -91,7 +91,9 @@ def describe_file(
     ]
 
 
-def describe_text(name: str, kind: str, path: Path | None, text: str, loading: SourceLoader) -> str:
+def describe_text(
+    name: str, kind: str, path: Path | None, text: str, loading: SourceCollector
+) -> str:
     """Describe a text of the context as a table and add it to the load, so that ``sql`` can query
     it. Returns a note for the user if that is not possible."""
     if (
@@ -172,7 +174,7 @@ class SessionTables:
         self._databases = dict(databases)
         self._default = default
         self._kept = kept
-        self._sources: list[TableSource] = [each.info.source for each in entries]
+        self._sources: list[TableLocation] = [each.info.source for each in entries]
 
     @property
     def listing(self) -> list[dict[str, Any]]:
@@ -221,7 +223,7 @@ class SessionTables:
                 )
 
 
-def _kept(name: str, kind: str, data: bytes, loading: SourceLoader) -> Path:
+def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
     """Write a member of an archive, or a decoded text, to a file."""
     if loading.kept_tables is None:
         loading.kept_tables = TemporaryTableFolder()

@@ -5,8 +5,8 @@
     TextSearchTool(query, k)  waits for the index, then answers from it
 
 Small contexts have neither, as a model can read them or look through them at once. An index is
-built in a separate process (``search_process.py``) in a private temporary folder, once for equal
-contexts of this process, and is deleted when no context needs it any more. A build stops when
+built in a separate process (``search_index_process.py``) in a private temporary folder, once for
+equal contexts of this process, and is deleted when no context needs it any more. A build stops when
 nothing uses its context any more, as when a run ends early. Not here: the units of a search
 (``search_units.py``), and how a text is cut into chunks (``text_chunks.py``).
 """
@@ -35,11 +35,11 @@ import msgspec
 
 from ramify.actors.answering_process import ask, start_python_process
 from ramify.actors.child_process import kill
-from ramify.actors.run_messages import decode, encode
+from ramify.actors.message_encoding import decode, encode
 from ramify.sandbox.base import MappedText
 from ramify.sources.base import MIN_SEARCHED_CHARS
-from ramify.sources.query_process import QueryAnswer
-from ramify.sources.search_process import MAX_HITS, IndexedTextBlock, SearchProcessRequest
+from ramify.sources.query_process import ProcessValueOrError
+from ramify.sources.search_index_process import MAX_HITS, IndexedTextBlock, SearchProcessRequest
 from ramify.sources.search_units import Text, TextSegmentation, layout_of, place_of, unit_at
 from ramify.sources.text_chunks import chunks
 
@@ -294,7 +294,9 @@ class SearchIndexProcess:
                 "the index"
             )
         folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._process = start_python_process("ramify.sources.search_process:serve", is_bare=True)
+        self._process = start_python_process(
+            "ramify.sources.search_index_process:serve", is_bare=True
+        )
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _remove, self._process, folder)
         self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
@@ -330,7 +332,7 @@ class SearchIndexProcess:
             except (EOFError, OSError):
                 self._close()
                 raise ValueError("its process ended, perhaps for lack of memory") from None
-        answer: QueryAnswer = decode(data, QueryAnswer)
+        answer: ProcessValueOrError = decode(data, ProcessValueOrError)
         if answer.kind:
             raise ValueError(answer.text)
         return answer.value

@@ -41,8 +41,8 @@ MATRIX = ".matrix"
 """Ending of the file of a matrix in that folder. Names of its evaluations begin with its name;
 ``evaluate/matrix.py`` writes it."""
 TOKENIZED = "tokenized"
-"""Folder of a store with token ids of its conversations; ``train/data/stored_tokens.py`` writes
-it."""
+"""Folder of a store with token ids of its conversations; ``train/data/tokenization_cache.py``
+writes it."""
 Bytes = bytes | bytearray | memoryview
 Fsync = Callable[[int], object]
 """``os.fsync``, or a test's substitute."""

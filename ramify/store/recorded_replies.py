@@ -44,7 +44,7 @@ _LOOKED_UP = (CallStarted, RequestStarted, ReplyReceived, CallEnded)
 their identities are not stored."""
 
 
-class DiscardedTurns(NamedTuple):
+class TurnsDroppedOnResume(NamedTuple):
     """Turns of a root call that no longer count, since the run was resumed past its limit."""
 
     events: list[AnyEvent]
@@ -96,7 +96,7 @@ class RecordedRunIndex:
         """Whether the last event is an end after which the run can be resumed."""
         self._finished = 0
         """Earlier questions that ended, and whose end a resume repeats."""
-        self._forgotten: dict[tuple[str, int], list[DiscardedTurns]] = {}
+        self._forgotten: dict[tuple[str, int], list[TurnsDroppedOnResume]] = {}
         self._models: dict[str, str] = {}
         self._kinds: dict[str, CallKind] = {}
         self._parents: dict[str, Parent] = {}
@@ -239,7 +239,7 @@ class RecordedRunIndex:
         """Return True if the cell at ``where`` made the call ``id``."""
         return self._parents.get(id) == where
 
-    def was_skipped(self, call: str, turn: int, cell: int) -> bool:
+    def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
         """Return True if the run was already ending at this cell, so that at most the call's last
         request came after it."""
         if (call, turn, cell) in self._cells:
@@ -329,7 +329,7 @@ class RecordedRunIndex:
         last = [turn for turn in turns if self._requests[id, turn].last_word is not None]
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
-    def forgotten(self, call: str, turn: int) -> list[DiscardedTurns]:
+    def forgotten(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
         """Return the turns, from this one on, that were paid for but no longer count, oldest first.
         They are returned only once."""
         return self._forgotten.pop((call, turn), [])
@@ -350,7 +350,7 @@ class RecordedRunIndex:
             del self._held[key]
         for id, first in firsts.items():
             self._ends.pop(id, None)
-            forgotten = DiscardedTurns(gone[id], is_recorded)
+            forgotten = TurnsDroppedOnResume(gone[id], is_recorded)
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:

@@ -194,7 +194,7 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline 
 
 
 @short_form_of(Turn)
-class TurnOutline(msgspec.Struct):
+class CountedTurn(msgspec.Struct):
     """A turn of a call, without any fields: listings only count the turns."""
 
 
@@ -204,7 +204,7 @@ class CallOutline(msgspec.Struct):
 
     model: str
     depth: int = 0
-    turns: list[TurnOutline] = []
+    turns: list[CountedTurn] = []
 
 
 @short_form_of(Trajectory)

@@ -43,8 +43,8 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError, nearest, raised_at
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
+from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.dataset_messages import messages_of
-from ramify.tasks.reward_loop import run_coroutine
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
 
@@ -143,7 +143,7 @@ class TaskStart(msgspec.Struct, kw_only=True):
     conduct: Callable[[Any], Awaitable[Any]] | None = None
     """Holds the rollout's conversations in place of the engine's loop, and returns the answer: an
     environment with its own loop, or an agent. Its argument is the run's ``RunModelClient``
-    (``ramify/engine/run_model_client.py``). None: a session, or one plain call."""
+    (``ramify/engine/external_conversations.py``). None: a session, or one plain call."""
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
     """Called once when the rollout has ended for any reason, with the answer (None if there is
     none). Its result is stored in the trajectory's ``metadata`` for the score."""

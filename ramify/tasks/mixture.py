@@ -40,7 +40,7 @@ from ramify.tasks.base import (
     task_of,
 )
 from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
-from ramify.types.trajectory import GroupOutcome, Trajectory
+from ramify.types.trajectory import GroupFate, Trajectory
 
 _PERIOD = 1000
 """Items after which the order of the parts repeats."""
@@ -61,7 +61,7 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pool: str = ""
     """A run's folder, or its ``groups.jsonl``: train only on items that it has with one of
     ``outcomes``."""
-    outcomes: tuple[GroupOutcome, ...] = (GroupOutcome.LEARNT,)
+    outcomes: tuple[GroupFate, ...] = (GroupFate.LEARNT,)
     """``learnt``: some attempts were better than others. ``no_signal``: all were equal, so the item
     was too easy or too hard."""
 
@@ -70,7 +70,7 @@ class _GroupLine(msgspec.Struct, frozen=True):
     """The fields that a mixture reads from a line of ``groups.jsonl``."""
 
     item: str
-    outcome: GroupOutcome
+    outcome: GroupFate
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
@@ -225,7 +225,7 @@ def _part(name: str, value: Any) -> MixturePart:
     try:
         part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
     except msgspec.ValidationError as error:
-        known = f" (known: {', '.join(GroupOutcome)})" if "outcomes" in str(error) else ""
+        known = f" (known: {', '.join(GroupFate)})" if "outcomes" in str(error) else ""
         raise ConfigError(
             f"mixture: part '{name}' is {value!r:.60}: {error}{known}; give a task with its "
             'options, as in {"task": "ledger", "weight": 2}'
@@ -259,10 +259,10 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
     return [items[index] for index in indices]
 
 
-def _outcomes(path: Path) -> list[tuple[str, GroupOutcome]]:
+def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
     """Return the id of the item and the outcome of each group in a run's ``groups.jsonl``. A line
     that is incomplete because the run was killed is skipped."""
-    records: list[tuple[str, GroupOutcome]] = []
+    records: list[tuple[str, GroupFate]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             record = msgspec.json.decode(line, type=_GroupLine)

@@ -24,6 +24,7 @@ from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.install_command import install_command
+from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     ENDLESS,
     Item,
@@ -32,7 +33,6 @@ from ramify.tasks.base import (
     SimpleTask,
     TrajectoryRewardFunction,
 )
-from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.trajectory import Trajectory
 

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 from ramify.errors import Refused
 from ramify.testing.script import Lines, Script, ScriptedFailure, served
 from ramify.testing.scripted_server import completion
@@ -108,7 +108,7 @@ class BatchServer:
         self._page = page
         self._names: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = MockHttpServer(self._handle)
+        self._http = CallbackHttpServer(self._handle)
 
     @property
     def root(self) -> str:

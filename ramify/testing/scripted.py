@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.clients.base import ASSUMED_WINDOW, Price, PromptRendering, Request
+from ramify.clients.base import ASSUMED_WINDOW, Price, PromptRenderer, Request
 from ramify.errors import (
     ConfigError,
     MalformedResponse,
@@ -76,9 +76,9 @@ class ScriptedByteTokenizer:
         self._keeps_ids = keeps_ids
 
     @property
-    def rendering(self) -> PromptRendering:
+    def rendering(self) -> PromptRenderer:
         """How a client writes a prompt as byte-level token ids."""
-        return PromptRendering(self._prompt, self._keeps_ids, _token_text)
+        return PromptRenderer(self._prompt, self._keeps_ids, _token_text)
 
     def added_to(self, reply: Reply, request: Request) -> Reply:
         """Return ``reply`` with its token ids and those of its prompt."""

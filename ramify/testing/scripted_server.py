@@ -27,7 +27,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.function_client import count_message
-from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 from ramify.errors import ConfigError, Refused
 from ramify.testing.offline import model_of
 from ramify.testing.script import Lines, Script, ScriptedFailure, Step, served
@@ -123,7 +123,7 @@ class ScriptedServer:
         self.num_cut_off = 0
         """Streams whose client left before their end."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = MockHttpServer(self._handle, host, port)
+        self._http = CallbackHttpServer(self._handle, host, port)
 
     @property
     def url(self) -> str:

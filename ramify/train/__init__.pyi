@@ -1,12 +1,12 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
-from ramify.agents.agent_inputs import AgentJob as AgentJob
 from ramify.agents.agent_result import AgentRun as AgentRun
+from ramify.agents.agent_rollout_inputs import AgentJob as AgentJob
 from ramify.agents.agent_task import AgentTask as AgentTask
-from ramify.extras.studies.hindsight import DemonstrationHints as DemonstrationHints
-from ramify.extras.studies.hindsight import FeedbackHints as FeedbackHints
-from ramify.extras.studies.hindsight import Hindsight as Hindsight
-from ramify.extras.studies.hindsight import HintFilter as HintFilter
-from ramify.extras.studies.hindsight import NextMessageHints as NextMessageHints
+from ramify.extras.studies.hindsight_hints import DemonstrationHints as DemonstrationHints
+from ramify.extras.studies.hindsight_hints import FeedbackHints as FeedbackHints
+from ramify.extras.studies.hindsight_hints import Hindsight as Hindsight
+from ramify.extras.studies.hindsight_hints import HintFilter as HintFilter
+from ramify.extras.studies.hindsight_hints import NextMessageHints as NextMessageHints
 from ramify.extras.studies.programs.judges import OracleJudge as OracleJudge
 from ramify.extras.studies.programs.judges import RuleJudge as RuleJudge
 from ramify.extras.studies.programs.judges import ShuffledHints as ShuffledHints
@@ -62,7 +62,6 @@ from ramify.train.config import TaskSpec as TaskSpec
 from ramify.train.config import with_objective as with_objective
 from ramify.train.data.compile import token_sequences as token_sequences
 from ramify.train.data.pack import pack as pack
-from ramify.train.demonstrations import demonstrate as demonstrate
 from ramify.train.depth_models import DepthSpec as DepthSpec
 from ramify.train.depth_models import FrozenModelBudget as FrozenModelBudget
 from ramify.train.execute import train as train
@@ -97,9 +96,9 @@ from ramify.train.losses.dppo import DppoTv as DppoTv
 from ramify.train.losses.gmpo import Gmpo as Gmpo
 from ramify.train.losses.gspo import Gspo as Gspo
 from ramify.train.losses.importance_sampling import ImportanceSampling as ImportanceSampling
+from ramify.train.losses.masked_importance_sampling import RolloutIs as RolloutIs
 from ramify.train.losses.ppo_clip import DualClip as DualClip
 from ramify.train.losses.ppo_clip import PpoClip as PpoClip
-from ramify.train.losses.rollout_is import RolloutIs as RolloutIs
 from ramify.train.losses.sapo import Sapo as Sapo
 from ramify.train.losses.sequence_clip import SequenceClip as SequenceClip
 from ramify.train.losses.total_loss import LossSpec as LossSpec
@@ -118,6 +117,7 @@ from ramify.train.rollouts.rollouter import RolloutOptions as RolloutOptions
 from ramify.train.run_doctor import TrainingGuard as TrainingGuard
 from ramify.train.run_record import GroupRecords as GroupRecords
 from ramify.train.run_record import read_group_records as read_group_records
+from ramify.train.sft_training_data import demonstrate as demonstrate
 from ramify.train.signals.base import Judge as Judge
 from ramify.train.signals.base import JudgeTurnView as JudgeTurnView
 from ramify.train.signals.base import JudgeVerdict as JudgeVerdict
@@ -131,7 +131,7 @@ from ramify.train.signals.base import TokenScores as TokenScores
 from ramify.train.signals.base import TokenScoringRequest as TokenScoringRequest
 from ramify.train.signals.base import TopKCandidates as TopKCandidates
 from ramify.train.signals.compose import Hybrid as Hybrid
-from ramify.train.signals.hints import HintsForTrajectory as HintsForTrajectory
+from ramify.train.signals.hint_sources import HintsForTrajectory as HintsForTrajectory
 from ramify.train.signals.judge import HintWritingJudge as HintWritingJudge
 from ramify.train.signals.judge import ProcessRewardSignal as ProcessRewardSignal
 from ramify.train.signals.judge import StepJudge as StepJudge

@@ -30,7 +30,6 @@ from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import plain
-from ramify.train.demonstrations import num_demonstrated
 from ramify.train.depth_models import OwnCallsAlgorithm, temperatures
 from ramify.train.evaluation_metrics import evaluate
 from ramify.train.initial_policy import adapters_of, device_of, sharded_checkpoint_folder
@@ -42,7 +41,8 @@ from ramify.train.rollout_resources import RolloutResources, open_machines, open
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import TrainingRunRecorder
-from ramify.train.selfcheck import AuditedClient, EngineConsistencyChecks
+from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdRecordingClient
+from ramify.train.sft_training_data import num_demonstrated
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
@@ -205,7 +205,7 @@ class LearnerContext(NamedTuple):
 
 def _learner(
     parts: RunParts,
-    audited: AuditedClient,
+    audited: TokenIdRecordingClient,
     weights: EnginePolicyWeights,
     trained: TrainedModel,
     wiring: LearnerContext,

@@ -33,7 +33,7 @@ import msgspec
 
 from ramify.errors import ConfigError, RunInUse, StoreError
 from ramify.logging import ComponentLogger
-from ramify.models import checksums
+from ramify.models import folder_file_checksums
 from ramify.store.journal import WriterProcessId, this_process
 from ramify.train.override import with_new_names
 from ramify.train.run_doctor import GuardState
@@ -147,7 +147,9 @@ class CheckpointStore:
                 "free on its disk"
             ) from error
         state_json = msgspec.json.format(
-            msgspec.json.encode(msgspec.structs.replace(state, checksums=checksums.FILE))
+            msgspec.json.encode(
+                msgspec.structs.replace(state, checksums=folder_file_checksums.FILE)
+            )
         )
         if waits:
             self._background = BackgroundWork(
@@ -170,7 +172,7 @@ class CheckpointStore:
             for wait in waits:
                 wait()
             _write_privately(temporary / _STATE, state)
-            checksums.write(temporary)
+            folder_file_checksums.write(temporary)
             _sync(temporary)
             old = final.with_name(f".{final.name}{_OLD}")
             if final.exists():  # e.g. a stage begins at the step where the last one ended
@@ -291,9 +293,11 @@ def verify(checkpoint: Path, under: str = "") -> None:
     checkpoint from before there were checksums is accepted as it is.
     """
     has_checksums = bool(_decoded(checkpoint).checksums)
-    checksums.check(checkpoint, under, lambda: _instead_of(checkpoint))
-    if has_checksums and not (checkpoint / checksums.FILE).is_file():
-        raise StoreError(f"{checkpoint / checksums.FILE} is missing; {_instead_of(checkpoint)}")
+    folder_file_checksums.check(checkpoint, under, lambda: _instead_of(checkpoint))
+    if has_checksums and not (checkpoint / folder_file_checksums.FILE).is_file():
+        raise StoreError(
+            f"{checkpoint / folder_file_checksums.FILE} is missing; {_instead_of(checkpoint)}"
+        )
 
 
 def _instead_of(checkpoint: Path) -> str:

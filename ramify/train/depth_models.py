@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Client, Price, PromptRendering, Request
+from ramify.clients.base import Client, Price, PromptRenderer, Request
 from ramify.clients.providers import is_in_process
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.resources import DepthOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
@@ -228,7 +228,7 @@ class DepthModels:
 
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
-            return DepthPolicyClient(policies[spec.model], spec)
+            return DepthSampledPolicy(policies[spec.model], spec)
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask(self, client: Client, request: Request) -> Reply:
@@ -269,7 +269,7 @@ class DepthModels:
         await self._pool.close()
 
 
-class DepthPolicyClient:
+class DepthSampledPolicy:
     """A client that samples from the policy with the temperature of one depth. Implements
     ``Client``."""
 
@@ -277,7 +277,7 @@ class DepthPolicyClient:
         self.name = client.name
         self.window = client.window
         self.price: Price | None = client.price
-        self.rendering: PromptRendering | None = getattr(client, "rendering", None)
+        self.rendering: PromptRenderer | None = getattr(client, "rendering", None)
         self._client = client
         self._spec = spec
 

@@ -36,7 +36,7 @@ from ramify.train.policy_defaults import report_policy_defaults
 from ramify.train.preflight import check_folder
 from ramify.train.resolve import resolve
 from ramify.train.trainer import Trainer
-from ramify.train.watchdog import RunStopped
+from ramify.train.watchdog import StoppedBySignal
 
 _log = ComponentLogger("train")
 _IN_LOG = (
@@ -93,7 +93,7 @@ def train(
             state = _train(
                 run, out, Path(resume) if resume is not None else None, listener, on_stall, log
             )
-        except RunStopped as stopped:
+        except StoppedBySignal as stopped:
             _log.info("run_stopped", _stopped(out, str(stopped)), shown=True, signal=stopped.by)
             if stopped.by == signal.SIGINT.name:
                 raise KeyboardInterrupt from None

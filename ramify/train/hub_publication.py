@@ -24,7 +24,7 @@ import msgspec
 from ramify import __version__
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
-from ramify.models import checksums
+from ramify.models import folder_file_checksums
 from ramify.secrets import without_secrets
 from ramify.train.checkpoint import FOLDER, CheckpointState, read_state
 from ramify.train.config import Run
@@ -134,7 +134,7 @@ def _write(
     is_ours = card.is_file() and _BEGIN in card.read_text(encoding="utf-8", errors="replace")
     if folder.is_dir() and any(folder.iterdir()) and not is_ours:
         raise ConfigError(f"{folder} is not empty, and not a published policy: give a new folder")
-    checksums.check(source / "policy")
+    folder_file_checksums.check(source / "policy")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source / "policy", folder)
     if run.policy.lora is not None and not (folder / _ADAPTER).is_dir():
@@ -148,7 +148,7 @@ def _write(
     (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
     text = without_secrets(_card(folder, source, kept, run, licence, base))
     card.write_text(text, encoding="utf-8")
-    checksums.write(folder)
+    folder_file_checksums.write(folder)
 
 
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")

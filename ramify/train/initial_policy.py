@@ -3,7 +3,7 @@ weights and its tokenizer.
 
     policy.path   a checkpoint, or its shapes alone if only ranks and engines hold weights
     policy.shape  random weights, and a tokenizer trained on the demonstrations
-    neither       a shape that follows from the demonstrations (``policy_defaults.shape_for``)
+    neither       a shape that follows from the demonstrations (``policy_defaults.py``)
 
 This module also decides whether the engine in this process serves the trained policy itself or a
 copy. Options that follow from the policy are set in ``policy_defaults.py``, and its files are read
@@ -27,9 +27,9 @@ from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import PolicySpec, Run
-from ramify.train.demonstrations import DemonstrationSet, tokenised
-from ramify.train.policy_defaults import shape_for, vocabulary_for
+from ramify.train.policy_defaults import model_config_for, vocabulary_for
 from ramify.train.preflight import path_of
+from ramify.train.sft_training_data import DemonstrationSet, tokenised
 from ramify.trained_policy_settings import TrainedPolicySettings
 from ramify.types.trajectory import Trajectory
 
@@ -152,7 +152,7 @@ def _shape(
     lengths = [len(path.ids) for each in shown for call in each.calls for path in each.paths(call)]
     if not lengths:
         raise ConfigError("policy: no demonstrations, from which the sizes of a new model follow")
-    shape = shape_for(sum(lengths), max(lengths))
+    shape = model_config_for(sum(lengths), max(lengths))
     _log.info(
         "derived_shape",
         f"the policy follows from {sum(lengths):,} tokens of demonstrations: vocabulary "

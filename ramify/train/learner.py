@@ -38,7 +38,7 @@ import numpy as np
 
 from ramify.errors import TrainError
 from ramify.logging import ComponentLogger
-from ramify.models import checksums
+from ramify.models import folder_file_checksums
 from ramify.time_account import under_way, working
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
@@ -84,7 +84,7 @@ class PolicyPaths(NamedTuple):
     """The policy that rollouts began with."""
 
 
-def paths_of(name: str) -> PolicyPaths:
+def policy_paths_of(name: str) -> PolicyPaths:
     """Return the paths at which a policy is stored in a run's folder and in its checkpoints.
     ``name`` is the policy's name in ``Run.policies``, or empty for ``Run.policy``."""
     if not name:
@@ -115,7 +115,7 @@ class Learner:
         ``control_ids`` are special tokens that no reply should contain.
         """
         self.publisher = publisher
-        self.paths = paths_of(publisher.name)
+        self.paths = policy_paths_of(publisher.name)
         self._backend_of = backend_of
         self._reference_of = reference_of
         self._reference: ReferenceModel | None = None
@@ -163,9 +163,9 @@ class Learner:
     def save_policy(self, folder: Path) -> None:
         """Save the current policy to ``folder``, with checksums that are verified when it is
         loaded."""
-        checksums.drop(folder)
+        folder_file_checksums.drop(folder)
         self.publisher.policy.save(folder)
-        checksums.write(folder)
+        folder_file_checksums.write(folder)
 
     def parts(self) -> dict[str, Write]:
         """Return the parts of a checkpoint that belong to this policy, as functions that write
@@ -188,7 +188,7 @@ class Learner:
                 f"{folder} is missing: it is the policy that rollouts began with, the reference "
                 "of the run's KL; copy it from the run that wrote the checkpoint"
             )
-        checksums.check(folder)
+        folder_file_checksums.check(folder)
         if self._reference_of is None:
             raise TrainError(
                 "the run has a KL to a reference policy, but no reference_of to load it with"
@@ -305,7 +305,7 @@ def _attach(
 # --- publishing
 
 
-class EnginePhase(enum.Enum):
+class EngineWeightState(enum.Enum):
     """The state of the engines: whether they answer requests, and whether they have the newest
     weights."""
 
@@ -335,7 +335,7 @@ class Publisher:
         self.policy = policy
         self.thread = thread
         self.check = check
-        self.phase = EnginePhase.BEHIND
+        self.phase = EngineWeightState.BEHIND
         self.backend: Backend | None = None
         """The backend of the current stage, with which engines are compared."""
         self.changing = asyncio.Lock()
@@ -344,8 +344,8 @@ class Publisher:
 
     def learned(self) -> None:
         """Note that the weights have changed, so the engines no longer have the newest ones."""
-        if self.phase is EnginePhase.CURRENT:
-            self.phase = EnginePhase.BEHIND
+        if self.phase is EngineWeightState.CURRENT:
+            self.phase = EngineWeightState.BEHIND
 
     async def sleep(self) -> dict[str, float]:
         """Let engines on the trainer's devices sleep until weights are published again. Returns the
@@ -361,7 +361,7 @@ class Publisher:
         )
         if not await sleeping:
             return {}
-        self.phase = EnginePhase.ASLEEP
+        self.phase = EngineWeightState.ASLEEP
         return {"sleep_s": time.monotonic() - started}
 
     async def publish(self) -> None:
@@ -371,17 +371,17 @@ class Publisher:
             await self._publish()
 
     async def _publish(self) -> None:
-        if self.phase is EnginePhase.CURRENT:
+        if self.phase is EngineWeightState.CURRENT:
             return
         state = self._record.state
-        if self.phase is EnginePhase.ASLEEP:
+        if self.phase is EngineWeightState.ASLEEP:
             await self.thread.run(state.step + 1, self.policy.release_memory)
-            self.phase = EnginePhase.BEHIND
+            self.phase = EngineWeightState.BEHIND
         started = time.monotonic()
         await self.thread.watch.bounded(
             f"publishing the weights after step {state.step}", self.policy.publish()
         )
-        self.phase = EnginePhase.CURRENT
+        self.phase = EngineWeightState.CURRENT
         state.version += not self.name
         engine = f"the engine of {self.name}" if self.name else "the engine"
         _log.info(
@@ -526,11 +526,15 @@ class EnginePolicyWeights:
         """Return an iterator with one triple per parameter: its name, the parameter, and a function
         that computes its full value by merging a LoRA adapter or by reading the saved tensor. The
         function is None if the parameter already holds its value."""
-        from ramify.train.backends.lora import unmerged
+        from ramify.train.backends.lora import base_tensors_and_adapters
 
         if self._saved is not None:
             return self._stored()
-        return unmerged(self._serving.model) if self._is_loaded else self._model.unmerged()
+        return (
+            base_tensors_and_adapters(self._serving.model)
+            if self._is_loaded
+            else self._model.base_tensors_and_adapters()
+        )
 
     def _stored(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         """Yield the parameters of the saved policy, each with a function that reads its tensor from
@@ -547,7 +551,9 @@ class EnginePolicyWeights:
         whole model never needs to be in memory."""
         from ramify.train.backends.safetensors_export import export_model
 
-        tensors = self._stored() if self._saved is not None else self._model.unmerged()
+        tensors = (
+            self._stored() if self._saved is not None else self._model.base_tensors_and_adapters()
+        )
         shapes = {name: tuple(each.shape) for name, each, _ in tensors}
         serving = self._serving
         export_model(folder, serving.config, serving.model, shapes, self.weights(), serving.dtype)

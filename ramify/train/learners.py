@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from ramify.logging import ComponentLogger
 from ramify.train.checkpoint import Write, verify
-from ramify.train.learner import EnginePhase, Learner
+from ramify.train.learner import EngineWeightState, Learner
 from ramify.train.metrics import staleness
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import StepData, TrainingStage
@@ -166,7 +166,7 @@ class Learners:
         it inside the context ``changing``."""
         for learner, _, own in self._of(stage, work):
             publisher = learner.publisher
-            if stage.samples and (own.parts or publisher.phase is EnginePhase.ASLEEP):
+            if stage.samples and (own.parts or publisher.phase is EngineWeightState.ASLEEP):
                 await publisher.publish()
 
     def check_ids(self, stage: TrainingStage, work: StepData) -> None:

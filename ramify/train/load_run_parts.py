@@ -25,11 +25,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import Run, plain
-from ramify.train.data.stored_rows import ROWS_FILE, key_of, read_rows, write_rows
-from ramify.train.demonstrations import (
-    demonstrations_of,
-    sft_rows,
-)
+from ramify.train.data.stored_sft_rows import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.initial_policy import (
     adapters_of,
     card_of,
@@ -53,7 +49,11 @@ from ramify.train.preflight import (
     path_of,
 )
 from ramify.train.resolve import ResolvedTrainingRun
-from ramify.train.stages import InductionWarmUpStage, SftStage, TrainingStage
+from ramify.train.sft_training_data import (
+    demonstrations_of,
+    sft_rows,
+)
+from ramify.train.stages import RandomStringWarmUpStage, SftStage, TrainingStage
 from ramify.train.traffic import TrafficTask
 from ramify.types.sequence import TokenSequence
 
@@ -156,7 +156,7 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
     policy.card = card_of(run, policy)
     if isinstance(task, TrafficTask):
-        from ramify.models.identity import identity_of
+        from ramify.models.policy_vocabulary_identity import identity_of
 
         task.check(identity_of(policy))
     if not run.policy.path:
@@ -295,7 +295,7 @@ def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> li
         special = set(policy.tokenizer.all_special_ids)
         ids = [index for index in range(len(policy.tokenizer)) if index not in special]
         stages.append(
-            InductionWarmUpStage(
+            RandomStringWarmUpStage(
                 run.warmup.steps, run.warmup.optim, ids, run.warmup.batch_tokens, run.seed
             )
         )

@@ -64,12 +64,12 @@ import msgspec
 
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
-from ramify.inference.local.step_timings import EngineStepTiming
+from ramify.inference.local.step_timings import EngineStepTotals
 from ramify.tasks.base import total
 from ramify.tasks.mixture import part_of
 from ramify.time_account import PartTimes
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
-from ramify.types.trajectory import Call, Group, GroupOutcome, Trajectory
+from ramify.types.trajectory import Call, Group, GroupFate, Trajectory
 
 
 class StepNumberedRecord(Protocol):
@@ -196,7 +196,7 @@ def read_metrics(folder: Path) -> Iterator[StepMetrics]:
     return METRICS.read(folder)
 
 
-def latest_values(folder: Path) -> dict[str, float]:
+def last_step_values(folder: Path) -> dict[str, float]:
     """Return the metrics of the last training step in a run's folder, or an empty dict if there is
     none."""
     rows = [row.values for row in read_metrics(folder) if "learn_s" in row.values]
@@ -223,7 +223,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the item."""
     version: int | None
     """Oldest policy version that sampled any of its tokens; None if it is not known."""
-    outcome: GroupOutcome
+    outcome: GroupFate
     rollouts: list[str]
     """Ids of the rollouts that have a reward."""
     failed: list[str] = []
@@ -240,11 +240,11 @@ def account(
     have an advantage; it is None if the step had no need of the group. ``given_up`` holds the ids
     of rollouts that were abandoned while the group continued."""
     scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
-    outcome = GroupOutcome.SPARE if learnt is None else GroupOutcome.NO_SIGNAL
+    outcome = GroupFate.SPARE if learnt is None else GroupFate.NO_SIGNAL
     if not scored:
-        outcome = GroupOutcome.LOST
+        outcome = GroupFate.LOST
     elif learnt and not set(learnt).isdisjoint(scored):
-        outcome = GroupOutcome.LEARNT
+        outcome = GroupFate.LEARNT
     return GroupRecord(
         number=number,
         item=group.task,
@@ -429,7 +429,7 @@ class CpuMeter:
     """Measures the CPU time that rollouts use between calls of ``restart`` and ``spent``. Call both
     in the event loop's thread."""
 
-    def __init__(self, paces: Callable[[], list[EngineStepTiming]]) -> None:
+    def __init__(self, paces: Callable[[], list[EngineStepTotals]]) -> None:
         """Create a meter. ``paces`` returns the cost of the engine's steps since its last call."""
         self._paces = paces
         self._loop_s = 0.0
@@ -454,7 +454,7 @@ class CpuMeter:
         }
 
 
-def batch_metrics(timing: EngineStepTiming) -> Iterator[tuple[str, float]]:
+def batch_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float]]:
     """Yield the metrics of one kind of engine step, with their names."""
     prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
     yield f"{prefix}/steps", float(timing.steps)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.actors.launcher import Launcher, NodeResourceSlot, RoleInstance
+from ramify.actors.launcher import Launcher, NodeResourceSlot, RoleInstanceId
 from ramify.errors import ConfigError, nearest
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.placement.placement_slots import counts, placement_slots
@@ -117,11 +117,11 @@ def check_reach(run: Run, hosts: Launcher, num: int) -> None:
     weight sync that cannot leave this machine."""
     spec = run.inference
     remote = [
-        i for i in range(num) if hosts.address_of(RoleInstance("inference", i)) != hosts.address
+        i for i in range(num) if hosts.address_of(RoleInstanceId("inference", i)) != hosts.address
     ]
     if spec is None or not remote:
         return
-    host = hosts.address_of(RoleInstance("inference", remote[0]))
+    host = hosts.address_of(RoleInstanceId("inference", remote[0]))
     weight_sync = (
         spec.weight_sync_name
         if spec.weight_sync_name != "delta"

@@ -127,7 +127,7 @@ def vocabulary_for(num_chars: int) -> int:
     return max(512, min(32_768, 1 << (math.isqrt(max(num_chars, 1)).bit_length() - 1)))
 
 
-def shape_for(num_tokens: int, longest: int) -> dict[str, Any]:
+def model_config_for(num_tokens: int, longest: int) -> dict[str, Any]:
     """Return the configuration of a new model. Its size follows from ``num_tokens``, the number of
     tokens in all demonstrations. Its window is the next power of two above 5/4 of ``longest``, the
     number of tokens in the longest conversation; it has 512 to 32,768 tokens."""

@@ -20,12 +20,12 @@ from ramify.actors.launcher import Launcher, LocalLauncher, close_with
 from ramify.engine.rlm import RLM
 from ramify.train.depth_models import DepthModels
 from ramify.train.load_run_parts import RunParts
-from ramify.train.metrics import latest_values
+from ramify.train.metrics import last_step_values
 from ramify.train.placement.reward_services import RewardServices
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement_plan import attached, check_reach
-from ramify.train.selfcheck import AuditedClient
+from ramify.train.selfcheck import TokenIdRecordingClient
 
 if TYPE_CHECKING:
     from ramify.inference.http.http_engines import HttpEngines
@@ -38,14 +38,14 @@ class RolloutResources:
     models."""
 
     client: LocalClient | HttpEngines
-    audited: AuditedClient
+    audited: TokenIdRecordingClient
     rlm: RLM
     workers: RolloutWorkers | None
     """Processes that run rollouts; None: this process does."""
     depths: DepthModels
     """The models by depth."""
-    others: Mapping[str, tuple[LocalClient | HttpEngines, AuditedClient]] = dataclasses.field(
-        default_factory=dict
+    others: Mapping[str, tuple[LocalClient | HttpEngines, TokenIdRecordingClient]] = (
+        dataclasses.field(default_factory=dict)
     )
     """Name of another policy -> its engines."""
 
@@ -84,7 +84,7 @@ async def open_rollouts(
         run.depths,
         run.frozen,
         audited,
-        latest_values(out),
+        last_step_values(out),
         others={name: seen for name, (_, seen) in others.items()},
     )
     close_with(stack, "depths", depths.close)
@@ -108,7 +108,7 @@ async def _engines(
     hosts: Launcher | None,
     stack: contextlib.AsyncExitStack,
     suffix: str = "",
-) -> tuple[LocalClient | HttpEngines, AuditedClient]:
+) -> tuple[LocalClient | HttpEngines, TokenIdRecordingClient]:
     """Start the engines of a policy; ``folder`` is for what they read and write."""
     from ramify.inference.local.local_client import LocalClient
 
@@ -117,7 +117,9 @@ async def _engines(
     if not isinstance(client, LocalClient):
         await client.start(folder, parts.save_policy, hosts)
     rl = parts.run.rl
-    return client, AuditedClient(client, rl.sample.max_token_staleness if rl is not None else 0)
+    return client, TokenIdRecordingClient(
+        client, rl.sample.max_token_staleness if rl is not None else 0
+    )
 
 
 def _choose_key(parts: RunParts) -> None:
@@ -182,7 +184,7 @@ def _placed(parts: RunParts) -> Launcher | None:
 def _workers(
     parts: RunParts,
     client: LocalClient | HttpEngines,
-    audited: AuditedClient,
+    audited: TokenIdRecordingClient,
     out: Path,
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ramify.clients.base import PromptRendering, Request, Sampling
+from ramify.clients.base import PromptRenderer, Request, Sampling
 from ramify.errors import TrainError
 from ramify.inference.base import EngineLost, InferenceClient
 from ramify.progress import heartbeat
@@ -66,7 +66,7 @@ class CanaryTolerance(NamedTuple):
     """Text for the error: both precisions, and the options that set them."""
 
 
-class AuditedClient:
+class TokenIdRecordingClient:
     """A client that remembers, as hashes, which token ids went through it.
     ``EngineConsistencyChecks.ids`` uses them to check that a trajectory has exactly these ids.
     Everything else is delegated to the wrapped client. Rollout workers, whose clients record ids
@@ -79,7 +79,7 @@ class AuditedClient:
         self.name = client.name
         self.window = client.window
         self.price = client.price
-        self.rendering: PromptRendering | None = getattr(client, "rendering", None)
+        self.rendering: PromptRenderer | None = getattr(client, "rendering", None)
         self.client = client
         self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
 
@@ -126,7 +126,7 @@ class EngineConsistencyChecks:
 
     def __init__(
         self,
-        seen: AuditedClient,
+        seen: TokenIdRecordingClient,
         weights: Callable[[], Weights],
         prompt: Sequence[Message],
         limits: CanaryTolerance = CanaryTolerance(),  # noqa: B008 (frozen)

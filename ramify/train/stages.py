@@ -228,7 +228,7 @@ class FixedDataStage(ABC):
         return contextlib.nullcontext()
 
 
-class InductionWarmUpStage(FixedDataStage):
+class RandomStringWarmUpStage(FixedDataStage):
     """Induction warm-up on random strings; see ``sft_data.induction``."""
 
     name = "warmup"

@@ -41,7 +41,7 @@ from ramify.train.run_doctor import (
 )
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
-from ramify.train.watchdog import RunStopped, StallError
+from ramify.train.watchdog import StallError, StoppedBySignal
 
 _log = ComponentLogger("train")
 T = TypeVar("T")
@@ -93,9 +93,9 @@ class Trainer:
     # --- the run
 
     def stop(self, by: str) -> None:
-        """End the run for the reason ``by``; ``run`` then raises RunStopped. A step that is being
-        learned is completed and saved first. Rollouts and evaluations in progress are cut off. Call
-        it in the event loop's thread."""
+        """End the run for the reason ``by``; ``run`` then raises StoppedBySignal. A step that is
+        being learned is completed and saved first. Rollouts and evaluations in progress are cut
+        off. Call it in the event loop's thread."""
         self._watch.stop(by)
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
@@ -153,7 +153,7 @@ class Trainer:
             while self._rollback:
                 await self._roll_back(stage)
                 await self._run_steps(stage)
-        except RunStopped:
+        except StoppedBySignal:
             await self._save_steps_so_far()
             raise
         self.record.begin_next_stage()

@@ -4,7 +4,7 @@ stuck and where.
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
     watch.fail(error)                       raise this error in the current waits and all later ones
-    watch.stop("SIGTERM")                   RunStopped in those waits that may be cut off
+    watch.stop("SIGTERM")                   StoppedBySignal in those waits that may be cut off
     await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
@@ -44,7 +44,7 @@ class StallError(TrainError):
     killed."""
 
 
-class RunStopped(TrainError):
+class StoppedBySignal(TrainError):
     """The run was asked to stop; its steps so far are saved."""
 
     def __init__(self, by: str) -> None:
@@ -109,11 +109,11 @@ class RunWatchdog:
 
     def stop(self, by: str) -> None:
         """End the waits that were begun with ``can_stop``, and all later ones of that kind, with
-        RunStopped. Call it in the event loop's thread."""
+        StoppedBySignal. Call it in the event loop's thread."""
         self._stopped_by = by
         for wait in self._waits:
             if wait.can_stop and not wait.task.done():
-                _end(wait, RunStopped(by))
+                _end(wait, StoppedBySignal(by))
 
     async def bounded(
         self, what: str, work: Awaitable[T], *, thread: str = "", can_stop: bool = False
@@ -132,12 +132,12 @@ class RunWatchdog:
             if self._failed is not None:
                 raise self._failed
             if can_stop and self._stopped_by:
-                raise RunStopped(self._stopped_by)
+                raise StoppedBySignal(self._stopped_by)
             both: list[asyncio.Future[Any]] = [task, wait.ended]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             # A reported stall is raised even if the result arrived at the last moment.
             if wait.ended.done() and not (
-                task.done() and isinstance(wait.ended.exception(), RunStopped)
+                task.done() and isinstance(wait.ended.exception(), StoppedBySignal)
             ):
                 wait.ended.result()
             return task.result()

@@ -2,14 +2,14 @@
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.sequence import Batch, Segment, TokenSequence
-from ramify.types.token_path import TokenPath, TokenSpan
+from ramify.types.token_path import ReplyTokenSpan, TokenPath
 from ramify.types.trajectory import (
     Call,
     Cell,
     ContextRef,
     Fork,
     Group,
-    GroupOutcome,
+    GroupFate,
     Parent,
     Stop,
     Trajectory,
@@ -23,15 +23,15 @@ __all__ = [
     "ContextRef",
     "Fork",
     "Group",
-    "GroupOutcome",
+    "GroupFate",
     "Message",
     "Parent",
     "Reply",
+    "ReplyTokenSpan",
     "Segment",
     "Stop",
     "TokenPath",
     "TokenSequence",
-    "TokenSpan",
     "ToolCall",
     "Trajectory",
     "Turn",

@@ -21,9 +21,9 @@ import msgspec
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
+    AgentCallReason,
     Annotation,
     Call,
-    CallCause,
     CallKind,
     Cell,
     ContextRef,
@@ -80,7 +80,7 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     parent: Parent | None = None
     fork: Fork | None = None
     context: ContextRef | None = None
-    cause: CallCause | None = None
+    cause: AgentCallReason | None = None
     """Why an outside agent's request began it; None for calls of the engine's own loop."""
 
 

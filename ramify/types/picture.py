@@ -6,7 +6,7 @@
 Decides which bytes are a picture that may be sent: PNG, JPEG or WebP, and at most as large as the
 strictest API accepts. Only the header is read, so a small file that claims to have billions of
 pixels costs nothing. Not here: where the bytes are kept (see ``engine/run_pictures.py``), and how
-many tokens a picture costs (see ``clients/vision.py``).
+many tokens a picture costs (see ``clients/picture_token_costs.py``).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import msgspec
 from ramify.types.message import Reply
 
 
-class TokenSpan(msgspec.Struct, frozen=True):
+class ReplyTokenSpan(msgspec.Struct, frozen=True):
     """Tokens ``[start, end)`` of a path were sampled as the reply of ``turn`` of ``call``."""
 
     call: str
@@ -36,7 +36,7 @@ class TokenPath(msgspec.Struct, frozen=True):
     """[T] log-probability at sampling time, 0 for prompt tokens; None if some reply had none."""
     versions: tuple[int, ...]
     """[T] policy version that sampled the token; -1 for prompt tokens and unknown versions."""
-    spans: tuple[TokenSpan, ...]
+    spans: tuple[ReplyTokenSpan, ...]
     """Sampled spans in order, each with the turn that sampled it. Paths of one tree may share
     spans."""
     kept: tuple[tuple[int, ...], ...] | None = None
@@ -56,7 +56,7 @@ class TokenPathBuilder:
 
     def __init__(self) -> None:
         self._ids: list[int] = []
-        self._spans: list[TokenSpan] = []
+        self._spans: list[ReplyTokenSpan] = []
         self._logprobs: list[tuple[float, ...] | None] = []
         self._versions: list[list[int]] = []
         self._kept: list[tuple[tuple[int, ...], ...] | None] = []
@@ -83,7 +83,7 @@ class TokenPathBuilder:
         self._cut(reused_ids)
         start, num = reused_ids + len(reply.prompt_ids), len(reply.token_ids)
         self._ids += [*reply.prompt_ids, *reply.token_ids]
-        self._spans.append(TokenSpan(call, turn, start, start + num))
+        self._spans.append(ReplyTokenSpan(call, turn, start, start + num))
         self._logprobs.append(reply.logprobs)
         self._kept.append(reply.kept)
         self._routes.append(reply.routes)
@@ -123,7 +123,7 @@ class TokenPathBuilder:
         """Keep the first ``length`` ids and shorten a span that extends beyond them."""
         del self._ids[length:]
         self._spans = [
-            TokenSpan(span.call, span.turn, span.start, min(span.end, length))
+            ReplyTokenSpan(span.call, span.turn, span.start, min(span.end, length))
             for span in self._spans
             if span.start < length
         ]

@@ -66,7 +66,7 @@ _TRUNCATED = {
 }
 
 
-class CallCause(enum.StrEnum):
+class AgentCallReason(enum.StrEnum):
     """Why a request of an outside agent began a call instead of continuing an earlier one
     (``docs/agents.md``)."""
 
@@ -102,19 +102,19 @@ class CallCause(enum.StrEnum):
     def is_rewritten(self) -> bool:
         """True if the client sent its history back differently from how it was sent before.
 
-        >>> CallCause.THINKING.is_rewritten(), CallCause.TEMPLATE.is_rewritten()
+        >>> AgentCallReason.THINKING.is_rewritten(), AgentCallReason.TEMPLATE.is_rewritten()
         (True, False)
         """
         return self not in _NOT_REWRITTEN
 
 
 _NOT_REWRITTEN = {
-    CallCause.NEW,
-    CallCause.SAMPLE,
-    CallCause.REPEATED,
-    CallCause.BRANCH,
-    CallCause.TOOLS,
-    CallCause.TEMPLATE,
+    AgentCallReason.NEW,
+    AgentCallReason.SAMPLE,
+    AgentCallReason.REPEATED,
+    AgentCallReason.BRANCH,
+    AgentCallReason.TOOLS,
+    AgentCallReason.TEMPLATE,
 }
 
 
@@ -249,7 +249,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     ended_s: float | None = None
     reason: str = ""
     """One sentence on why the call ended; empty for ``FINAL`` and in older journals."""
-    cause: CallCause | None = None
+    cause: AgentCallReason | None = None
     """Why a request of an outside agent began this call; None for calls of the engine's own
     loop."""
 
@@ -393,7 +393,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
                 yield owner.id, index, step
 
 
-class GroupOutcome(enum.StrEnum):
+class GroupFate(enum.StrEnum):
     """What became of a group."""
 
     LEARNT = "learnt"
@@ -408,7 +408,7 @@ class GroupOutcome(enum.StrEnum):
     """It did not begin: its item was passed over, since nothing is learned from it now."""
 
     @classmethod
-    def _missing_(cls, value: object) -> GroupOutcome | None:
+    def _missing_(cls, value: object) -> GroupFate | None:
         return cls.NO_SIGNAL if value == "silent" else None  # its name in earlier runs
 
 

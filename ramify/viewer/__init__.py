@@ -6,7 +6,7 @@
       ├─ run_tree.py watched_run.py           one run as it grows, in outline; one call in full
       │    run_overview.py                      its calls as columns of a table
       │    transcript.py search.py              a call as a page, read when it is opened
-      │    provenance.py data_flow.py returned_values.py   which calls its values came from
+      │    provenance.py data_flow.py returned_value_index.py   which calls its values came from
       │    sibling_code.py                      code of a call that differs, beside its siblings'
       └─ training.py                          curves and rollouts; scores and attempts
            │

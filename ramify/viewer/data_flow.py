@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.returned_values import QUERIES, CellSubcall, assign_sites
+from ramify.viewer.returned_value_index import QUERIES, CellSubcall, assign_sites
 
 _MUTATORS = {"append", "extend", "add", "update", "insert", "setdefault", "appendleft"}
 _SAME_ITEMS = {"list", "tuple"}

@@ -22,10 +22,10 @@ from ramify.errors import StoreError
 from ramify.types.call_node import CallNode
 from ramify.types.trajectory import Call, Turn, as_text
 from ramify.viewer.data_flow import NOTHING, CellValueOrigins, CellValueTracer, ValueOrigin, union
-from ramify.viewer.returned_values import (
+from ramify.viewer.returned_value_index import (
     NUMBER,
     CellSubcall,
-    ReturnedValues,
+    ReturnedValueIndex,
     ReturnedValueSpan,
     find_values,
     is_telling,
@@ -64,7 +64,7 @@ class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
     """Return the links of call ``id``. Raises StoreError if there is no such call."""
     call, node = run.whole(id).call, run.tree.nodes[id]
-    returned = ReturnedValues()
+    returned = ReturnedValueIndex()
     links = (
         _CallLinks(call, run, returned).collect_links()
         if call.kind == "rlm"
@@ -81,7 +81,7 @@ class _CallLinks:
     """Collects the links from one call's outputs, code and answer to the sub-calls that their
     values came from. The cells of the session are followed in order."""
 
-    def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValues) -> None:
+    def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValueIndex) -> None:
         self._call = call
         self._run = run
         self._returned = returned
@@ -384,7 +384,7 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextPro
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None
     if parent is None or node.parent is None or parent.kind != "rlm":
         return []
-    returned = ReturnedValues()
+    returned = ReturnedValueIndex()
     flow = CellValueTracer(returned.guess)
     place = (node.parent.turn, node.parent.cell)
     by_place = _calls_by_place(run, parent.id)

@@ -6,8 +6,8 @@ They spend money, so a page that every user of this machine may open cannot star
 (view_server.py). They run on another event loop than the server, so that pages stay quick, and end
 with it; what is recorded can be resumed. An estimate needs no API key. A key that the environment
 lacks is given with the start: it is in memory until the run ends, and nowhere else. Not here: where
-a fork begins and what it repeats (see engine/fork.py), and how a run's settings become an ``RLM``
-(given by the command).
+a fork begins and what it repeats (see engine/run_fork.py), and how a run's settings become an
+``RLM`` (given by the command).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import msgspec
 
 from ramify.clients.providers import MissingKey
 from ramify.engine import event_loop_thread
-from ramify.engine.fork import ForkOptions, ForkPoint
 from ramify.engine.limits import Limits
 from ramify.engine.rerun import recorded_limits
 from ramify.engine.rlm import RLM
+from ramify.engine.run_fork import ForkOptions, ForkPoint
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, StoreError
 from ramify.store.base import RunStore

@@ -34,7 +34,7 @@ from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.call_tree import ending
 from ramify.types.trajectory import SCHEMA_VERSION, as_text, cut
-from ramify.viewer.run_lookup import LocatedRun, RunLocation, RunLocations, kind_of, newer, walk
+from ramify.viewer.run_lookup import LocatedRun, RunLocations, ViewedPlace, kind_of, newer, walk
 
 
 class RunListRow(msgspec.Struct, omit_defaults=True):
@@ -307,7 +307,7 @@ class RunCatalog:
             for folder in self._trainings_in(place)
         ]
 
-    def _trainings_in(self, place: RunLocation) -> list[Path]:
+    def _trainings_in(self, place: ViewedPlace) -> list[Path]:
         """Return the training folders below a place. The result is cached until one of its folders
         changes."""
         if place.path is None or place.path.is_file():
@@ -337,7 +337,7 @@ class RunCatalog:
             rows += [_row_of_matrix(path, place.key(path)) for path in found]
         return sorted(rows, key=lambda row: row.name, reverse=True)
 
-    def _rows_in(self, place: RunLocation) -> Iterator[RunListRow | EvaluationListRow]:
+    def _rows_in(self, place: ViewedPlace) -> Iterator[RunListRow | EvaluationListRow]:
         files: list[Path] = []
         if place.store is not None:
             yield from self._stored_rows(place, place.store)
@@ -359,7 +359,7 @@ class RunCatalog:
             except OSError as error:
                 self._failed(path, error)
 
-    def _stored_rows(self, place: RunLocation, store: RunStore) -> list[RunListRow]:
+    def _stored_rows(self, place: ViewedPlace, store: RunStore) -> list[RunListRow]:
         state = store.listing_state()  # before the runs: a change in between is seen next time
         known, rows = self._stored.get(place.number, (None, []))
         if state is None or state != known:
@@ -372,7 +372,7 @@ class RunCatalog:
             self._stored[place.number] = state, rows
         return rows
 
-    def _files(self, place: RunLocation, folder: Path) -> Iterator[Path]:
+    def _files(self, place: ViewedPlace, folder: Path) -> Iterator[Path]:
         if folder.is_file():
             yield folder
             return
@@ -392,7 +392,7 @@ class RunCatalog:
             UnreadableFileRow(str(path), f"cannot be read: {error.strerror or error}")
         )
 
-    def _remembered(self, place: RunLocation, path: Path) -> _Rows:
+    def _remembered(self, place: ViewedPlace, path: Path) -> _Rows:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")

@@ -23,7 +23,7 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.map_journal import MapStore
-from ramify.maps.map_table import MapRowRun, MapTable
+from ramify.maps.map_table import DirectRowAsRun, StoredMap
 from ramify.maps.open_map_table import MapTableCache
 from ramify.store.base import RunStore
 from ramify.store.journal import FileStoredRun
@@ -89,7 +89,7 @@ MAX_DEPTH = 4
 _NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
 
 
-class RunLocation(NamedTuple):
+class ViewedPlace(NamedTuple):
     """One place: a store, a file or a folder."""
 
     number: int
@@ -123,7 +123,7 @@ class RunLocations:
         self._all = [_place(number, place) for number, place in enumerate(places)]
         self._maps = MapTableCache()
 
-    def __iter__(self) -> Iterator[RunLocation]:
+    def __iter__(self) -> Iterator[ViewedPlace]:
         return iter(self._all)
 
     def find_run(self, key: str) -> LocatedRun:
@@ -136,14 +136,14 @@ class RunLocations:
                 raise StoreError(f"{place} has no run {key!r}")
             map_id, colon, number = name.rpartition(":")
             if colon and number.isdecimal():
-                return LocatedRun(key, MapRowRun(self.map(place, map_id), int(number)))
+                return LocatedRun(key, DirectRowAsRun(self.map(place, map_id), int(number)))
             return LocatedRun(key, place.store.stored(name), store=place.store)
         file_name, colon, number = name.rpartition(":")
         is_line = bool(colon) and number.isdigit()
         path = _below(place, file_name if is_line else name)
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
-    def maps(self) -> Iterator[tuple[RunLocation, MapTable]]:
+    def maps(self) -> Iterator[tuple[ViewedPlace, StoredMap]]:
         """Yield the maps of all stores, each up to date. Maps that cannot be read are left out."""
         for place in self._all:
             if isinstance(place.store, Store):
@@ -151,14 +151,14 @@ class RunLocations:
                     with contextlib.suppress(StoreError, OSError):
                         yield place, self._maps.of(path)
 
-    def map_of(self, key: str) -> tuple[RunLocation, MapTable]:
+    def map_of(self, key: str) -> tuple[ViewedPlace, StoredMap]:
         """Return the map with address ``key``. Raises StoreError if it does not exist."""
         place, name, is_file = self._split(key)
         if place is None or is_file:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
         return place, self.map(place, name)
 
-    def map(self, place: RunLocation, id: str) -> MapTable:
+    def map(self, place: ViewedPlace, id: str) -> StoredMap:
         """Return map ``id`` in the store of ``place``. Raises StoreError if it does not exist."""
         store = place.store
         path = MapStore(store.root).path(id) if isinstance(store, Store) else None
@@ -190,7 +190,7 @@ class RunLocations:
             return self.key(path)
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
-    def _split(self, key: str) -> tuple[RunLocation | None, str, bool]:
+    def _split(self, key: str) -> tuple[ViewedPlace | None, str, bool]:
         """Split an address: ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``, True).
 
         The last value says whether the second is a path.
@@ -232,16 +232,16 @@ def walk(
             yield Path(entry.path)
 
 
-def _place(number: int, name: str | Path | RunStore) -> RunLocation:
+def _place(number: int, name: str | Path | RunStore) -> ViewedPlace:
     if isinstance(name, RunStore):
-        return RunLocation(number, name.root if isinstance(name, Store) else None, name)
+        return ViewedPlace(number, name.root if isinstance(name, Store) else None, name)
     path = Path(name).expanduser().resolve()
     if not path.exists():
         raise ConfigError(f"{name} is neither a file nor a folder, nor the name of a run")
-    return RunLocation(number, path, Store(path) if (path / "runs").is_dir() else None)
+    return ViewedPlace(number, path, Store(path) if (path / "runs").is_dir() else None)
 
 
-def _below(place: RunLocation, name: str) -> Path:
+def _below(place: ViewedPlace, name: str) -> Path:
     """Return the path of a file or folder in a place. Raises StoreError if the name leads out of
     the place."""
     if "\0" in name or place.path is None:

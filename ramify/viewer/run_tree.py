@@ -166,7 +166,7 @@ class CallDetail(msgspec.Struct):
                 pass
 
 
-class CallDetails:
+class CallDetailReader:
     """Reader of full calls from one journal, with a small cache."""
 
     def __init__(self, run: StoredRun) -> None:

@@ -25,7 +25,7 @@ from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
 from ramify.viewer.run_lookup import LocatedRun, kind_of, newer
 from ramify.viewer.run_tree import (
     CallDetail,
-    CallDetails,
+    CallDetailReader,
     RunTree,
     journal_events,
 )
@@ -59,7 +59,7 @@ class WatchedRun:
         """Inode and size of the file when it was last read; None to read it again."""
         self._inode = 0
         self._stamp: tuple[int, int] | None = None
-        self._details = CallDetails(self.source)
+        self._details = CallDetailReader(self.source)
         self._chain = ChecksumChain()
         """Checksum of the last line that was read."""
 
@@ -168,7 +168,7 @@ class WatchedRun:
         return changed
 
     def _begin_again(self) -> None:
-        self.tree, self._details = RunTree(), CallDetails(self.source)
+        self.tree, self._details = RunTree(), CallDetailReader(self.source)
         self._chain = ChecksumChain()
         self.offset, self.damage, self._num_damaged, self._suspect_offset = 0, "", 0, -1
         self.generation += 1

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ramify.actors.child_process import ForegroundProcess, import_path
 from ramify.actors.connect_back import ConnectBackListener, connect_back, read_ticket
-from ramify.actors.launcher import LocalLauncher, RoleInstance
+from ramify.actors.launcher import LocalLauncher, RoleInstanceId
 from ramify.actors.rank_group import RankGroup, follow
-from ramify.actors.rank_watch import RankConnection, RankHeartbeat
+from ramify.actors.rank_watch import RankConnection, RankProgress
 from ramify.actors.run_channel import connect
 
 ROLES = ("trainer", "rank", "engine", "worker", "service", "supervisor")
@@ -56,7 +56,7 @@ def rank(folder: Path) -> None:
     ticket = read_ticket()
     talk, watch = (connect(ticket.address, ticket.key, ticket.name) for _ in range(2))
     begin("rank", folder)
-    follow(Verbs(), RankHeartbeat(), talk, watch, 1, 60.0)
+    follow(Verbs(), RankProgress(), talk, watch, 1, 60.0)
 
 
 def worker(folder: Path) -> None:
@@ -81,14 +81,14 @@ async def trainer(folder: Path) -> None:
     engine = EngineProcess(launcher, spec, 0, folder, "float32", 64, folder / "engine.log")
     with ConnectBackListener() as listener:
         ticket = listener.ticket("0")
-        one = launcher.start(RoleInstance("trainer", 1), here("rank", folder), {}, log, ticket)
+        one = launcher.start(RoleInstanceId("trainer", 1), here("rank", folder), {}, log, ticket)
         talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))
         other = launcher.start(
-            RoleInstance("rollouts", 0), here("worker", folder), import_path(), log, ticket
+            RoleInstanceId("rollouts", 0), here("worker", folder), import_path(), log, ticket
         )
         channel, _ = listener.accept(str, 60.0)
     link = RankConnection(1, talk, watch, one.where)
-    ranks = RankGroup(Verbs(), RankHeartbeat(), [link], [one], 60.0, folder)
+    ranks = RankGroup(Verbs(), RankProgress(), [link], [one], 60.0, folder)
     begin("trainer", folder)
     try:
         while engine.ended is None and other.poll() is None:

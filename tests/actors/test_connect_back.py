@@ -17,8 +17,8 @@ import pytest
 
 from ramify.actors.child_process import ChildProcess, import_path
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import LOOPBACK, Channel, ChannelListener, connect
-from ramify.actors.run_messages import decode, encode
 from ramify.errors import ConfigError
 
 KEY = b"the key of this run"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from ramify.actors.child_process import ChildProcess, Process, end_when_done
-from ramify.actors.launcher import LocalLauncher, NodeAgent, RemoteProcess, RoleInstance
+from ramify.actors.launcher import LocalLauncher, NodeAgent, RemoteProcess, RoleInstanceId
 from ramify.errors import ConfigError
 from tests.actors.test_child_process import is_running, lines
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
-MEMBER = RoleInstance("rollouts", 3)
+MEMBER = RoleInstanceId("rollouts", 3)
 Start = Callable[[list[str], dict[str, str], Path], Process]
 
 

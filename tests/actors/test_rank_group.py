@@ -18,7 +18,7 @@ import pytest
 from ramify.actors.child_process import ChildProcess, import_path
 from ramify.actors.connect_back import ConnectBackListener
 from ramify.actors.rank_group import PeerRankFailedError, RankGroup
-from ramify.actors.rank_watch import RankConnection, RankHeartbeat
+from ramify.actors.rank_watch import RankConnection, RankProgress
 from ramify.errors import ConfigError, TrainError
 from ramify.progress import on_heartbeat
 
@@ -27,9 +27,9 @@ import sys
 from ramify.actors.run_channel import connect
 from ramify.actors.connect_back import read_ticket
 from ramify.actors.rank_group import follow
-from ramify.actors.rank_watch import RankHeartbeat
+from ramify.actors.rank_watch import RankProgress
 from tests.actors.test_rank_group import FakeRank
-pulse = RankHeartbeat()
+pulse = RankProgress()
 ticket, rank = read_ticket(), int(sys.argv[1])
 talk, watch = (connect(ticket.address, ticket.key, ticket.name) for _ in range(2))
 follow(FakeRank(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
@@ -39,7 +39,7 @@ follow(FakeRank(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
 class FakeRank:
     """Methods of a rank; most of them fail on one rank only."""
 
-    def __init__(self, rank: int, pulse: RankHeartbeat) -> None:
+    def __init__(self, rank: int, pulse: RankProgress) -> None:
         self.rank = rank
         self.pulse = pulse
 
@@ -97,7 +97,7 @@ def rank_group(tmp_path: Path) -> Iterator[MakeRankGroup]:
                 talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))
                 links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
                 processes.append(process)
-        pulse = RankHeartbeat()
+        pulse = RankProgress()
         made.append(RankGroup(FakeRank(0, pulse), pulse, links, processes, timeout_s, tmp_path))
         return made[-1]
 

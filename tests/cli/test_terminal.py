@@ -40,7 +40,7 @@ def test_terminal_stream_cleans_what_libraries_print() -> None:
     print("10%\r20%\r\nA\x1b]0;title\x07B", file=stream)
     print("\x1b", end="", file=stream)
     print("[2J \ue000[2J", file=stream)
-    stream.write_colored("\x1b[31mours\x1b[0m\n")
+    stream.write_cleaned_line("\x1b[31mours\x1b[0m\n")
     assert terminal.getvalue() == "10%\n20%\nAB\n[2J \ue000[2J\n\x1b[31mours\x1b[0m\n"
 
 

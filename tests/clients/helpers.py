@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.mock_http_server import MockHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 from ramify.types.message import Message, Usage
 
 
@@ -63,7 +63,7 @@ class Says:
     ) -> None:
         self.asked: list[MockServerRequest] = []
         self._tell = tell
-        self._http = MockHttpServer(self._handle)
+        self._http = CallbackHttpServer(self._handle)
 
     @property
     def root(self) -> str:

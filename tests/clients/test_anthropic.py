@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Price, Request, Sampling, Tool
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import (
     ConfigError,
     MalformedResponse,

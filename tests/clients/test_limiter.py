@@ -2,13 +2,13 @@ import asyncio
 
 import pytest
 
-from ramify.clients.rate_limited_client_pool import Limiter
+from ramify.clients.rate_limited_requests import AdaptiveConcurrencyLimiter
 from tests.clients.helpers import run, run_skipping
 
 
 def test_limiter_caps_concurrency_and_serves_in_order_of_arrival():
     async def main():
-        gate, order, most = Limiter(3), [], 0
+        gate, order, most = AdaptiveConcurrencyLimiter(3), [], 0
 
         async def one(i):
             nonlocal most
@@ -26,7 +26,7 @@ def test_limiter_caps_concurrency_and_serves_in_order_of_arrival():
 
 def test_rate_limit_halves_width_once_per_round_and_success_widens_it():
     async def main():
-        gate = Limiter(64)
+        gate = AdaptiveConcurrencyLimiter(64)
         rounds = [await gate.acquire() for _ in range(64)]
         for entered in rounds:
             gate.slow_down(entered, 0.001)
@@ -44,7 +44,7 @@ def test_rate_limit_halves_width_once_per_round_and_success_widens_it():
 
 def test_width_never_falls_below_one():
     async def main():
-        gate = Limiter(4)
+        gate = AdaptiveConcurrencyLimiter(4)
         for _ in range(9):
             gate.slow_down(await gate.acquire(), 0.0)
             gate.release()
@@ -55,7 +55,7 @@ def test_width_never_falls_below_one():
 
 def test_all_waiters_wait_for_the_longest_pause():
     async def main():
-        gate, loop = Limiter(8), asyncio.get_running_loop()
+        gate, loop = AdaptiveConcurrencyLimiter(8), asyncio.get_running_loop()
         entered = await gate.acquire()
         started, waits = loop.time(), []
         gate.slow_down(entered, 0.2)
@@ -76,7 +76,7 @@ def test_all_waiters_wait_for_the_longest_pause():
 @pytest.mark.parametrize("granted", [False, True], ids=["while waiting", "as the turn comes"])
 def test_cancelled_waiter_gives_up_its_place(granted):
     async def main():
-        gate = Limiter(1)
+        gate = AdaptiveConcurrencyLimiter(1)
         await gate.acquire()
         waiting = asyncio.create_task(gate.acquire())
         await asyncio.sleep(0)
@@ -94,7 +94,7 @@ def test_cancelled_waiter_gives_up_its_place(granted):
 
 def test_waiters_cancelled_during_a_pause_do_not_block_those_behind():
     async def main():
-        gate = Limiter(1)
+        gate = AdaptiveConcurrencyLimiter(1)
         gate.slow_down(await gate.acquire(), 0.05)
         gate.release()
         early = [asyncio.create_task(gate.acquire()) for _ in range(3)]
@@ -109,7 +109,7 @@ def test_waiters_cancelled_during_a_pause_do_not_block_those_behind():
 
 def test_a_gate_is_slowed_while_it_is_paused_or_narrow():
     async def main():
-        gate, states = Limiter(4), []
+        gate, states = AdaptiveConcurrencyLimiter(4), []
         entered = [await gate.acquire() for _ in range(4)]
         states.append((gate.is_slowed, gate.opens_in_s(), gate.width))
         gate.slow_down(entered[0], 10.0)
@@ -136,7 +136,7 @@ def test_a_gate_is_slowed_while_it_is_paused_or_narrow():
 
 def test_the_width_is_half_of_what_was_in_flight():
     async def main():
-        gate = Limiter(64)
+        gate = AdaptiveConcurrencyLimiter(64)
         entered, *_ = [await gate.acquire() for _ in range(10)]
         gate.slow_down(entered, 0.0)
         gate.slow_down(entered, 0.0)  # of the same round
@@ -147,7 +147,7 @@ def test_the_width_is_half_of_what_was_in_flight():
 
 def test_a_freed_slot_goes_to_one_waiter_who_was_not_cancelled():
     async def main():
-        gate = Limiter(1)
+        gate = AdaptiveConcurrencyLimiter(1)
         await gate.acquire()
         first, second, third = (asyncio.create_task(gate.acquire()) for _ in range(3))
         await asyncio.sleep(0)
@@ -165,7 +165,7 @@ def test_a_freed_slot_goes_to_one_waiter_who_was_not_cancelled():
 
 def test_a_pause_has_the_time_that_is_left_of_it():
     async def main():
-        gate = Limiter(2)
+        gate = AdaptiveConcurrencyLimiter(2)
         entered = await gate.acquire()
         gate.slow_down(entered, 0.0)
         over_s = gate.opens_in_s()
@@ -177,7 +177,7 @@ def test_a_pause_has_the_time_that_is_left_of_it():
 
 def test_a_newcomer_does_not_overtake_when_the_gate_widens():
     async def main():
-        gate = Limiter(4)
+        gate = AdaptiveConcurrencyLimiter(4)
         entered = [await gate.acquire() for _ in range(2)]
         gate.slow_down(entered[0], 0.001)
         gate.release()

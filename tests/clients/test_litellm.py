@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, ModelError
 from ramify.testing.scripted import dropped, no_usage, rate_limited, refused
 from ramify.testing.scripted_server import ScriptedServer

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
-from ramify.clients.vision import known_vision, picture_tokens
+from ramify.clients.picture_token_costs import known_vision, picture_tokens
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import Refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message

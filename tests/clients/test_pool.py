@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ramify.clients.base import ASSUMED_WINDOW, Price
 from ramify.clients.model_config import Model
 from ramify.clients.providers import CLIENTS
-from ramify.clients.rate_limited_client_pool import RETRYING, RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RETRYING, RateLimitedClientPool
 from ramify.errors import (
     ConfigError,
     LimitReached,

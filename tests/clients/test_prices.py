@@ -4,7 +4,7 @@ import pytest
 
 from ramify.clients.base import Price
 from ramify.clients.providers import PriceEntry, PriceTable
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.types.message import Usage
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import MalformedResponse, ModelError, ServerFailed
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run

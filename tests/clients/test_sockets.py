@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from ramify.clients.mock_http_server import MockHttpServer
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.mock_http_server import CallbackHttpServer
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, ModelError, Unreachable
-from ramify.http_client.addresses import proxy_for
+from ramify.http_client.urls_and_proxies import proxy_for
 from tests.clients.helpers import Books, Says, request, run, server_tls
 
 REPLY = (
@@ -39,7 +39,7 @@ def bare_environment(monkeypatch):
 
 def test_naming_models_imports_no_http_library():
     code = (
-        "import sys; from ramify.clients.rate_limited_client_pool import RateLimitedClientPool; RateLimitedClientPool(keys={'openai': "
+        "import sys; from ramify.clients.rate_limited_requests import RateLimitedClientPool; RateLimitedClientPool(keys={'openai': "
         "'key-123'}).client('openai:gpt-5');"
         "print([name for name in ('aiohttp', 'anthropic', 'litellm', 'asyncio') if name in "
         "sys.modules])"
@@ -174,7 +174,7 @@ def test_tls_goes_through_a_proxy(near, certificate, monkeypatch):
     tls = server_tls(certificate)
 
     async def main():
-        http = MockHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        http = CallbackHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
         async with Tunnel(tls=tls if near == "TLS" else None) as proxy:
             scheme = "https" if near == "TLS" else "http"
@@ -273,7 +273,7 @@ def test_certificate_of_another_host_is_refused(certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
 
     async def main():
-        http = MockHttpServer(
+        http = CallbackHttpServer(
             lambda exchange: exchange.send(200, REPLY), tls=server_tls(certificate)
         )
         await http.start()
@@ -315,7 +315,7 @@ def test_certificate_authority_is_taken_from_the_environment(variable, certifica
 
     async def main():
         tls = server_tls(certificate)
-        http = MockHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        http = CallbackHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
         pool, notices = RateLimitedClientPool(), []
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.testing.scripted import ScriptedClient
 from ramify.types.message import Message, Reply, Usage
 from tests.clients.helpers import Books, request, run, says

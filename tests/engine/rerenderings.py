@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from ramify import RLM
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
-from ramify.types.trajectory import CallCause, Fork, Trajectory
+from ramify.types.trajectory import AgentCallReason, Fork, Trajectory
 from tests.engine.template_client import TemplateClient
 
 Wire = list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Rerendering(NamedTuple):
 
     name: str
     change: Callable[[Wire], Wire]
-    cause: CallCause | None = None
+    cause: AgentCallReason | None = None
     """Why a call begins; None if the request continues the call."""
     fork: Fork | None = None
     """The turn that the new call continues, if it does."""
@@ -142,20 +142,20 @@ def _split(talk: Wire) -> Wire:
 REDUMPED = _with_arguments(lambda value: json.dumps(value, ensure_ascii=False))
 SORTED = _with_arguments(lambda value: json.dumps(value, sort_keys=True))
 RERENDERINGS = (
-    Rerendering("thinking dropped", _each_reply(_without_thinking), CallCause.THINKING),
+    Rerendering("thinking dropped", _each_reply(_without_thinking), AgentCallReason.THINKING),
     Rerendering(
-        "whitespace", _each_reply(_stripped), CallCause.WHITESPACE, Fork("0", 0), standing=[2]
+        "whitespace", _each_reply(_stripped), AgentCallReason.WHITESPACE, Fork("0", 0), standing=[2]
     ),
-    Rerendering("key order", SORTED, CallCause.ARGUMENTS, standing=[1, 2]),
+    Rerendering("key order", SORTED, AgentCallReason.ARGUMENTS, standing=[1, 2]),
     Rerendering("tool ids", _other_tool_ids),
-    Rerendering("merged messages", _merged, CallCause.MERGED, standing=[0, 1, 2]),
-    Rerendering("truncation", _truncated, CallCause.TRUNCATED, standing=[2]),
-    Rerendering("compaction", _compacted, CallCause.COMPACTED, standing=[2]),
-    Rerendering("edited past", _edited, CallCause.EDITED, standing=[0, 1, 2]),
+    Rerendering("merged messages", _merged, AgentCallReason.MERGED, standing=[0, 1, 2]),
+    Rerendering("truncation", _truncated, AgentCallReason.TRUNCATED, standing=[2]),
+    Rerendering("compaction", _compacted, AgentCallReason.COMPACTED, standing=[2]),
+    Rerendering("edited past", _edited, AgentCallReason.EDITED, standing=[0, 1, 2]),
     Rerendering("text parts, developer for system", _as_parts),
     Rerendering("every field, the empty ones as null", _each_reply(_as_dumped)),
     Rerendering("arguments parsed and written again", REDUMPED),
-    Rerendering("a reply split into two messages", _split, CallCause.MERGED, standing=[1, 2]),
+    Rerendering("a reply split into two messages", _split, AgentCallReason.MERGED, standing=[1, 2]),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import ModelError
 from ramify.tasks.base import TaskStart
 from ramify.testing import refused

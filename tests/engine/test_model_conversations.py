@@ -13,7 +13,7 @@ import pytest
 
 from ramify import RLM, Limits, ScriptedClient, Store
 from ramify.clients.base import Sampling, Tool
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import LimitReached
 from ramify.tasks.base import TaskStart
 from ramify.types.event import NoteAdded

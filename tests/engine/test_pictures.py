@@ -10,7 +10,7 @@ from PIL import Image
 
 import ramify
 from ramify.clients.base import Price
-from ramify.clients.vision import picture_tokens
+from ramify.clients.picture_token_costs import picture_tokens
 from ramify.engine.question import question
 from ramify.errors import ConfigError
 from ramify.sources.load_sources import load

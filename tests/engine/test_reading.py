@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ramify.engine.action import prose_of
-from ramify.engine.reading import read_reply
+from ramify.engine.nonblocking_reply_parsing import read_reply
 from ramify.engine.scaffold import BARE, DEFAULT, RETOOL, Scaffold
 from ramify.types.message import Message, ToolCall
 

@@ -11,7 +11,7 @@ import pytest
 from ramify import Limits, SandboxSpec, Stop, Store, Suspended
 from ramify.clients.base import Request, Sampling
 from ramify.engine.model_requests import prompt_hash
-from ramify.engine.reply_reuse import ReusableReplies
+from ramify.engine.reply_cache_lookup import ReusableReplies
 from ramify.testing.scripted import refused
 from ramify.types.message import Message, Reply
 from tests.engine.helpers import by_role, client, code, rlm

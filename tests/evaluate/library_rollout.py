@@ -7,8 +7,8 @@ from __future__ import annotations
 import verifiers.v1 as vf
 
 from examples.verifiers_environments import made
+from ramify.evaluate.verifiers_chat_harness import register_chat_harness
 from ramify.evaluate.verifiers_episodes import known_as
-from ramify.evaluate.verifiers_harness import register_chat_harness
 
 
 async def library_episode(name: str, url: str, *, row: int = 0, harness: str = "") -> vf.Episode:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from ramify import RLM
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
 from ramify.tasks.base import TaskStart
 from tests.engine.template_client import TemplateClient

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.engine.run_model_client import RunModelClient
+from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_endpoint import KEY_HEADER, AgentModelAccess, ModelEndpoint
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart

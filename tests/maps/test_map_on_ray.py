@@ -24,7 +24,7 @@ from ramify.actors.ray_cluster import RayClusterConnection
 from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, SourceError
 from ramify.maps.map_journal import MapStore
-from ramify.maps.ray_row_partition import PART_ROWS, open_row_files, parts_of
+from ramify.maps.ray_row_partition import PART_ROWS, parts_of, row_files_of_urls
 from tests.maps.ray_nodes import ROOT, RayNodes
 from tests.maps.s3_server import WritableS3Server
 
@@ -371,7 +371,7 @@ def test_a_file_that_is_read_again_has_the_same_parts(tmp_path: Path, name: str)
         path.write_text("id,text\n" + "".join(f'{n},"a, {n}"\n' for n in range(num)))
     else:
         path.write_text("".join(f'{{"id": "{n}", "text": "a, {n}"}}\n' for n in range(num)))
-    files = open_row_files([str(path)])
+    files = row_files_of_urls([str(path)])
     assert files.columns == ("id", "text")
 
     def read() -> list[tuple[str, list[dict[str, str]]]]:
@@ -388,11 +388,11 @@ def test_a_file_that_is_read_again_has_the_same_parts(tmp_path: Path, name: str)
 def test_rows_that_no_worker_can_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.db").touch()
     with pytest.raises(SourceError, match="SQLite is read on one machine"):
-        open_row_files([str(tmp_path / "rows.db")])
+        row_files_of_urls([str(tmp_path / "rows.db")])
     with pytest.raises(SourceError, match="does not exist"):
-        open_row_files([str(tmp_path / "none.jsonl")])
+        row_files_of_urls([str(tmp_path / "none.jsonl")])
     with pytest.raises(SourceError, match="cannot be opened"):
-        open_row_files(["nosuch://bucket/rows.jsonl"])
+        row_files_of_urls(["nosuch://bucket/rows.jsonl"])
     with pytest.raises(SourceError, match=r"^s3://box/rows.jsonl was given with a key") as caught:
-        open_row_files(["s3://name:secret@box/rows.jsonl"])
+        row_files_of_urls(["s3://name:secret@box/rows.jsonl"])
     assert "secret" not in str(caught.value)

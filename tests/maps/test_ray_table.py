@@ -14,7 +14,7 @@ from ramify.maps.map_table import row_events
 from ramify.maps.open_map_table import open_map_table
 from ramify.maps.part_output import part_output
 from ramify.maps.row_source import RowSource
-from ramify.maps.shared_budget import SpendingRecord
+from ramify.maps.shared_budget import MapSpending
 from ramify.store.store import Store
 from ramify.types.message import Usage
 from ramify.viewer.run_catalog import RunCatalog
@@ -32,7 +32,7 @@ def stored(home: Path, out: Path) -> Path:
     header = MapHeader(ID, "0123", "Is it urgent?", 5.0, "openai:m", str(out), parts=parts)
     journal = MapStore(home).create(header)
     journal.close()
-    spent = SpendingRecord(Usage(100, 20, calls=4), 0.5, answered=2, failed=1)
+    spent = MapSpending(Usage(100, 20, calls=4), 0.5, answered=2, failed=1)
     (home / RAY_MAPS).mkdir()
     (home / RAY_MAPS / "0123.json").write_text(msgspec.json.encode(spent).decode())
     out.mkdir()

@@ -15,7 +15,7 @@ import pytest
 
 import ramify
 from ramify.clients.base import Request, Sampling
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ModelError, Refused, ServerFailed
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Stop

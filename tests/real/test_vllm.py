@@ -21,7 +21,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import source, sources
 from ramify.models.load import load_policy, save_policy
-from ramify.train.backends.lora import attach, merged, unmerged
+from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged
 from ramify.types.message import Message
 from tests.packaged import TINY
 
@@ -127,7 +127,7 @@ def test_lora_adapters_are_merged_inside_vllm(
                         if parameter.requires_grad:
                             parameter += 0.1 * torch.randn(parameter.shape)
                 await local.update(dict(merged(trained.model)), version)
-                named = unmerged(trained.model)
+                named = base_tensors_and_adapters(trained.model)
                 await engines.update(
                     [source(*each[:2], torch.float32, each[2]) for each in named], version
                 )

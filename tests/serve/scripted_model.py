@@ -13,7 +13,7 @@ from ramify.clients.base import Request
 from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import BearerKeys, ListenAddress
 from ramify.http_server.base_server import HttpServer
-from ramify.http_server.model_api_routes import CallerModelAccess, ModelApiRoutes, listed_models
+from ramify.http_server.model_api_routes import CallerModel, ModelApiRoutes, listed_models
 from ramify.http_server.responses_api import StoredResponses
 from ramify.models.template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
@@ -95,8 +95,8 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     """Serve ``model`` and yield the address without ``/v1``."""
 
     @asynccontextmanager
-    async def admit(_: web.Request) -> AsyncIterator[CallerModelAccess]:
-        yield CallerModelAccess(model, model.stored)
+    async def admit(_: web.Request) -> AsyncIterator[CallerModel]:
+        yield CallerModel(model, model.stored)
 
     async def models(http: web.Request) -> web.Response:
         return listed_models(http, model.name, model.window)

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, Refused
 from ramify.http_server.access import ListenAddress
 from ramify.inference.local.local_client import LocalClient

@@ -24,7 +24,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
 from ramify.serve.redaction import Redaction
 from ramify.serve.run_server import RunServer
-from ramify.serve.traffic_recorder import RecordedPolicyInfo, Retention, TrafficRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, Retention, TrafficRecorder
 from ramify.store.store import Store
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Fork, Stop, Trajectory
@@ -90,7 +90,7 @@ class Traffic:
 async def serving(folder: Path, *patterns: str, **limits: Any) -> AsyncIterator[Traffic]:
     engine = LoggingClient()
     recorder = TrafficRecorder(
-        folder, RecordedPolicyInfo.of(POLICY), Redaction(patterns), Retention(**limits)
+        folder, PolicyFactsForRecorder.of(POLICY), Redaction(patterns), Retention(**limits)
     )
     try:
         async with PolicyServer(engine, name="mine", recorder=recorder) as server:
@@ -254,7 +254,7 @@ def test_what_is_redacted_is_in_no_file_and_other_ids_are_exact(tmp_path: Path) 
         )
         ids = ids_of(run)
         true = [*(replies[1].prompt_ids or ()), *(replies[1].token_ids or ())]
-        decode = RecordedPolicyInfo.of(POLICY).decode
+        decode = PolicyFactsForRecorder.of(POLICY).decode
         assert len(ids) == len(true)
         changed = [
             index for index, (one, two) in enumerate(zip(ids, true, strict=True)) if one != two
@@ -362,13 +362,13 @@ def test_other_stores_are_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "used")
     with store.create("20260101-000000-a"):
         pass
-    mine = RecordedPolicyInfo.of(POLICY)
+    mine = PolicyFactsForRecorder.of(POLICY)
     with pytest.raises(ConfigError, match="not recorded traffic"):
         TrafficRecorder(tmp_path / "used", mine)
     with pytest.raises(ConfigError, match="cannot create"):
         TrafficRecorder("/proc/nowhere", mine)
     asyncio.run(TrafficRecorder(tmp_path / "mine", mine).close())
-    other = RecordedPolicyInfo.of(policy(max_position_embeddings=2048, hidden_size=16))
+    other = PolicyFactsForRecorder.of(policy(max_position_embeddings=2048, hidden_size=16))
     with pytest.raises(ConfigError, match="another base model"):
         TrafficRecorder(tmp_path / "mine", other)
 
@@ -406,12 +406,12 @@ import asyncio, sys
 from pathlib import Path
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
-from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 from ramify.http_server.access import ListenAddress
 from tests.serve.test_traffic import POLICY
 
 async def main():
-    recorder = TrafficRecorder(Path(sys.argv[1]), RecordedPolicyInfo.of(POLICY))
+    recorder = TrafficRecorder(Path(sys.argv[1]), PolicyFactsForRecorder.of(POLICY))
     async with PolicyServer(LocalClient(POLICY), name="mine", recorder=recorder, key="k" * 20) as s:
         print(s.url, flush=True)
         await asyncio.sleep(3600)
@@ -467,7 +467,7 @@ def test_a_killed_server_loses_only_replies_in_flight(tmp_path: Path) -> None:
 def test_runs_are_recorded_with_their_ids_and_scored(tmp_path: Path) -> None:
     async def test() -> None:
         engine = LoggingClient()
-        recorder = TrafficRecorder(tmp_path / "traffic", RecordedPolicyInfo.of(POLICY))
+        recorder = TrafficRecorder(tmp_path / "traffic", PolicyFactsForRecorder.of(POLICY))
         limits = Limits(max_turns=2, max_reply_tokens=8)
         rlm = RLM(engine, scaffold="bare", sandbox=SANDBOX, limits=limits)
         async with RunServer(rlm, name="mine", open_recorder=lambda _: recorder) as server:

@@ -20,7 +20,7 @@ import pytest
 from ramify.errors import SourceError
 from ramify.sources.duckdb_process import query_tables
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.table_descriptions import TableSource
+from ramify.sources.sql_table_types import TableLocation
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_results_are_bounded(sql: Callable[..., Any]):
 )
 def test_joins_and_recursion_without_end_are_stopped(query: str, tmp_path: Path):
     (tmp_path / "sales.csv").write_text("id,n\n1,2\n")
-    tables = [TableSource("sales", str(tmp_path / "sales.csv"), "csv")]
+    tables = [TableLocation("sales", str(tmp_path / "sales.csv"), "csv")]
     with pytest.raises((TimeoutError, ValueError), match=r"^sql: .*(stopped|more than|ended)"):
         query_tables(tables, query, limit_s=0.5)
     assert query_tables(tables, "SELECT n FROM sales") == [(2,)]

@@ -17,8 +17,8 @@ from ramify.errors import SourceError
 from ramify.secrets import SecretRedactor
 from ramify.sources.http_download import PrivateAddress, is_public, public_addresses
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.media_types import file_name
-from ramify.sources.remote_urls import RemoteHead, recorded_url, shown_url
+from ramify.sources.served_file_hints import file_name
+from ramify.sources.url_recognition import RemoteHead, recorded_url, shown_url
 from tests.cli.helpers import Done, Shell, code, kill_at_second_request
 from tests.clients.helpers import self_signed, server_tls
 from tests.sources.site_server import SiteServer

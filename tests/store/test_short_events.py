@@ -16,7 +16,7 @@ from ramify.types.trajectory import Call, Trajectory
 SHORT_PARTS = {
     "reply": short_events.ReplyBill,
     "calls": list[short_events.CallOutline],
-    "turns": list[short_events.TurnOutline],
+    "turns": list[short_events.CountedTurn],
 }
 
 

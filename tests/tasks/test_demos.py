@@ -17,7 +17,7 @@ from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.scripted_demonstrator import (
     EXPERT,
     NOISY,
-    LedgerDemonstration,
+    LedgerCallDemonstration,
     LedgerDemonstrator,
     LedgerDemonstratorHabits,
     demonstrations,
@@ -39,7 +39,7 @@ def of_kind(task: object, kind: str) -> Item:
     return next(item for item in task.splits["test"] if item.kind == kind)  # type: ignore[attr-defined]
 
 
-def contents(conversation: LedgerDemonstration) -> list[str]:
+def contents(conversation: LedgerCallDemonstration) -> list[str]:
     return [message.content for message in conversation.messages]
 
 

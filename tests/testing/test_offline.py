@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.testing.offline import (
     AccuracyCurve,

@@ -13,7 +13,7 @@ import urllib.request
 import msgspec
 import pytest
 
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.testing.scripted import (
     cut,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ramify.errors import StoreError
-from ramify.models import checksums
+from ramify.models import folder_file_checksums
 from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
 from ramify.train.config import Schedule
@@ -65,7 +65,7 @@ def test_flipped_bit_is_detected_in_every_checkpoint_file(name: str, tmp_path: P
         checkpoints.save(CheckpointState(step=step), {"backend": written}) for step in (1, 2)
     )
     checkpoints.settle()
-    known = json.loads((latest / checksums.FILE).read_bytes())["files"]
+    known = json.loads((latest / folder_file_checksums.FILE).read_bytes())["files"]
     assert sorted(known) == sorted(FILES)
     for checkpoint in (older, latest):
         verify(checkpoint)
@@ -93,26 +93,26 @@ def test_missing_or_truncated_files_are_detected(tmp_path: Path) -> None:
     (latest / "weights").unlink()
     with pytest.raises(StoreError, match="weights is damaged: it is missing"):
         verify(latest)
-    (latest / checksums.FILE).write_text("{")
+    (latest / folder_file_checksums.FILE).write_text("{")
     with pytest.raises(StoreError, match=r"checksums\.json is damaged: "):
         verify(latest)
-    (latest / checksums.FILE).unlink()
+    (latest / folder_file_checksums.FILE).unlink()
     with pytest.raises(StoreError, match=r"checksums\.json is missing; start again"):
         verify(latest)
 
 
 def test_checksums_cover_files_larger_than_one_chunk(tmp_path: Path) -> None:
-    for size in (0, 1, checksums.CHUNK, checksums.CHUNK + 1):
+    for size in (0, 1, folder_file_checksums.CHUNK, folder_file_checksums.CHUNK + 1):
         with open(tmp_path / f"of-{size}", "wb") as file:
             file.truncate(size)
-    checksums.write(tmp_path)
-    checksums.check(tmp_path)
-    last = tmp_path / f"of-{checksums.CHUNK + 1}"
+    folder_file_checksums.write(tmp_path)
+    folder_file_checksums.check(tmp_path)
+    last = tmp_path / f"of-{folder_file_checksums.CHUNK + 1}"
     with open(last, "r+b") as file:
-        file.seek(checksums.CHUNK)
+        file.seek(folder_file_checksums.CHUNK)
         file.write(b"\1")
     with pytest.raises(StoreError, match=re.escape(f"{last} is damaged")):
-        checksums.check(tmp_path)
+        folder_file_checksums.check(tmp_path)
 
 
 def test_run_does_not_resume_from_damaged_files(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_saved_policy_is_verified_when_loaded(tmp_path: Path) -> None:
         flip(weights, at=-5)
         load_policy(folder)
     save_policy(policy, tmp_path / "policy")  # overwriting drops the old checksums
-    assert not (tmp_path / "policy" / checksums.FILE).exists()
+    assert not (tmp_path / "policy" / folder_file_checksums.FILE).exists()
     load_policy(tmp_path / "policy")
 
 
@@ -164,7 +164,7 @@ def test_checkpoints_without_checksums_can_be_resumed(tmp_path: Path) -> None:
     run = small(policy=BASE, warmup=None, sft=None)
     train(run, tmp_path, say=pytest.fail)
     for checkpoint in CheckpointStore(tmp_path).all():
-        (checkpoint / checksums.FILE).unlink()
+        (checkpoint / folder_file_checksums.FILE).unlink()
         state = json.loads((checkpoint / "state.json").read_bytes())
         del (
             state["checksums"],

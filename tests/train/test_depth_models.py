@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, Refused
 from ramify.testing.script import server_error

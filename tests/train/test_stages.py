@@ -16,11 +16,11 @@ from ramify.train.config import RlSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import (
     ConcurrencyController,
-    GroupRollout,
+    GroupInProgress,
     RolloutAttempt,
     Rollouter,
 )
-from ramify.train.stages import InductionWarmUpStage, RlStage, SftStage, StepData
+from ramify.train.stages import RandomStringWarmUpStage, RlStage, SftStage, StepData
 from ramify.types.trajectory import Trajectory
 from tests.train.trees import call, tree
 
@@ -41,7 +41,7 @@ class PreparedRollouts(Rollouter):
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
-    ) -> GroupRollout:
+    ) -> GroupInProgress:
         self.asked.append(f"{name} {item.id}")
 
         def one(number: int, reward: float | None) -> RolloutAttempt:
@@ -52,7 +52,7 @@ class PreparedRollouts(Rollouter):
 
             return RolloutAttempt(name, item, self.room, run, over)
 
-        return GroupRollout(
+        return GroupInProgress(
             item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None
         )
 
@@ -146,13 +146,13 @@ def test_step_with_only_failed_rollouts_raises() -> None:
 
 
 def test_schedules_use_the_length_of_their_stage() -> None:
-    warm = InductionWarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
+    warm = RandomStringWarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
     assert warm.optim.num_steps == 9
     with pytest.raises(
         ConfigError,
         match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps",
     ):
-        InductionWarmUpStage(
+        RandomStringWarmUpStage(
             9, OptimizerSpec(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0
         )
     with pytest.raises(ConfigError, match="nothing to learn from"):

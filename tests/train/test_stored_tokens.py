@@ -18,8 +18,8 @@ from ramify.store.durable_files import TOKENIZED
 from ramify.tasks.base import task_of
 from ramify.train.config import PolicySpec, TaskSpec
 from ramify.train.data.sft_data import TrajectoryTokenizer, form_of, read
-from ramify.train.data.stored_tokens import TokenizedCallCache
-from ramify.train.demonstrations import (
+from ramify.train.data.tokenization_cache import TokenizedCallCache
+from ramify.train.sft_training_data import (
     DemonstrationSet,
     demonstrate,
     demonstrations_of,

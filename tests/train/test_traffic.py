@@ -23,7 +23,7 @@ from ramify.evaluate.traffic_scores import (
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, load_policy, save_policy
 from ramify.serve.redaction import Redaction
-from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 from ramify.store.reviews import HumanRunReview
 from ramify.store.store import Store
 from ramify.testing.scripted import ScriptedClient
@@ -35,7 +35,7 @@ from ramify.train.resolve import resolve
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import SignalContext
-from ramify.train.signals.hints import hints_of
+from ramify.train.signals.hint_sources import hints_of
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.message import Message
 from ramify.types.trajectory import Group
@@ -72,7 +72,7 @@ def record(
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = TrafficRecorder(store, RecordedPolicyInfo.of(made), Redaction(patterns))
+        recorder = TrafficRecorder(store, PolicyFactsForRecorder.of(made), Redaction(patterns))
 
         async def user(number: int) -> None:
             messages: tuple[Message, ...] = (Message("user", f"{random.random()}"),)

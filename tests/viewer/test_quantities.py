@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify import quantities
+from ramify import format_quantities
 from tests.viewer.browser import served, tab
 from tests.viewer.conftest import World
 
@@ -20,16 +20,18 @@ CASES: dict[str, list[tuple[float, str]]] = json.loads(
 
 @pytest.mark.parametrize("name", CASES)
 def test_quantities_read_as_in_the_cases(name: str) -> None:
-    words = getattr(quantities, name)
+    words = getattr(format_quantities, name)
     assert [(value, words(value)) for value, _ in CASES[name]] == [tuple(it) for it in CASES[name]]
 
 
 def test_no_duration_is_a_full_unit_and_no_cost_has_an_exponent() -> None:
     for tenths in range(0, 80_000, 7):
-        assert not re.search(r"(?<![.\d])60(\.0)? (s|min)\b", quantities.seconds(tenths / 10))
+        assert not re.search(
+            r"(?<![.\d])60(\.0)? (s|min)\b", format_quantities.seconds(tenths / 10)
+        )
     for power in range(-12, 12):
-        assert "e" not in quantities.dollars(1.7 * 10.0**power).removeprefix("under ")
-        assert "e" not in quantities.plain(1.7 * 10.0**power)
+        assert "e" not in format_quantities.dollars(1.7 * 10.0**power).removeprefix("under ")
+        assert "e" not in format_quantities.plain(1.7 * 10.0**power)
 
 
 def test_page_writes_the_same_quantities(browser: Any, world: World) -> None:

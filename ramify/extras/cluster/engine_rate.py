@@ -47,7 +47,7 @@ import numpy as np
 
 from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError
-from ramify.inference.local.step_timings import EngineStepTiming
+from ramify.inference.local.step_timings import EngineStepTotals
 from ramify.train.metrics import StepMetrics
 from ramify.types.message import Message, Reply
 
@@ -346,7 +346,7 @@ class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the event loop's thread: requests, replies, session frames."""
     sessions_s: float
     """CPU time of all child processes, where sessions run."""
-    engine: list[EngineStepTiming]
+    engine: list[EngineStepTotals]
 
 
 def recorded_cpu(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
@@ -367,7 +367,7 @@ def _recorded(line: StepMetrics) -> RecordedCpu:
         if found := _BATCH.fullmatch(name):
             prefix = name.removesuffix("steps")
             engine.append(
-                EngineStepTiming(
+                EngineStepTotals(
                     sequences=int(found[1]),
                     reads=found[2] == "prefill",
                     steps=int(values[name]),

@@ -9,7 +9,7 @@ The run's key is never in a file that is written here. Slurm's script makes it i
 its owner can read, Kubernetes reads it from a Secret, and SkyPilot from its own secrets. Other keys
 (``secrets``) are names of variables, whose values are looked up where the job is submitted.
 
-Not here: the job (``scheduler_job.py``) and the command (``launch_command.py``).
+Not here: the job (``scheduler_job.py``) and the command (``launch_cli.py``).
 """
 
 from __future__ import annotations

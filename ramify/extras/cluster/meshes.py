@@ -30,7 +30,7 @@ from ramify.extras.cluster.model_and_device_specs import (
     ModelShape,
     num_experts,
 )
-from ramify.extras.cluster.step_work import StepTokens, forward_flop, num_passes
+from ramify.extras.cluster.step_work import StepTokens, forward_flop_per_token, num_passes
 from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run
 
@@ -145,7 +145,7 @@ def learning_seconds(
     sent: RankCommunicationBytes | None = None,
 ) -> float:
     """Seconds of learning in one step on this mesh."""
-    flop = num_passes(run) * forward_flop(shape, tokens.mean_length)
+    flop = num_passes(run) * forward_flop_per_token(shape, tokens.mean_length)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)
     if run.compute.backend != "fsdp":

@@ -20,7 +20,7 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 from ramify.train.backends.mesh import EXPERTS
 from ramify.train.config import LoraSpec, Run
-from ramify.train.policy_defaults import shape_for
+from ramify.train.policy_defaults import model_config_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -182,7 +182,11 @@ def config_of(run: Run) -> Any:
         vocabulary = len(word_tokenizer(spec.words)) if spec.words else spec.vocab_size or 512
     try:
         return AutoConfig.for_model(
-            **{"vocab_size": vocabulary, "bos_token_id": None, **(spec.shape or shape_for(0, 0))}
+            **{
+                "vocab_size": vocabulary,
+                "bos_token_id": None,
+                **(spec.shape or model_config_for(0, 0)),
+            }
         )
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"policy.shape is not a valid configuration: {error}") from None

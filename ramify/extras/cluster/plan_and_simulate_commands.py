@@ -236,7 +236,7 @@ def _numbers(name: str, text: str | None) -> list[int]:
 def _calibrated(model: str, slots: int) -> EngineRate:
     import asyncio
 
-    from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+    from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.extras.cluster.engine_rate import measure_engine_rate
 
     async def run() -> EngineRate:

@@ -1,11 +1,11 @@
 """A rollout as a workload, without its contents: tokens, seconds of code, and dependencies.
 
-    Trajectory (ids, texts, seconds)  ──>  RolloutShape
-                                           └── CallShape
-                                               └── TurnShape(new=120, sampled=31)
-                                                   └── CellShape(seconds=0.02)
-                                                       ├── wave: [CallShape, CallShape]
-                                                       └── wave: [CallShape]
+    Trajectory (ids, texts, seconds)  ──>  RolloutWorkload
+                                           └── CallWorkload
+                                               └── TurnWorkload(new=120, sampled=31)
+                                                   └── CellWorkload(seconds=0.02)
+                                                       ├── wave: [CallWorkload, CallWorkload]
+                                                       └── wave: [CallWorkload]
 
 Calls of one cell that overlapped in time are one wave and begin together. A call that began after
 all of them had ended waited for them, so it belongs to the next wave. Not here: the speed of an
@@ -25,16 +25,16 @@ from ramify.types.trajectory import Call, Trajectory, Turn
 Ids = NDArray[np.int32]
 
 
-class CellShape(msgspec.Struct, frozen=True):
+class CellWorkload(msgspec.Struct, frozen=True):
     """The workload of one cell: the time of its code, and the calls that it makes."""
 
     seconds: float
     """Seconds of the session's own work."""
-    waves: tuple[tuple[CallShape, ...], ...] = ()
+    waves: tuple[tuple[CallWorkload, ...], ...] = ()
     """Calls that the cell makes. Calls of one wave run concurrently, and waves run in sequence."""
 
 
-class TurnShape(msgspec.Struct, frozen=True):
+class TurnWorkload(msgspec.Struct, frozen=True):
     """The workload of one turn: a request to the model, and the cells of its reply."""
 
     new: int
@@ -46,7 +46,7 @@ class TurnShape(msgspec.Struct, frozen=True):
     """Tokens of the reply."""
     seconds: float = 0.0
     """Measured seconds of the request, including waiting at the engine."""
-    cells: tuple[CellShape, ...] = ()
+    cells: tuple[CellWorkload, ...] = ()
     ids: bytes = b""
     """Ids that the prompt adds to the path, and those of the reply, four bytes each; empty if
     unknown."""
@@ -60,21 +60,21 @@ class TurnShape(msgspec.Struct, frozen=True):
         return np.concatenate([before[:reused], np.frombuffer(self.ids, np.int32)])
 
 
-class CallShape(msgspec.Struct, frozen=True):
+class CallWorkload(msgspec.Struct, frozen=True):
     """The workload of one call: a sequence of turns."""
 
-    turns: tuple[TurnShape, ...]
+    turns: tuple[TurnWorkload, ...]
     host_s: float = 0.0
     """Seconds apart from requests and cells, such as opening its session. They are spent after the
     first reply."""
 
-    def walk(self) -> Iterator[CallShape]:
+    def walk(self) -> Iterator[CallWorkload]:
         """Yield this call and all its descendants."""
         yield self
         for child in self.children():
             yield from child.walk()
 
-    def children(self) -> Iterator[CallShape]:
+    def children(self) -> Iterator[CallWorkload]:
         """Yield the calls that the cells of this call make, in the order in which they begin."""
         for turn in self.turns:
             for cell in turn.cells:
@@ -82,13 +82,13 @@ class CallShape(msgspec.Struct, frozen=True):
                     yield from wave
 
 
-class RolloutShape(msgspec.Struct, frozen=True):
+class RolloutWorkload(msgspec.Struct, frozen=True):
     """The workload of one rollout: its root call, with all calls below."""
 
-    roots: tuple[CallShape, ...]
+    roots: tuple[CallWorkload, ...]
     """The root call and its branches, which all begin together."""
 
-    def calls(self) -> Iterator[CallShape]:
+    def calls(self) -> Iterator[CallWorkload]:
         for root in self.roots:
             yield from root.walk()
 
@@ -106,7 +106,7 @@ class RolloutShape(msgspec.Struct, frozen=True):
         )
 
 
-def shape_of(trajectory: Trajectory) -> RolloutShape:
+def shape_of(trajectory: Trajectory) -> RolloutWorkload:
     """Return the workload of ``trajectory``. Calls of judges, which come after its end, are
     excluded."""
     calls = [call for call in trajectory.calls if call.kind != "judge"]
@@ -117,7 +117,7 @@ def shape_of(trajectory: Trajectory) -> RolloutShape:
                 call
             )
 
-    def shape(call: Call) -> CallShape:
+    def shape(call: Call) -> CallWorkload:
         turns, waited = [], 0.0
         for index, turn in enumerate(call.turns):
             cells = []
@@ -125,15 +125,15 @@ def shape_of(trajectory: Trajectory) -> RolloutShape:
                 waves = waves_of(below.get((call.id, index, number), []), trajectory.seconds)
                 waited += cell.seconds + sum(_until(wave, trajectory.seconds) for wave in waves)
                 cells.append(
-                    CellShape(cell.seconds, tuple(tuple(map(shape, wave)) for wave in waves))
+                    CellWorkload(cell.seconds, tuple(tuple(map(shape, wave)) for wave in waves))
                 )
             turns.append(_turn(call, index, turn, tuple(cells)))
         took = (trajectory.seconds if call.ended_s is None else call.ended_s) - call.started_s
-        return CallShape(
+        return CallWorkload(
             tuple(turns), max(0.0, took - waited - sum(turn.seconds for turn in turns))
         )
 
-    return RolloutShape(tuple(shape(call) for call in calls if call.parent is None))
+    return RolloutWorkload(tuple(shape(call) for call in calls if call.parent is None))
 
 
 def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
@@ -154,7 +154,7 @@ def _until(wave: list[Call], end_s: float) -> float:
     return max(ends) - min(call.started_s for call in wave)
 
 
-def _turn(call: Call, index: int, turn: Turn, cells: tuple[CellShape, ...]) -> TurnShape:
+def _turn(call: Call, index: int, turn: Turn, cells: tuple[CellWorkload, ...]) -> TurnWorkload:
     reply, usage = turn.reply, turn.reply.usage
     sampled = len(reply.token_ids) if reply.token_ids is not None else usage.output_tokens
     given = len(reply.prompt_ids) if reply.prompt_ids is not None else usage.input_tokens
@@ -167,4 +167,4 @@ def _turn(call: Call, index: int, turn: Turn, cells: tuple[CellShape, ...]) -> T
     ids = b""
     if reply.prompt_ids is not None and reply.token_ids:
         ids = np.array(reply.prompt_ids + reply.token_ids, np.int32).tobytes()
-    return TurnShape(new, context, sampled, reply.seconds, cells, ids)
+    return TurnWorkload(new, context, sampled, reply.seconds, cells, ids)

@@ -30,9 +30,13 @@ import msgspec
 from simpy import Environment, Event
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.rollout_shapes import RolloutShape
+from ramify.extras.cluster.rollout_shapes import RolloutWorkload
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
-from ramify.extras.cluster.simulated_rollout import RolloutSimulator, SimulatedGroup, SimulatedQueue
+from ramify.extras.cluster.simulated_rollout import (
+    RolloutSimulator,
+    SimulatedGroup,
+    SimulatedGroupSchedule,
+)
 from ramify.extras.cluster.simulation_inputs import SimulationInputs
 from ramify.progress import report_progress
 
@@ -201,20 +205,20 @@ class _Simulation:
     def run(self, steps: int) -> SimulationResult:
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
-        queue = SimulatedQueue(
+        queue = SimulatedGroupSchedule(
             self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps
         )
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
         return self._result(around, steps)
 
-    def _drawn(self, number: int) -> tuple[Sequence[RolloutShape], bool]:
+    def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
         """Return the rollouts of group ``number``, and whether it has no signal."""
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)
         return rollouts, draw.random() < self._measured.zero_variance
 
-    def _train(self, queue: SimulatedQueue, num_steps: int) -> Generator[Event, Any, None]:
+    def _train(self, queue: SimulatedGroupSchedule, num_steps: int) -> Generator[Event, Any, None]:
         for step in range(num_steps):
             groups = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")

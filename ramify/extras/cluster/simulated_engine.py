@@ -80,7 +80,7 @@ Spans = list[tuple[int, float]]
 """(version of the weights, tokens sampled with it), in order."""
 
 
-class SimulatedRequestTokens(NamedTuple):
+class SimulatedRequestIds(NamedTuple):
     """Token ids of a request, if they are known."""
 
     ids: Ids
@@ -99,7 +99,7 @@ class _RunningSequence:
         sampled: int,
         done: Event,
         owner: object,
-        known: SimulatedRequestTokens | None,
+        known: SimulatedRequestIds | None,
     ) -> None:
         self.new = new
         self.context = context
@@ -178,7 +178,7 @@ class SimulatedEngine:
         context: int,
         sampled: int,
         owner: object = None,
-        known: SimulatedRequestTokens | None = None,
+        known: SimulatedRequestIds | None = None,
     ) -> Event:
         """Request a reply from the engine. Returns an event that occurs when the reply is complete.
 

@@ -34,10 +34,10 @@ import numpy as np
 from simpy import Environment, Event, Resource
 
 from ramify.extras.cluster.engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import CallShape, Ids, RolloutShape, TurnShape
+from ramify.extras.cluster.rollout_shapes import CallWorkload, Ids, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulated_engine import (
     SimulatedEngine,
-    SimulatedRequestTokens,
+    SimulatedRequestIds,
     Spans,
     pick,
 )
@@ -139,7 +139,7 @@ _NOTHING = np.empty(0, np.int32)
 class SimulatedRollout:
     """One rollout from its request to its end."""
 
-    def __init__(self, rollout: RolloutShape, over: Event) -> None:
+    def __init__(self, rollout: RolloutWorkload, over: Event) -> None:
         self.rollout = rollout
         self.over = over
         """Succeeds when the rollout has ended or was given up."""
@@ -218,7 +218,7 @@ class RolloutSimulator:
             return self.env.timeout(seconds)
         return self.cores.session(seconds * self._host.session_share)
 
-    def _call(self, call: CallShape, attempt: SimulatedRollout, name: str) -> Process:
+    def _call(self, call: CallWorkload, attempt: SimulatedRollout, name: str) -> Process:
         engine = attempt.engine
         assert engine is not None
         cached = engine.version
@@ -233,7 +233,7 @@ class RolloutSimulator:
                 new,
                 engine,
                 attempt,
-                None if path is None else SimulatedRequestTokens(path, name),
+                None if path is None else SimulatedRequestIds(path, name),
             )
             if not index and call.host_s:
                 yield self.session(call.host_s)
@@ -253,11 +253,11 @@ class RolloutSimulator:
 
     def _request(
         self,
-        turn: TurnShape,
+        turn: TurnWorkload,
         new: int,
         engine: SimulatedEngine,
         attempt: SimulatedRollout,
-        known: SimulatedRequestTokens | None,
+        known: SimulatedRequestIds | None,
     ) -> Process:
         with self._wire.request() as place:
             yield place
@@ -271,7 +271,7 @@ class RolloutSimulator:
                 )
 
 
-Draw = Callable[[int], tuple[Sequence[RolloutShape], bool]]
+Draw = Callable[[int], tuple[Sequence[RolloutWorkload], bool]]
 """Group number -> its rollouts, and whether the group has no signal."""
 
 
@@ -301,7 +301,7 @@ class SimulatedGroup:
         return self.is_whole and self.will_have_no_signal
 
 
-class SimulatedQueue:
+class SimulatedGroupSchedule:
     """Groups of one run of ``num_steps`` steps."""
 
     def __init__(

@@ -33,11 +33,11 @@ from ramify.extras.cluster.engine_rate import (
     non_negative,
     recorded_cpu,
 )
-from ramify.extras.cluster.rollout_shapes import CallShape, RolloutShape, shape_of
+from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, shape_of
 from ramify.extras.cluster.simulated_rollout import TrainerHostCpuUse
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.types.trajectory import GroupOutcome, Trajectory
+from ramify.types.trajectory import GroupFate, Trajectory
 
 HOW = "train with schedule.save_rollouts_every=1, which saves every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
@@ -71,7 +71,7 @@ class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
 class SimulationInputs(msgspec.Struct, kw_only=True):
     """Measurements from which a simulation draws."""
 
-    groups: list[list[RolloutShape]]
+    groups: list[list[RolloutWorkload]]
     rate: EngineRate
     sizes: MeasuredRunSettings
     learn_base_s: float
@@ -98,7 +98,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     step_s: list[float] = msgspec.field(default_factory=list)
     """Measured seconds of each step, without evaluations."""
 
-    def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutShape]:
+    def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutWorkload]:
         """Return ``num`` rollouts of one measured group. ``of`` is the index of the group; None
         draws a group at random. If the group has too few rollouts, some are repeated."""
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
@@ -324,7 +324,7 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
 
 
 def _host(
-    spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutShape], hidden: float, num_steps: int
+    spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
 ) -> TrainerHostCpuUse | None:
     """Measure what rollouts cost the CPUs of the trainer's host: the event loop's CPU time per
     request, and the share of their working time that sessions compute. None if the engine recorded
@@ -344,14 +344,14 @@ def _host(
     )
 
 
-def _roots(tree: Trajectory) -> Iterator[tuple[CallShape, float]]:
+def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
     """Yield each root call with the time at which it began."""
     begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
     for root, started_s in zip(shape_of(tree).roots, begins, strict=True):
         yield root, tree.started_at + started_s
 
 
-def _replayed(call: CallShape, at_s: float) -> tuple[list[MeasuredRequest], float]:
+def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
     """Return the requests of a call and its descendants, and the time at which the call ended.
 
     ``at_s`` is the time at which the call began. Requests are timed by their order alone: turns and
@@ -377,9 +377,9 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
-    untried = (GroupOutcome.LOST, GroupOutcome.SKIPPED)
+    untried = (GroupFate.LOST, GroupFate.SKIPPED)
     tried = sum(outcome not in untried for outcome in outcomes)
-    return outcomes.count(GroupOutcome.NO_SIGNAL) / tried if tried else otherwise
+    return outcomes.count(GroupFate.NO_SIGNAL) / tried if tried else otherwise
 
 
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:

@@ -31,7 +31,7 @@ from ramify.extras.cluster.model_and_device_specs import (
     DeviceHardwareSpec,
     ModelShape,
 )
-from ramify.extras.cluster.step_work import StepTokens, forward_flop, num_passes
+from ramify.extras.cluster.step_work import StepTokens, forward_flop_per_token, num_passes
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
 
@@ -147,7 +147,7 @@ def _learning(
     groups = min(sizes.num_batches, max(1, round(tokens.rollouts)))
     why = (
         f"{tokens.learnt:.3g} tokens, {num_passes(run):g} forward passes' worth of "
-        f"{forward_flop(shape, tokens.mean_length):.3g} FLOP each, on "
+        f"{forward_flop_per_token(shape, tokens.mean_length):.3g} FLOP each, on "
         f"{groups * sizes.tensor} of {ranks} x {device.name} at {device.tflops:g} TFLOP/s x "
         f"{shares.train:g}"
     )
@@ -169,13 +169,15 @@ def _sampling(
     is limited by FLOP/s. Generating tokens is limited by memory bandwidth or by FLOP/s, whichever
     takes longer."""
     products = device.tflops * 1e12 * shares.prefill
-    reading = tokens.given * forward_flop(shape, tokens.mean_length / 2) / (engines * products)
+    reading = (
+        tokens.given * forward_flop_per_token(shape, tokens.mean_length / 2) / (engines * products)
+    )
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
     at_once = max(1.0, min(slots(run, device), concurrency / engines, tokens.rollouts / engines))
     itemsize = itemsize_of(run, device)
     cached = at_once * tokens.mean_length / 2 * shape.cache_bytes_per_token(itemsize)
     by_bandwidth = (shape.products * itemsize + cached) / (device.gb_per_s * 1e9 * shares.decode)
-    by_products = at_once * forward_flop(shape, tokens.mean_length / 2) / products
+    by_products = at_once * forward_flop_per_token(shape, tokens.mean_length / 2) / products
     token_s = max(by_bandwidth, by_products)
     drawing = tokens.sampled / engines / at_once * token_s
     return reading + drawing, (

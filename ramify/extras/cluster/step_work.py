@@ -64,7 +64,7 @@ def _more_passes(run: Run) -> int:
     return bool(run.rl.loss.kl_beta or "ref_logprobs" in streams) + (run.rl.loss.old == "pass")
 
 
-def forward_flop(shape: ModelShape, length: float) -> float:
+def forward_flop_per_token(shape: ModelShape, length: float) -> float:
     """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
     precede it on average."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

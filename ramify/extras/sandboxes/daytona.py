@@ -26,13 +26,13 @@ SDK = sdk.Sdk(
     "daytona",
     ">=0.226,<1",
     (
-        sdk.SdkCall("AsyncDaytona"),
-        sdk.SdkCall("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
-        sdk.SdkCall("CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)),
-        sdk.SdkCall("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
-        sdk.SdkCall("AsyncDaytona.get", 2, is_awaited=True),
-        sdk.SdkCall("AsyncDaytona.delete", 2, is_awaited=True),
-        sdk.SdkCall("AsyncDaytona.close", 1, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncDaytona"),
+        sdk.ExpectedSdkCall("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
+        sdk.ExpectedSdkCall("CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)),
+        sdk.ExpectedSdkCall("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncDaytona.get", 2, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncDaytona.delete", 2, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncDaytona.close", 1, is_awaited=True),
     ),
 )
 

@@ -22,14 +22,14 @@ SDK = sdk.Sdk(
     "e2b",
     ">=2.63,<3",
     (
-        sdk.SdkCall(
+        sdk.ExpectedSdkCall(
             "AsyncSandbox.create",
             0,
             ("template", "timeout", "allow_internet_access"),
             is_awaited=True,
         ),
-        sdk.SdkCall("AsyncSandbox.kill", 1),
-        sdk.SdkCall("AsyncCommandHandle.wait", 1, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandbox.kill", 1),
+        sdk.ExpectedSdkCall("AsyncCommandHandle.wait", 1, is_awaited=True),
     ),
 )
 

@@ -31,7 +31,7 @@ else:
     notebook = notebook  # noqa: F821  (the guest defines it in its modules)
 
 
-class CellCompiler(compilerop.CachingCompiler):
+class CellNamingCompiler(compilerop.CachingCompiler):
     """Compiler that names code as the guest does, so that tracebacks look the same."""
 
     name = "<cell>"
@@ -63,7 +63,7 @@ class HeadlessIPythonShell(interactiveshell.InteractiveShell):
     """IPython shell without a terminal, a history on disk, or a profile."""
 
     displayhook_class = CellDisplayHook
-    compiler_class = CellCompiler
+    compiler_class = CellNamingCompiler
     system = interactiveshell.InteractiveShell.system_raw
 
     def showtraceback(self, *args: Any, **options: Any) -> None:

@@ -23,12 +23,12 @@ SDK = sdk.Sdk(
     "modal",
     ">=1.6,<2",
     (
-        sdk.SdkCall("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
-        sdk.SdkCall("Image.from_registry", 1),
-        sdk.SdkCall("Image.debian_slim", 0, ("python_version",)),
-        sdk.SdkCall("Sandbox.create.aio", 0, _BOX, is_awaited=True),
-        sdk.SdkCall("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
-        sdk.SdkCall("Sandbox.terminate.aio", 1, is_awaited=True),
+        sdk.ExpectedSdkCall("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
+        sdk.ExpectedSdkCall("Image.from_registry", 1),
+        sdk.ExpectedSdkCall("Image.debian_slim", 0, ("python_version",)),
+        sdk.ExpectedSdkCall("Sandbox.create.aio", 0, _BOX, is_awaited=True),
+        sdk.ExpectedSdkCall("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
+        sdk.ExpectedSdkCall("Sandbox.terminate.aio", 1, is_awaited=True),
     ),
 )
 

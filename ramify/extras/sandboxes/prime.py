@@ -35,23 +35,23 @@ SDK = sdk.Sdk(
     "prime-sandboxes",
     ">=0.2.38,<0.6",
     (
-        sdk.SdkCall("AsyncSandboxClient"),
-        sdk.SdkCall("CreateSandboxRequest", 0, _REQUEST),
-        sdk.SdkCall("AsyncSandboxClient.create", 2, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxClient.wait_for_creation", 2, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxClient.open_process", 3, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxClient.delete", 2, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxClient.aclose", 1, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxProcess.kill", 1, is_awaited=True),
-        sdk.SdkCall("AsyncSandboxProcess.aclose", 1, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxClient"),
+        sdk.ExpectedSdkCall("CreateSandboxRequest", 0, _REQUEST),
+        sdk.ExpectedSdkCall("AsyncSandboxClient.create", 2, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxClient.wait_for_creation", 2, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxClient.open_process", 3, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxClient.delete", 2, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxClient.aclose", 1, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxProcess.kill", 1, is_awaited=True),
+        sdk.ExpectedSdkCall("AsyncSandboxProcess.aclose", 1, is_awaited=True),
     ),
 )
 CONTAINER_CALLS = (
-    sdk.SdkCall("AsyncSandboxClient.is_vm", 2, is_awaited=True),
-    sdk.SdkCall("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
-    sdk.SdkCall("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
-    sdk.SdkCall("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
+    sdk.ExpectedSdkCall("AsyncSandboxClient.is_vm", 2, is_awaited=True),
+    sdk.ExpectedSdkCall("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
+    sdk.ExpectedSdkCall("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
+    sdk.ExpectedSdkCall("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
 )
 """Calls that are also needed if the SDK supports containers."""
 

@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SdkCall:
-    """A call that a provider makes. For example, ``SdkCall("Client.read", 2, ("limit",))`` stands
-    for ``client.read(path, limit=…)``."""
+class ExpectedSdkCall:
+    """A call that a provider makes. For example, ``ExpectedSdkCall("Client.read", 2, ("limit",))``
+    stands for ``client.read(path, limit=…)``."""
 
     name: str
     """Dotted name, starting from the SDK's module."""
@@ -63,7 +63,7 @@ class Sdk:
     """Package name for ``pip``."""
     versions: str
     """Versions whose interface was compared with these calls; the same range as in the extra."""
-    calls: tuple[SdkCall, ...]
+    calls: tuple[ExpectedSdkCall, ...]
 
     def load(self) -> Any:
         """Import the SDK's module. Raises SandboxError if it cannot be imported or lacks one of the
@@ -92,7 +92,7 @@ class Sdk:
             return "of unknown version"
 
 
-def _fault(module: Any, call: SdkCall) -> str:
+def _fault(module: Any, call: ExpectedSdkCall) -> str:
     """Return the reason why ``call`` cannot be made, or an empty string."""
     target = module
     for part in call.name.split("."):

@@ -16,7 +16,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from ramify.actors.launcher import Launcher, RoleInstance
+from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.socket_owner import listener_user
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import EXPERTS_OPTION, VERSIONS, InferenceSpec
@@ -52,7 +52,7 @@ class EngineProcess:
     ) -> None:
         """Start the engine. Raises ConfigError if it cannot be started."""
         self._launcher = launcher
-        self._member = RoleInstance("inference", index)
+        self._member = RoleInstanceId("inference", index)
         self.log = log
         self._spec = spec
         self._model = (checkpoint.resolve(), dtype, window)

@@ -34,7 +34,7 @@ from ramify.errors import (
 )
 from ramify.inference.base import TAGS
 from ramify.inference.http.engine_client import EngineClient, SampledIds
-from ramify.inference.http.engine_http_client import EngineStateConflict, check, until_up
+from ramify.inference.http.engine_json_http import EngineStateConflict, check, until_up
 from ramify.inference.http.engine_process import (
     EngineProcess,
     check_ports,
@@ -239,7 +239,7 @@ class EngineFleet:
             self.trees.popitem(last=False)
         return server
 
-    def set_listed(self, urls: Sequence[str]) -> None:
+    def set_engines_with_current_weights(self, urls: Sequence[str]) -> None:
         """Replace the list of engines that have current weights, and begin to connect to those that
         are new."""
         assert self.listed is not None

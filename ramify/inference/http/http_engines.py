@@ -73,7 +73,7 @@ class HttpEngines:
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
-    def loads_checkpoints(self) -> bool:
+    def takes_checkpoint_names(self) -> bool:
         """True if the engines expect tensors under the names that a checkpoint uses, and False if
         under those of a model in memory."""
         return self.fleet.spec.engine != "ramify"
@@ -126,7 +126,7 @@ class HttpEngines:
     def listed(self, urls: Sequence[str]) -> None:
         """Set the list of engines that may be used. Called if another process updates the
         weights."""
-        self.fleet.set_listed(urls)
+        self.fleet.set_engines_with_current_weights(urls)
 
     @property
     def answering(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from functools import partial
 
 from ramify.errors import ConfigError, ModelError, TrainError
 from ramify.inference.http.engine_client import EngineClient
-from ramify.inference.http.engine_http_client import EngineStateConflict
+from ramify.inference.http.engine_json_http import EngineStateConflict
 from ramify.inference.http.fleet import EngineFleet, EnginesDropped
 from ramify.inference.weight_sync.base import LazyWeight, WeightChunk, WeightSync
 from ramify.logging import ComponentLogger

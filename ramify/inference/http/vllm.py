@@ -22,7 +22,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL
 from ramify.inference.http.engine_client import SampledIds, ServerInfo
-from ramify.inference.http.engine_http_client import BaseEngineClient, seed_at
+from ramify.inference.http.engine_json_http import BaseEngineClient, seed_at
 from ramify.inference.http.inference_spec import check_version
 from ramify.types.message import VersionSpan
 

@@ -156,7 +156,7 @@ class CudaGraphRecorder:
 
 
 class _PaddedStep:
-    """Attention of a padded step. Implements ``dense.CausalAttention``."""
+    """Attention of a padded step. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(
         self,

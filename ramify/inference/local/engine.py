@@ -37,7 +37,7 @@ from ramify.errors import Refused
 from ramify.inference.base import CachePressure
 from ramify.inference.local.generation_request import Generation, draw
 from ramify.inference.local.model_runner import ModelRunner
-from ramify.inference.local.slots import EngineStep, SlotSpan, SlotTable
+from ramify.inference.local.slots import EngineStep, SlotTable, SlotTokenSpan
 from ramify.inference.local.step_timings import EngineStepTimingRecorder
 from ramify.time_account import working
 
@@ -203,7 +203,7 @@ class LocalEngine:
                 step.positions.append(start)
                 step.ids.append(ids[start])
             elif left > 0:
-                step.spans.append(SlotSpan(slot, start, ids[start : start + left]))
+                step.spans.append(SlotTokenSpan(slot, start, ids[start : start + left]))
                 left -= len(step.spans[-1].ids)
         return step
 

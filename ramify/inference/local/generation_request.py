@@ -57,7 +57,7 @@ TokenLogprobs = tuple[tuple[int, float], ...]
 """Ids with their log-probabilities, likeliest first."""
 
 
-class SampledTokens(NamedTuple):
+class NextTokenPerRow(NamedTuple):
     """One sampled token per row."""
 
     ids: list[int]
@@ -74,7 +74,7 @@ def draw(
     uniforms: Sequence[float],
     *,
     fixed: bool = False,
-) -> SampledTokens:
+) -> NextTokenPerRow:
     """Sample one token per row of fp32 logits, using one number in [0, 1) per row. ``fixed``:
     compute in fixed shapes."""
     logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
@@ -87,7 +87,7 @@ def draw(
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
     num_rows = len(settings)
-    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
+    drawn = NextTokenPerRow(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
     for row, row_settings in enumerate(settings):
         if row_settings.truncates:
             drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
+from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
 
 
 class CacheLayout(NamedTuple):
@@ -105,7 +105,7 @@ class KeyValueCache:
 
 class PrefillDecodeAttention:
     """Causal attention for one step of the engine: first the decoding tokens, then the longer
-    spans. Implements ``dense.CausalAttention``."""
+    spans. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
@@ -218,7 +218,7 @@ class _Chunk:
     """Causal attention for several consecutive tokens of one sequence. They attend to their slot of
     the cache, up to their own position."""
 
-    def __init__(self, cache: KeyValueCache, span: SlotSpan) -> None:
+    def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:
         self.length = len(span.ids)
         self._cache = cache
         self._slot = span.slot

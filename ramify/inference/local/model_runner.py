@@ -40,7 +40,7 @@ from ramify.errors import ConfigError
 from ramify.inference.local.decode_graphs import CudaGraphRecorder, DecodeGraphs, Record
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, PrefillDecodeAttention
 from ramify.inference.local.prepared_decoder import PreparedDecoder
-from ramify.inference.local.slots import EngineStep, SlotMove, SlotSpan
+from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
 from ramify.models.batch_invariant_forward import (
     BLOCK,
     attend_path,
@@ -49,7 +49,7 @@ from ramify.models.batch_invariant_forward import (
     padded,
     runs_of,
 )
-from ramify.models.dense import CausalAttention, DenseModel
+from ramify.models.dense import CausalAttentionFunction, DenseModel
 from ramify.models.routing import MixtureRouters
 from ramify.models.trunk import TransformersTrunk
 
@@ -96,7 +96,7 @@ class FixedShapeRunner:
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
         cache = KeyValueCache(self._layout, 1, padded(len(ids)))
-        tokens = [(0, position, id) for position, id in enumerate(SlotSpan(0, 0, ids).ids)]
+        tokens = [(0, position, id) for position, id in enumerate(SlotTokenSpan(0, 0, ids).ids)]
         return self._logits(cache, tokens, range(len(ids)))
 
     def _logits(
@@ -132,7 +132,7 @@ class FixedShapeRunner:
 
 
 class _CachedBlock:
-    """Attention of one block over the cache. Implements ``dense.CausalAttention``."""
+    """Attention of one block over the cache. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(self, cache: KeyValueCache, slots: list[int], positions: list[int]) -> None:
         self._cache = cache
@@ -173,7 +173,7 @@ class ModuleRunner:
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
         single = [
-            SlotSpan(*each)
+            SlotTokenSpan(*each)
             for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)
         ]
         logits, routes = [], []
@@ -210,7 +210,7 @@ class ModuleRunner:
         logits_TV: Tensor = outputs.logits[0].float()
         return logits_TV
 
-    def _after(self, memory: _Memory, span: SlotSpan) -> Tensor:
+    def _after(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
         """Return the fp32 logits [V] after the last token of a span. The tokens before the span are
         cached in ``memory``; they are computed again if that cache cannot be cut to its first
         tokens."""
@@ -239,13 +239,15 @@ class ModuleRunner:
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
         memory = _Memory()
-        self._after(memory, SlotSpan(0, 0, ids[:3]))
-        self._can_extend = self._gives(memory, SlotSpan(0, 3, ids[3:]), ids)
+        self._after(memory, SlotTokenSpan(0, 0, ids[:3]))
+        self._can_extend = self._gives(memory, SlotTokenSpan(0, 3, ids[3:]), ids)
         memory = _Memory()
-        self._after(memory, SlotSpan(0, 0, ids))
-        self._can_cut = self._can_extend and self._gives(memory, SlotSpan(0, 4, other[4:]), other)
+        self._after(memory, SlotTokenSpan(0, 0, ids))
+        self._can_cut = self._can_extend and self._gives(
+            memory, SlotTokenSpan(0, 4, other[4:]), other
+        )
 
-    def _gives(self, memory: _Memory, span: SlotSpan, ids: Sequence[int]) -> bool:
+    def _gives(self, memory: _Memory, span: SlotTokenSpan, ids: Sequence[int]) -> bool:
         try:
             cached = self._after(memory, span)
         except (NotImplementedError, ValueError, RuntimeError, AttributeError, IndexError):
@@ -331,7 +333,7 @@ class DecoderModel(Protocol):
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttention,
+        attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the last norm: [T, D] for all tokens, or [N, D] for the
@@ -395,7 +397,7 @@ class FlatRunner:
     def all_logits(self, ids: Sequence[int]) -> Tensor:
         cache = KeyValueCache(self._layout, 1, len(ids))
         return self._decoder.logits(
-            self._hidden(EngineStep(spans=[SlotSpan(0, 0, ids)]), cache, None)
+            self._hidden(EngineStep(spans=[SlotTokenSpan(0, 0, ids)]), cache, None)
         )
 
     def _set_cache(self, cache: KeyValueCache) -> None:
@@ -451,7 +453,7 @@ class _ModuleDecoder:
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttention,
+        attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         with self._trunk.forward_context():
@@ -486,10 +488,10 @@ def _agrees(runner: FlatRunner, module: Any) -> bool:
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)
     steps = [
-        EngineStep(spans=[SlotSpan(0, 0, first[:5])]),
-        EngineStep([0], [5], first[5:6], [SlotSpan(1, 0, second[:6])]),
+        EngineStep(spans=[SlotTokenSpan(0, 0, first[:5])]),
+        EngineStep([0], [5], first[5:6], [SlotTokenSpan(1, 0, second[:6])]),
         EngineStep([0, 1], [6, 6], [first[6], second[6]]),
-        EngineStep(spans=[SlotSpan(0, 7, first[7:])]),
+        EngineStep(spans=[SlotTokenSpan(0, 7, first[7:])]),
     ]
     logits = torch.cat([runner.forward(step, [True] * len(step.spans)) for step in steps])
     inputs = torch.tensor([first, second], device=logits.device)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ramify.models.dense import CausalAttention, DenseModel, DenseShape, frequencies
+from ramify.models.dense import CausalAttentionFunction, DenseModel, DenseShape, frequencies
 
 _MOST_BYTES = 32 << 20
 """Size of the weights up to which the copies are worth their memory. In larger models the
@@ -64,7 +64,7 @@ class PreparedDecoder:
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttention,
+        attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the last norm: [T, D] for all tokens, or [N, D] for the

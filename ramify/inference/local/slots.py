@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ramify.inference.local.generation_request import Generation
 
 
-class SlotSpan(NamedTuple):
+class SlotTokenSpan(NamedTuple):
     """Consecutive tokens of one slot."""
 
     slot: int
@@ -53,7 +53,7 @@ class EngineStep:
     """Ascending."""
     positions: list[int] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
-    spans: list[SlotSpan] = dataclasses.field(default_factory=list)
+    spans: list[SlotTokenSpan] = dataclasses.field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """The CPU time of an engine's steps, grouped by the amount of work:
 
     timings.note(sequences=12, read=0, cpu_s=0.0061)
-    timings.taken()  ──▶  [EngineStepTiming(sequences=16, reads=False, steps=311, tokens=3702,
+    timings.taken()  ──▶  [EngineStepTotals(sequences=16, reads=False, steps=311, tokens=3702,
                                             read=0, cpu_s=1.42), …]
 
 CPU time is the same whether or not other processes use the machine; wall-clock time is not. Readers
@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 
-class EngineStepTiming(msgspec.Struct, kw_only=True):
+class EngineStepTotals(msgspec.Struct, kw_only=True):
     """Totals of all steps of one kind."""
 
     sequences: int
@@ -35,7 +35,7 @@ class EngineStepTimingRecorder:
     """Step timings of one engine. Recorded in its thread, read in any."""
 
     def __init__(self) -> None:
-        self._timings: dict[tuple[int, bool], EngineStepTiming] = {}
+        self._timings: dict[tuple[int, bool], EngineStepTotals] = {}
 
     def note(self, sequences: int, read: int, cpu_s: float) -> None:
         """Record one step."""
@@ -43,13 +43,13 @@ class EngineStepTimingRecorder:
         key = (bound, read > 0)
         timing = self._timings.get(key)
         if timing is None:
-            timing = self._timings[key] = EngineStepTiming(sequences=bound, reads=read > 0)
+            timing = self._timings[key] = EngineStepTotals(sequences=bound, reads=read > 0)
         timing.steps += 1
         timing.tokens += sequences
         timing.read += read
         timing.cpu_s += cpu_s
 
-    def taken(self) -> list[EngineStepTiming]:
+    def taken(self) -> list[EngineStepTotals]:
         """The totals since the last call."""
         timings, self._timings = self._timings, {}
         return [timings[key] for key in sorted(timings)]

@@ -23,9 +23,9 @@ from torch import distributed as dist
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.group_proof import prove_members
+from ramify.actors.message_encoding import decode
 from ramify.actors.rank_store import ChannelStore, KeyValueStoreServer
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
-from ramify.actors.run_messages import decode
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,

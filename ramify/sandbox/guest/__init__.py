@@ -10,10 +10,10 @@ effects.
 In a session, this folder is the package ``ramify_guest`` (see ``host/server_files.py``). Its
 modules import each other by relative names only, and this file imports none of them.
 
-    guest.py  Guest: answers the host,  ──┬─> notebook.py     names and cells
-              calls from code to the host ├─> interpreter.py  state that is restored after each cell
-                                          ├─> output.py       prints
-                                          └─> branches.py     forking
+    guest.py  Guest: answers the host,  ──┬─> notebook.py           names and cells
+              calls from code to the host ├─> interpreter_state.py  what each cell must leave intact
+                                          ├─> output.py             prints
+                                          └─> branches.py           forking
     channel.py  frames to and from the host (frames.py, values.py), and the threads that wait for
                 them; when KeyboardInterrupt may be raised
     tables.py   tables and arrays of a context; dataframes.py makes them values of pandas or numpy

@@ -23,7 +23,7 @@ from .frames import (
     PREFIX,
     VERSION,
     FrameReader,
-    check_blobs,
+    check_blob_count,
     check_size,
     frame,
     json_bytes,
@@ -156,7 +156,7 @@ class GuestChannel:
             blobs = encoder.blobs
             if encoder.tags:
                 header["tags"] = True
-            check_blobs(len(blobs))
+            check_blob_count(len(blobs))
             if blobs:
                 header["blobs"] = [len(blob) for blob in blobs]
         shared_buffers = self.shared_buffers

@@ -124,7 +124,7 @@ def _nesting(bare: bytes) -> int:
     return max(itertools.accumulate(1 if step else -1 for step in steps), default=0)
 
 
-def check_blobs(count: int) -> None:
+def check_blob_count(count: int) -> None:
     if count > MAX_BLOBS:
         raise ValueLimitError(
             f"a value with {count:,} long strings and bytes values: at most {MAX_BLOBS:,} at once"
@@ -201,7 +201,7 @@ def check_size(header: bytes, blobs: Sequence[Any]) -> None:
             f"a value of {size:,} bytes: at most {MAX_FRAME:,} at once, {MAX_HEADER:,} of them "
             "outside long strings"
         )
-    check_blobs(len(blobs))
+    check_blob_count(len(blobs))
     if len(header) > MAX_NESTING:
         check_header(header)
 

@@ -15,7 +15,7 @@ from typing import Any
 from .branches import GuestBranches, JailForkFunctions
 from .channel import DROPPED, FrameDispatcher, FrameWaiter, GuestChannel, GuestInterrupts
 from .frames import copy_as_sent_to_host, done_json, unpack_value
-from .interpreter import InterpreterSnapshot, MemoryLimit, complete_builtins
+from .interpreter_state import InterpreterBaseline, MemoryLimit, complete_builtins
 from .notebook import GuestNotebook, cut, show_error, text_of
 from .output import CellOutput, FileOutputSpool, InProcessOutputSpool
 from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, ValueLimitError
@@ -157,7 +157,7 @@ class Guest:
         self._cells = 0
         if owns_process:
             complete_builtins()
-        self._interpreter = InterpreterSnapshot()
+        self._interpreter = InterpreterBaseline()
 
     # -- serving
 

@@ -74,7 +74,7 @@ class TextOffsetIndex:
 
     def counts(self) -> tuple[bytes, bytes]:
         """Return the number of characters, and of lines, before each block, each as an array of
-        64-bit integers in bytes. ``counts_of`` restores such an array."""
+        64-bit integers in bytes. ``read_count_table`` restores such an array."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read_bytes(self, low: int, high: int) -> bytes:
@@ -174,7 +174,7 @@ class TextOffsetIndex:
         return self.read_bytes(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
 
 
-def counts_of(data: Any) -> Sequence[int]:
+def read_count_table(data: Any) -> Sequence[int]:
     """Restore a table of a ``TextOffsetIndex`` from bytes: the number of characters, or of lines,
     that precede each block of the file."""
     return array("Q", bytes(data))

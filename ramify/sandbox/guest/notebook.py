@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .channel import GuestInterrupts
-from .interpreter import MemoryLimit
+from .interpreter_state import MemoryLimit
 from .values import VALUE_CHARS, CodecError, ValueEncoder, ValueLimitError, type_name
 
 _HERE = os.path.dirname(__file__) + os.sep

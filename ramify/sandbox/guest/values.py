@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .dataframes import to_numpy_if_available, to_pandas_if_available
-from .mapped_text import MappedText, TextOffsetIndex, counts_of
+from .mapped_text import MappedText, TextOffsetIndex, read_count_table
 from .tables import Column, NumberArray, Table
 
 REFERRING_CALL = "rlm_query_batched"
@@ -477,7 +477,7 @@ class ValueDecoder:
             return FileDigest(data)
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
-            counts = counts_of(self._take(chars_at)), counts_of(self._take(lines_at))
+            counts = read_count_table(self._take(chars_at)), read_count_table(self._take(lines_at))
             return MappedText(TextOffsetIndex(self._files[digest], *counts, encoding, digest))
         if tag in ("table", "array") and self._keys is None:
             return self._buffers(tag, data)

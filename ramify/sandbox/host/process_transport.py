@@ -23,7 +23,7 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
 from ramify.sandbox.guest.frames import HostGuestSharedMemory, ScratchBuffer, make_file
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
-from ramify.sandbox.host.transport import ReadBuffers, SocketStream, how_it_ended
+from ramify.sandbox.host.transport import SharedReadState, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2
@@ -125,7 +125,7 @@ class ProcessTransport:
     )
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: ReadBuffers, process: SessionProcess
+        self, caps: SandboxCapabilities, buffers: SharedReadState, process: SessionProcess
     ) -> None:
         self.caps = caps
         self._sock, self._files, self.channel, self._pid, self.pidfd = process
@@ -191,7 +191,7 @@ class ProcessTransport:
                 f"the session cannot be forked: nothing to reach a branch by: {error}"
             ) from None
 
-    def end_branch(self, transport: BranchTransport) -> None:
+    def finish_forking(self, transport: BranchTransport) -> None:
         """Complete a fork, once the branch has started or certainly will not start."""
         if transport.pidfd >= 0:
             with contextlib.suppress(SandboxError):

@@ -42,7 +42,7 @@ _INTERRUPTS = 5
 or the cell may catch it."""
 
 
-class SessionHooks(NamedTuple):
+class SessionLifecycleHooks(NamedTuple):
     """The callbacks through which a sandbox provider learns that a session was closed or has been
     forked."""
 
@@ -51,7 +51,7 @@ class SessionHooks(NamedTuple):
     """Called with each new branch."""
 
 
-NO_HOOKS = SessionHooks()
+NO_HOOKS = SessionLifecycleHooks()
 
 
 class GuestSessionProxy:
@@ -79,7 +79,7 @@ class GuestSessionProxy:
     )
 
     def __init__(
-        self, transport: Transport, limits: SessionLimits, hooks: SessionHooks = NO_HOOKS
+        self, transport: Transport, limits: SessionLimits, hooks: SessionLifecycleHooks = NO_HOOKS
     ) -> None:
         self.caps: SandboxCapabilities = transport.caps
         self.pid = 0
@@ -351,7 +351,7 @@ class GuestSessionProxy:
                 await branch.close()
                 raise
             finally:
-                transport.end_branch(branch_transport)
+                transport.finish_forking(branch_transport)
         finally:
             self._reply = None
             self._wire.send_held()
@@ -482,7 +482,7 @@ class GuestSessionProxy:
                 return
         if self._reply is not None and self._take_reply(message, value, *self._reply):
             return
-        if isinstance(message, session_wire.HelloFrame) and not self._hello.done():
+        if isinstance(message, session_wire.GuestReadyFrame) and not self._hello.done():
             self.pid = message.pid
             self._hello.set_result(None)
         elif not self._failure:

@@ -27,7 +27,7 @@ from ramify.sandbox.guest.frames import (
     MAX_HEADER,
     MAX_NESTING,
     HostGuestSharedMemory,
-    check_blobs,
+    check_blob_count,
     check_header,
     frame,
     open_frame,
@@ -56,7 +56,7 @@ class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=Fals
     """Number of times that the guest has read from the shared memory buffers."""
 
 
-class HelloFrame(_Frame, tag="hello"):
+class GuestReadyFrame(_Frame, tag="hello"):
     """The first message of a guest, which reports that it is ready."""
 
     pid: Count
@@ -121,7 +121,13 @@ class FailedFrame(_Frame, tag="failed"):
 
 
 FromGuest = (
-    HelloFrame | OutputFrame | HostCallFrame | CellDoneFrame | OkFrame | ValueFrame | FailedFrame
+    GuestReadyFrame
+    | OutputFrame
+    | HostCallFrame
+    | CellDoneFrame
+    | OkFrame
+    | ValueFrame
+    | FailedFrame
 )
 LARGE_HEADER, LARGE_BLOBS = 1 << 13, 1 << 23
 """Larger frames are decoded in a thread."""
@@ -163,7 +169,7 @@ def parse(
         if len(header) > MAX_NESTING:
             check_header(bytes(header))
         message: FromGuest = _decoder.decode(header)
-        check_blobs(len(getattr(message, "blobs", ())))
+        check_blob_count(len(getattr(message, "blobs", ())))
     except ValueLimitError as error:
         raise ProtocolError(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:

@@ -107,7 +107,7 @@ class ForkingTransport(Transport, Protocol):
         """Raise SandboxError if the session and its branch still share memory after the fork."""
         ...
 
-    def end_branch(self, transport: Any) -> None:
+    def finish_forking(self, transport: Any) -> None:
         """Complete a fork: the branch has started or will not start, and no more processes may be
         created."""
         ...
@@ -130,7 +130,7 @@ def ignored(*_: Any) -> None:
     """
 
 
-class ReadBuffers:
+class SharedReadState:
     """The buffers and tasks that all connections of one sandbox share: read buffers, whose data is
     only valid until the next read, and the tasks that wait for killed processes to end."""
 

@@ -168,7 +168,7 @@ def _leave_undone(**_: Any) -> None:
     """Replacement for ``os.register_at_fork`` that ignores the hooks it is given."""
 
 
-def end_skipping() -> None:
+def end_ignoring_fork_hooks() -> None:
     """Restore ``os.register_at_fork``, so that hooks that are registered from now on run after
     forks."""
     os.register_at_fork = _register_at_fork

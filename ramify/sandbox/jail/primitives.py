@@ -224,7 +224,7 @@ def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = Fals
     fcntl.ioctl(listener, _ADD_FD, request)
 
 
-def can_insert(listener: int) -> bool:
+def can_insert_descriptors(listener: int) -> bool:
     """Return True if this kernel can insert descriptors into a process that is blocked in a system
     call (Linux 5.9 and later)."""
     try:

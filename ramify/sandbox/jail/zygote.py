@@ -182,7 +182,7 @@ class Zygote(forkserver.ForkServer):
         prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare()
         return prepared
 
-    def after_fork(self, prepared: confine.JailSessionDescriptors) -> None:
+    def after_fork_in_server(self, prepared: confine.JailSessionDescriptors) -> None:
         prepared.drop_rules()
 
     def set_up_session_process(
@@ -192,7 +192,7 @@ class Zygote(forkserver.ForkServer):
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
         confinement.set_up_session_process(prepared)
-        confine.end_skipping()
+        confine.end_ignoring_fork_hooks()
         fds = process_setup.keep_only(fds)
         process_setup.tie_to_parent(self.pid)
         memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
@@ -279,7 +279,7 @@ def _live(control: Any, config: dict[str, Any]) -> None:
             forkserver.preload(config["paths"], (*forkserver.PRELOAD, *(MORE if more else ())))
             if more:
                 _store_library()
-            confine.end_skipping()
+            confine.end_ignoring_fork_hooks()
             forkserver.preload([], config["packages"])
 
     built = walls.build(config, control.sock.close, preload)

@@ -30,7 +30,7 @@ from ramify.sandbox.guest.guest import Guest
 from ramify.sandbox.guest.output import InProcessOutputSpool
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.running_cell import limits_of
-from ramify.sandbox.host.session import GuestSessionProxy, SessionHooks
+from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
 from ramify.sandbox.host.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (
@@ -62,7 +62,7 @@ class InprocessSandbox:
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         transport = ThreadTransport(self.caps, self._scratch, self._spec.max_output_bytes)
         session = GuestSessionProxy(
-            transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
+            transport, limits_of(self._spec), SessionLifecycleHooks(self._sessions.discard)
         )
         self._sessions.add(session)
         await session.ready()

@@ -46,7 +46,7 @@ from ramify.sandbox.host.importable_packages import listed, locate, readable
 from ramify.sandbox.host.process_transport import SessionProcess, pid_of
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.jail_transport import JailTransport
-from ramify.sandbox.providers.jail_watch import JailBudgetWatcher, machine_bytes
+from ramify.sandbox.providers.jail_watch import JailMemoryWatcher, machine_bytes
 from ramify.sandbox.providers.probed_tier import (
     ProbedTier,
     forget_tier,
@@ -228,7 +228,7 @@ class JailSandbox(ProcessSandbox):
         self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
-        self._budget = JailBudgetWatcher(spec.all_memory_bytes, self._ask_folders)
+        self._budget = JailMemoryWatcher(spec.all_memory_bytes, self._ask_folders)
         self._ready: deque[GuestSessionProxy] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._is_used_again = False

@@ -24,8 +24,8 @@ from ramify.sandbox.host.process_transport import (
     SessionProcess,
     pid_of,
 )
-from ramify.sandbox.host.transport import ReadBuffers
-from ramify.sandbox.providers.jail_fork import JailFork
+from ramify.sandbox.host.transport import SharedReadState
+from ramify.sandbox.providers.jail_fork_connections import JailForkInProgress
 from ramify.sandbox.providers.jail_watch import ForkRequestListener, kill_strays
 
 _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
@@ -39,18 +39,18 @@ class ForkableJailTransport(ProcessTransport):
     __slots__ = ("forking", "listener")
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: ReadBuffers, process: SessionProcess
+        self, caps: SandboxCapabilities, buffers: SharedReadState, process: SessionProcess
     ) -> None:
         super().__init__(caps, buffers, process)
         self.listener: ForkRequestListener | None = None
-        self.forking: JailFork | None = None
+        self.forking: JailForkInProgress | None = None
         self.on_exit(self._ended)
 
     def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
         pid = pid_of(self.pidfd)
         if self.listener is None or pid <= 0:
             raise SandboxError("the session cannot be forked: it has ended")
-        fork = JailFork(self, pid, moved)
+        fork = JailForkInProgress(self, pid, moved)
         transport = JailBranchTransport(self.caps, self.buffers, fork.branch())
         try:
             self.listener.grant_one(pid, fork)
@@ -87,7 +87,7 @@ class ForkableJailTransport(ProcessTransport):
                     "would share: unmap it first"
                 ) from None
 
-    def end_branch(self, transport: BranchTransport) -> None:
+    def finish_forking(self, transport: BranchTransport) -> None:
         """Complete a fork. If a process was created but has not connected, kill it."""
         fork, self.forking = self.forking, None
         if fork is not None:
@@ -121,7 +121,7 @@ class JailTransport(ForkableJailTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: ReadBuffers,
+        buffers: SharedReadState,
         process: SessionProcess,
         counts: bool,
     ) -> None:

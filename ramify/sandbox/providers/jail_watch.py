@@ -38,7 +38,7 @@ from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, SeccompNotific
 
 if TYPE_CHECKING:
     from ramify.sandbox.host.session import GuestSessionProxy
-    from ramify.sandbox.providers.jail_fork import JailFork
+    from ramify.sandbox.providers.jail_fork_connections import JailForkInProgress
 
 _EVERY_S = 0.25
 _SHARE = 0.75
@@ -55,7 +55,7 @@ def machine_bytes() -> int:
     return total
 
 
-class JailBudgetWatcher:
+class JailMemoryWatcher:
     """Limits the memory that all sessions of a jail use together, by measuring it regularly while
     there are sessions. If it exceeds the budget, the largest session is ended."""
 
@@ -149,7 +149,7 @@ class ForkRequestListener:
         self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
         self._granted: set[int] = set()
-        self._forks: dict[int, JailFork] = {}
+        self._forks: dict[int, JailForkInProgress] = {}
         """Process id -> its fork in progress."""
         self._refused = 0
         self._holders = 1
@@ -157,10 +157,10 @@ class ForkRequestListener:
         """Branches that have taken a wire and have not ended."""
         self._loop.add_reader(fd, self._readable)
 
-    def grant_one(self, pid: int, fork: JailFork) -> None:
+    def grant_one(self, pid: int, fork: JailForkInProgress) -> None:
         """Allow a process, given by its id on the host, to create one process. Raises SandboxError
         if the kernel is too old or the process is not the leader of its session."""
-        if not primitives.can_insert(self._fd):
+        if not primitives.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         if session_of(pid) != pid:
             raise SandboxError("the session cannot be forked: it has changed its runtime")

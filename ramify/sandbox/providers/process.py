@@ -42,8 +42,8 @@ from ramify.sandbox.host.process_transport import (
     SessionSharedMemory,
 )
 from ramify.sandbox.host.running_cell import limits_of
-from ramify.sandbox.host.session import GuestSessionProxy, SessionHooks
-from ramify.sandbox.host.transport import ReadBuffers
+from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
+from ramify.sandbox.host.transport import SharedReadState
 
 WARNING = (
     "sandbox 'process': code runs in a separate process, without the host's environment and with "
@@ -96,7 +96,7 @@ class ProcessSandbox:
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
         """Starts of templates that are to end."""
-        self.buffers = ReadBuffers()
+        self.buffers = SharedReadState()
         self._is_closed = False
 
     async def open(
@@ -259,7 +259,7 @@ class ProcessSandbox:
         session = GuestSessionProxy(
             transport,
             limits_of(self.spec),
-            SessionHooks(self.closed, self.opened),
+            SessionLifecycleHooks(self.closed, self.opened),
         )
         self.sessions.add(session)
         try:

@@ -31,7 +31,7 @@ from ramify.sandbox.guest.frames import HostGuestSharedMemory, frame, open_frame
 from ramify.sandbox.guest.values import Buffer, ProtocolError
 from ramify.sandbox.host.forkserver_process import ENVIRONMENT
 from ramify.sandbox.host.running_cell import limits_of
-from ramify.sandbox.host.session import GuestSessionProxy, SessionHooks
+from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
 from ramify.sandbox.host.shipped_modules import LOADER, texts
 from ramify.sandbox.host.transport import FrameAssembler, how_it_ended
 
@@ -209,7 +209,7 @@ class RemoteSandbox:
 
     def _session(self, transport: RemoteTransport) -> GuestSessionProxy:
         session = GuestSessionProxy(
-            transport, limits_of(self._spec), SessionHooks(self._sessions.discard)
+            transport, limits_of(self._spec), SessionLifecycleHooks(self._sessions.discard)
         )
         self._sessions.add(session)
         return session

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ramify.sandbox.guest import (
         frames,
         guest,
-        interpreter,
+        interpreter_state,
         notebook,
         output,
         values,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         tie_to_parent,
     )
 else:
-    from ramify_guest import frames, guest, interpreter, notebook, output, values
+    from ramify_guest import frames, guest, interpreter_state, notebook, output, values
     from ramify_server_process_setup import (
         MAX_FILES,
         adopt_orphans,
@@ -242,13 +242,13 @@ class ForkServer:
             pid = os.fork()
         except OSError as error:
             if prepared is not _TEMPLATE:
-                self.after_fork(prepared)
+                self.after_fork_in_server(prepared)
                 self.clear(prepared)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
             _in_child(lambda: self._session(prepared, header, fds))
-        self.after_fork(prepared)
+        self.after_fork_in_server(prepared)
         self.children[pid] = prepared
         self._opened(header["id"], pid, fds)
 
@@ -276,7 +276,7 @@ class ForkServer:
         limit_files()
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
-    def after_fork(self, prepared: Any) -> None:
+    def after_fork_in_server(self, prepared: Any) -> None:
         """Release, in the server, what only the forked session still needs. Does nothing here;
         subclasses override it."""
 
@@ -455,7 +455,7 @@ def _warm_up() -> None:
     Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
     Code that has already run writes less: it is specialised, and its caches are filled.
     """
-    interpreter.complete_builtins()
+    interpreter_state.complete_builtins()
     try:
         raise ValueError
     except ValueError as error:

@@ -288,7 +288,7 @@ def seed_of(item: Item, seed: int, call: str) -> str:
     return f"{seed}/{item.id}/{call}"
 
 
-class LedgerDemonstration(msgspec.Struct, frozen=True):
+class LedgerCallDemonstration(msgspec.Struct, frozen=True):
     """Conversation of one call in a demonstration."""
 
     item: str
@@ -304,7 +304,7 @@ class LedgerDemonstration(msgspec.Struct, frozen=True):
 
 def play(
     item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
-) -> list[LedgerDemonstration]:
+) -> list[LedgerCallDemonstration]:
     """Return the calls of one demonstration, the root first."""
     return _Play(item, habits, seed, texts).run()
 
@@ -314,7 +314,7 @@ def demonstrations(
     habits: LedgerDemonstratorHabits,
     seed: int,
     texts: DemonstrationPromptFormat,
-) -> Iterator[list[LedgerDemonstration]]:
+) -> Iterator[list[LedgerCallDemonstration]]:
     """Yield one demonstration for each item."""
     items = iter(items)
     while True:
@@ -358,13 +358,13 @@ class _Play:
         self._habits = habits
         self._seed = seed
         self._texts = texts
-        self._conversations: list[LedgerDemonstration] = []
+        self._conversations: list[LedgerCallDemonstration] = []
         documents = documents_of(item)
         self._rows = {item.context[each.start : each.end]: [each] for each in documents} | {
             item.context: documents
         }
 
-    def run(self) -> list[LedgerDemonstration]:
+    def run(self) -> list[LedgerCallDemonstration]:
         self._call("0", scene_of(self._item), self._item.question, self._item.context)
         return sorted(self._conversations, key=lambda each: each.call)
 
@@ -383,7 +383,7 @@ class _Play:
             messages.append(Message("user", observation))
         correct = self._is_right(question, context, session.answer)
         self._conversations.append(
-            LedgerDemonstration(self._item.id, id, tuple(messages), session.answer, correct)
+            LedgerCallDemonstration(self._item.id, id, tuple(messages), session.answer, correct)
         )
         return session.answer
 

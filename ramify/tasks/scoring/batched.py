@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
+from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import Item
-from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
 
 BatchFunction = Callable[..., Sequence[Any] | Coroutine[Any, Any, Sequence[Any]]]

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.child_process import IdleProcesses, kill
+from ramify.actors.child_process import RequestProcessPool, kill
 from ramify.errors import ConfigError, RamifyError
 from ramify.install_command import install_command
 from ramify.tasks.base import Item
@@ -131,7 +131,7 @@ def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 _slots = threading.Semaphore(MAX_WORKERS)
-_workers = IdleProcesses(_start_worker)
+_workers = RequestProcessPool(_start_worker)
 
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:

@@ -18,8 +18,8 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
+from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import Item
-from ramify.tasks.reward_loop import run_coroutine
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message

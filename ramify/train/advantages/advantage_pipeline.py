@@ -43,11 +43,11 @@ from ramify.train.advantages.credit import (
     Numbers,
     Overlong,
     RolloutLength,
+    compared_call_ids,
     ends_in_cut_reply,
     length_of,
     length_penalty,
     num_sampled,
-    roots_of,
     sampled,
     soft_overlong,
     tree_of,
@@ -392,7 +392,7 @@ def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptio
     for tree, root, reward in zip(trees, roots, rewards, strict=True):
         change = reward - tree[root].reward
         tree[root] = tree[root]._replace(reward=reward)
-        for agent in roots_of(tree)[1:]:
+        for agent in compared_call_ids(tree)[1:]:
             tree[agent] = tree[agent]._replace(reward=tree[agent].reward + change)
     return ScoredGroup(group, trees)
 

@@ -79,7 +79,7 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
     If a rollout has several agents with own rewards (self-play, best of n), each of them is an
     attempt: agents 1 and -1 in each of two trees: every 1 gets 1, every -1 gets -1."""
     lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
-    if any(len(roots_of(tree)) > 1 for tree in trees):
+    if any(len(compared_call_ids(tree)) > 1 for tree in trees):
         return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
     advantages = checked(baseline, rewards, baseline(rewards, lengths))
@@ -89,14 +89,14 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
     """Compare all agents of all trees with each other. A fork of an agent's call gets the advantage
     of that agent, and any other call that of its tree's first one."""
-    places = [(index, id) for index, tree in enumerate(trees) for id in roots_of(tree)]
+    places = [(index, id) for index, tree in enumerate(trees) for id in compared_call_ids(tree)]
     agents = [trees[index][id] for index, id in places]
     rewards = [node.reward for node in agents]
     values = checked(baseline, rewards, baseline(rewards, [node.num_tokens for node in agents]))
     by_place = dict(zip(places, values, strict=True))
     numbers: list[Numbers] = []
     for index, tree in enumerate(trees):
-        first = by_place[index, roots_of(tree)[0]]
+        first = by_place[index, compared_call_ids(tree)[0]]
         numbers.append({})
         for id, node in tree.items():
             above = first if node.parent is None else numbers[-1][node.parent]
@@ -192,7 +192,7 @@ def _root(tree: Tree) -> str:
     return next(iter(tree))
 
 
-def roots_of(tree: Tree) -> list[str]:
+def compared_call_ids(tree: Tree) -> list[str]:
     """Return the ids of the calls that are compared directly by their rewards: the root, or in a
     rollout with several agents each agent's call."""
     return [id for id, node in tree.items() if node.is_agent] or [_root(tree)]
@@ -225,7 +225,7 @@ def _advantages(
     the parent's advantage plus the difference between its own reward and the mean of the others.
     With ``dr_grpo`` this difference is multiplied by (n-1)/n. Trees with several agents are
     compared as by ``root``, since agents make no calls."""
-    if any(len(roots_of(tree)) > 1 for tree in trees):
+    if any(len(compared_call_ids(tree)) > 1 for tree in trees):
         return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
     lengths = [tree[_root(tree)].num_tokens for tree in trees]

@@ -256,7 +256,9 @@ class TrainedModel(Protocol):
         its adapter added."""
         ...
 
-    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+    def base_tensors_and_adapters(
+        self,
+    ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Yield the same weights as ``weights``, before anything is computed or gathered: the name
         of each, a tensor of its shape, and a function that makes the weight, or None if the tensor
         is the weight itself."""

@@ -37,7 +37,7 @@ from ramify.train.backends.fsdp_model import (
 )
 from ramify.train.backends.meta_model import on_meta
 from ramify.train.backends.tensor_parallel import TensorParallelPlan
-from ramify.train.backends.trained_model import SeparateCritic
+from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 
 
 class FsdpRanks:
@@ -164,7 +164,7 @@ class FsdpTrainedModel:
         # Adapters are summed up first; without them each rank copies its own part.
         source = self._model if self._model.lora is None else dict(self.weights())
         model = self._ranks.spread(self._model.config, source, self._model.lora, critic=True)
-        return SeparateCritic(self.backend(optim), model.backend(own, critic=True))
+        return PolicyWithSeparateCritic(self.backend(optim), model.backend(own, critic=True))
 
     def reference(self, folder: Path, is_base: bool) -> ShardedReference | FsdpBackend:
         if is_base and self._model.lora is not None and self._backend is not None:
@@ -174,8 +174,10 @@ class FsdpTrainedModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._model.weights()
 
-    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        return self._model.unmerged()
+    def base_tensors_and_adapters(
+        self,
+    ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        return self._model.base_tensors_and_adapters()
 
     def stacks(self) -> str:
         """Stacks of the other ranks, as text."""

@@ -312,10 +312,12 @@ class FsdpModel:
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
-        for name, base, make in self.unmerged():
+        for name, base, make in self.base_tensors_and_adapters():
             yield name, base.detach() if make is None else make()
 
-    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+    def base_tensors_and_adapters(
+        self,
+    ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Describe each weight without gathering it: yield its name, a tensor of its shape, and a
         function that gathers it. The function is None for a frozen weight that this process holds,
         since the tensor is then the weight itself."""

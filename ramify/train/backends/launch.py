@@ -35,7 +35,7 @@ import msgspec
 from ramify.actors.child_process import ChildProcess, Process, import_path
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket, read_ticket
 from ramify.actors.group_proof import AuthenticatedGroupFactory
-from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstance
+from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstanceId
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import ComponentLogger, join_run
@@ -175,12 +175,12 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     Raises ConfigError like ``check``, and TrainError if a rank does not start."""
     from ramify.actors.rank_group import RankGroup
     from ramify.actors.rank_store import KeyValueStoreServer
-    from ramify.actors.rank_watch import RankConnection, RankHeartbeat
+    from ramify.actors.rank_watch import RankConnection, RankProgress
     from ramify.train.backends.rank import RankModels
 
     size = check(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
-    pulse = RankHeartbeat()
+    pulse = RankProgress()
     processes: list[Process] = []
     meeting: TorchrunMeeting | None = None
     with _unfinished(processes):
@@ -273,7 +273,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
 
     from ramify.actors.rank_group import follow
     from ramify.actors.rank_store import ChannelStore
-    from ramify.actors.rank_watch import RankHeartbeat
+    from ramify.actors.rank_watch import RankProgress
     from ramify.train.backends.rank import RankModels
 
     settings: RankSettings = channels["talk"].receive(RankSettings)
@@ -282,7 +282,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
     members = AuthenticatedGroupFactory(channels["store"].key, settings.is_local)
     store = ChannelStore(channels["store"])  # torch does not keep it alive
     _enter(store, rank, settings, members, local_rank)
-    pulse = RankHeartbeat()
+    pulse = RankProgress()
     device, timeout_s = _device(settings.device, local_rank), settings.timeout_s
     own = RankModels(rank, settings.size, device, timeout_s, pulse, members)
     _log.info("rank_ready", f"rank {rank} of {settings.size} is ready", rank=rank)
@@ -309,7 +309,7 @@ def _started(
     log = stacks.resolve() / "ranks" / f"rank-{rank}.log"
     ticket = listener.ticket(str(rank))
     if hosts is not None:
-        return hosts.start(RoleInstance("trainer", rank), _COMMAND, environment, log, ticket)
+        return hosts.start(RoleInstanceId("trainer", rank), _COMMAND, environment, log, ticket)
     return ChildProcess(
         _COMMAND, environment=environment, log=log, stdin=ticket, stopped_s=STOPPED_S
     )

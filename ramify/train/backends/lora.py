@@ -26,7 +26,7 @@ from ramify.inference.weight_sync.base import AdaptedMatrix, added
 _ORIGINAL = "parametrizations.weight.original"
 
 
-class LoraAdapter(nn.Module):
+class LoraParametrization(nn.Module):
     """Parametrization that adds an adapter to a weight W, which becomes W + scale · B A."""
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
@@ -69,7 +69,7 @@ def attach(
         )
     for module in chosen:
         parametrize.register_parametrization(
-            module, "weight", LoraAdapter(module.weight, rank, alpha, generator)
+            module, "weight", LoraParametrization(module.weight, rank, alpha, generator)
         )
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
@@ -85,7 +85,9 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.weight", cast(Tensor, model.get_submodule(owner).weight).detach()
 
 
-def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
+def base_tensors_and_adapters(
+    model: nn.Module,
+) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
     """Yield the names and tensors that the model would have without adapters, before any adapter is
     added. The third item adds the adapter to the tensor when it is called. It is None for a tensor
     without an adapter."""
@@ -99,7 +101,7 @@ def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | No
 
 def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
-    assert isinstance(adapter, LoraAdapter)
+    assert isinstance(adapter, LoraParametrization)
     return AdaptedMatrix(
         base.detach,
         lambda: (adapter.A.detach(), adapter.B.detach()),
@@ -111,7 +113,7 @@ def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
 @contextlib.contextmanager
 def without(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside: the model as it was before ``attach``. Not thread-safe."""
-    adapters = [module for module in model.modules() if isinstance(module, LoraAdapter)]
+    adapters = [module for module in model.modules() if isinstance(module, LoraParametrization)]
     for adapter in adapters:
         adapter.is_off = True
     try:
@@ -122,7 +124,7 @@ def without(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, LoraAdapter) for module in model.modules())
+    return any(isinstance(module, LoraParametrization) for module in model.modules())
 
 
 def is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ramify.actors.group_proof import AuthenticatedGroupFactory
-from ramify.actors.rank_watch import RankHeartbeat
+from ramify.actors.rank_watch import RankProgress
 from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
@@ -131,7 +131,7 @@ class RankModels:
         size: int,
         device: torch.device,
         timeout_s: float,
-        pulse: RankHeartbeat,
+        pulse: RankProgress,
         members: AuthenticatedGroupFactory,
     ) -> None:
         self.index = index

@@ -26,7 +26,7 @@ _MAX_BYTES = 5_000_000_000
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class ExportedWeights(NamedTuple):
+class WeightsToExport(NamedTuple):
     """The weights to write."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ class ExportedWeights(NamedTuple):
 def export(
     folder: Path,
     config: Any,
-    weights: ExportedWeights,
+    weights: WeightsToExport,
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
@@ -90,14 +90,14 @@ def export_model(
 
     empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
     written = {name: tuple(each.shape) for name, each in on_disk(empty)}
-    export(folder, config, ExportedWeights(written, dtype), on_disk(tensors))
+    export(folder, config, WeightsToExport(written, dtype), on_disk(tensors))
 
 
 def copy_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
     """Write the weights of ``source`` to ``folder`` in precision ``dtype``, one tensor at a
     time."""
     stored = raw_tensors(source)
-    weights = ExportedWeights({name: each.shape for name, each in stored.items()}, dtype)
+    weights = WeightsToExport({name: each.shape for name, each in stored.items()}, dtype)
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))
 
 

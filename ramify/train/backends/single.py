@@ -312,7 +312,7 @@ class SingleBackend:
         logprobs, entropies, values = self._spread.run(
             lambda: self._run_model(batch, streams, entropy)
         )
-        places, num_sequences = losses.sequences_of(batch, unit)
+        places, num_sequences = losses.sequence_index_of_entries(batch, unit)
         return BatchLossInputs(
             logprobs=logprobs[:, 0],
             streams=streams,

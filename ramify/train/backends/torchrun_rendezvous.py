@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import KEY, KEY_FILE, given_key
-from ramify.actors.run_messages import decode, encode
 from ramify.errors import ConfigError, TrainError
 from ramify.store.durable_files import make_folder
 from ramify.store.store import default_root

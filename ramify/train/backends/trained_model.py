@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy, load_policy
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
-from ramify.train.backends.lora import has_adapters, merged, unmerged, without
+from ramify.train.backends.lora import base_tensors_and_adapters, has_adapters, merged, without
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.torchrun_rendezvous import RankInfo
 from ramify.train.data.pack import PackingSpec
@@ -63,7 +63,7 @@ class LocalTrainedModel:
 
     def with_critic(
         self, optim: OptimizerSpec, own: OptimizerSpec | None
-    ) -> SingleBackend | SeparateCritic:
+    ) -> SingleBackend | PolicyWithSeparateCritic:
         if own is None:
             self._backend = SingleBackend(
                 self._policy, optim, self._compute, dumps=self._dumps, critic=True
@@ -71,7 +71,7 @@ class LocalTrainedModel:
             return self._backend
         copied = dataclasses.replace(self._policy, model=copy.deepcopy(self._policy.model))
         critic = SingleBackend(copied, own, self._compute, dumps=self._dumps, critic=True)
-        return SeparateCritic(self.backend(optim), critic)
+        return PolicyWithSeparateCritic(self.backend(optim), critic)
 
     def reference(self, folder: Path, is_base: bool) -> SingleBackend | AdapterFreeReference:
         if is_base and self._backend is not None and has_adapters(self._policy.model):
@@ -82,8 +82,10 @@ class LocalTrainedModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return merged(self._policy.model)
 
-    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        return unmerged(self._policy.model)
+    def base_tensors_and_adapters(
+        self,
+    ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        return base_tensors_and_adapters(self._policy.model)
 
     def release_memory(self) -> None:
         if self._policy.device.type == "cuda":
@@ -113,7 +115,7 @@ class AdapterFreeReference:
 _FOLDER = "critic"
 
 
-class SeparateCritic:
+class PolicyWithSeparateCritic:
     """Implements ``Backend`` for a policy and a separate critic.
 
     forward_backward   policy: the loss; critic: ``loss.value`` only, over the same batches

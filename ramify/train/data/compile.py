@@ -21,7 +21,7 @@ import numpy as np
 
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.types.sequence import Floats, Ints, SamplingMask, TokenSequence
-from ramify.types.token_path import TokenPath, TokenSpan
+from ramify.types.token_path import ReplyTokenSpan, TokenPath
 from ramify.types.trajectory import Call
 
 _WEIGHTS = ("rl", "ce", "kd")
@@ -88,7 +88,7 @@ def _check_lengths(rollout: RolloutAdvantages) -> None:
             )
 
 
-def _is_whole(span: TokenSpan, remaining: dict[tuple[str, int], TokenCredit]) -> bool:
+def _is_whole(span: ReplyTokenSpan, remaining: dict[tuple[str, int], TokenCredit]) -> bool:
     credit = remaining.get((span.call, span.turn))
     return credit is not None and len(credit) == span.end - span.start
 
@@ -97,7 +97,7 @@ def _sequence(
     name: str,
     item: str,
     path: TokenPath,
-    credits: list[tuple[TokenSpan, TokenCredit]],
+    credits: list[tuple[ReplyTokenSpan, TokenCredit]],
     temperature: float,
 ) -> TokenSequence:
     length = len(path)
@@ -140,7 +140,9 @@ def _sequence(
     )
 
 
-def _column(length: int, credits: list[tuple[TokenSpan, TokenCredit]], name: str) -> Floats | None:
+def _column(
+    length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]], name: str
+) -> Floats | None:
     """Build the per-token array [T] called ``name`` from the credit of each turn. Tokens outside
     these turns have 0. Returns None if no turn has such values."""
     column = None
@@ -155,7 +157,7 @@ def _column(length: int, credits: list[tuple[TokenSpan, TokenCredit]], name: str
 def _observed(
     column: Floats | None,
     length: int,
-    credits: list[tuple[TokenSpan, TokenCredit]],
+    credits: list[tuple[ReplyTokenSpan, TokenCredit]],
     path: TokenPath,
 ) -> Floats | None:
     """Add cross-entropy weights for observed tokens, i.e. the tokens between a turn with credit and
@@ -172,7 +174,7 @@ def _observed(
     return column
 
 
-def _named(length: int, credits: list[tuple[TokenSpan, TokenCredit]]) -> dict[str, Floats]:
+def _named(length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]]) -> dict[str, Floats]:
     """Named streams, [T] or [T, k], 0 where no turn has values."""
     columns: dict[str, Floats] = {}
     for span, credit in credits:

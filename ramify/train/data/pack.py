@@ -31,7 +31,7 @@ from ramify.train.data.prefix_forest import (
     BatchBuilder,
     Forest,
     ForestNode,
-    ForestNodeComputeCounts,
+    ForestNodeRepeatCounts,
     PackableTree,
     entries,
     forest,
@@ -106,7 +106,7 @@ def pack(
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    copies = ForestNodeComputeCounts(
+    copies = ForestNodeRepeatCounts(
         found, [stretch for piece in pieces for stretch in piece.stretches]
     )
     return [writer.batch(bin, copies) for bin in _balanced(pieces, fill_tokens, packing.multiple)]

@@ -78,7 +78,7 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
     return Forest(*growing.grown(ends), order)
 
 
-class ForestNodeComputeCounts:
+class ForestNodeRepeatCounts:
     """How often the stretches of a step's batches compute each node of its forest."""
 
     def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
@@ -226,7 +226,7 @@ class BatchBuilder:
         routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
         self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[PackableTree], copies: ForestNodeComputeCounts) -> Batch:
+    def batch(self, pieces: Iterable[PackableTree], copies: ForestNodeRepeatCounts) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}

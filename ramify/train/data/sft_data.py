@@ -35,7 +35,7 @@ from ramify.store.durable_files import EVALUATIONS
 from ramify.store.reviews import read_reviews
 from ramify.store.store import Store
 from ramify.tasks.base import DemonstrationPromptFormat, Task
-from ramify.train.data.stored_tokens import TokenizedCallCache
+from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn

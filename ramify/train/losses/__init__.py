@@ -17,8 +17,8 @@ from ramify.train.losses.dppo import DppoCapped, DppoKl, DppoTv
 from ramify.train.losses.gmpo import Gmpo
 from ramify.train.losses.gspo import Gspo
 from ramify.train.losses.importance_sampling import ImportanceSampling
+from ramify.train.losses.masked_importance_sampling import RolloutIs
 from ramify.train.losses.ppo_clip import DualClip, PpoClip
-from ramify.train.losses.rollout_is import RolloutIs
 from ramify.train.losses.sapo import Sapo
 from ramify.train.losses.sequence_clip import SequenceClip
 

@@ -508,7 +508,7 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
     return chosen_batches
 
 
-def sequences_of(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
+def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
     """Return the index of each entry's sequence ([E], from 0) and the number of sequences. Entries
     of the same call (or of the same rollout, if that is the ``unit``) get the same index, even if
     the call has several paths."""

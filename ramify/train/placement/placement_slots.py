@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ramify.actors.launcher import ALMOST, NodeResourceSlot, RoleInstance, SlotResources
+from ramify.actors.launcher import ALMOST, NodeResourceSlot, RoleInstanceId, SlotResources
 from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
@@ -71,7 +71,7 @@ class _UnplacedSlot(NamedTuple):
 
     pool: str
     needs: SlotResources
-    members: tuple[RoleInstance, ...]
+    members: tuple[RoleInstanceId, ...]
     offsets: tuple[float, ...]
 
 
@@ -101,7 +101,7 @@ def _group_slots(
         for role in group:
             role_spec, per_slot = spec.role(role), -(-num[role] // num_slots)
             inside = range(slot * per_slot, min(num[role], (slot + 1) * per_slot))
-            members += [RoleInstance(role, index) for index in inside]
+            members += [RoleInstanceId(role, index) for index in inside]
             offsets += [role_spec.gpus * place for place in range(len(inside))]
             gpus = len(inside) * role_spec.gpus
             more = SlotResources(0, len(inside) * role_spec.cpus, len(inside) * role_spec.memory_gb)
@@ -188,7 +188,7 @@ def _placed(
     return slots
 
 
-def _roles_of(members: Sequence[RoleInstance]) -> str:
+def _roles_of(members: Sequence[RoleInstanceId]) -> str:
     """Describe the roles in a placement slot, with their counts, as in ``trainer and inference`` or
     ``2 trainer and inference``."""
     num = Counter(member.role for member in members)

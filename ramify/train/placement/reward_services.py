@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ramify.actors.child_process import Process
-from ramify.actors.launcher import Launcher, RoleInstance
+from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, until_started
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
@@ -112,7 +112,7 @@ class _RunningService:
         self._hosts = hosts
         self.name = name
         self.spec = spec
-        self._member = RoleInstance(name, 0)
+        self._member = RoleInstanceId(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
         self._process: Process | None = None
         self._host = ""

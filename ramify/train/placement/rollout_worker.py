@@ -190,7 +190,7 @@ class _RolloutWorker:
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
-        from ramify.train.selfcheck import AuditedClient
+        from ramify.train.selfcheck import TokenIdRecordingClient
 
         torch.set_num_threads(1)
         policy = load_policy(
@@ -202,7 +202,7 @@ class _RolloutWorker:
             lambda folder: None,
             gone=lambda url: self._send(WorkerMessage("gone", data=url.encode())),
         )
-        self._client = AuditedClient(self._engines)
+        self._client = TokenIdRecordingClient(self._engines)
         self._rlm = RLM(
             DepthModels(spec.depths, FrozenModelBudget(), self._client).clients,
             limits=spec.limits,

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.actors.child_process import Process, end_when_done, import_path
-from ramify.actors.connect_back import ConnectBackListener, HeartbeatDeadline
-from ramify.actors.launcher import Launcher, RoleInstance
+from ramify.actors.connect_back import ConnectBackListener, MissedHeartbeatDetector
+from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, until_started
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
@@ -71,7 +71,7 @@ class _Worker:
     sampling."""
 
     def __init__(self, number: int, process: Process, channel: Channel, heartbeat_s: float) -> None:
-        self.heartbeats = HeartbeatDeadline(heartbeat_s, _LOOK_S)
+        self.heartbeats = MissedHeartbeatDetector(heartbeat_s, _LOOK_S)
         self.number = number
         self.process = process
         self.channel = channel
@@ -228,7 +228,7 @@ class RolloutWorkers:
         names = {self._spec.inference.key_variable, *self._spec.variables}
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
-        member = RoleInstance("rollouts", number)
+        member = RoleInstanceId("rollouts", number)
         if before := self._processes.get(number):
             before.end(0.0)
             self._hosts.renew(member)

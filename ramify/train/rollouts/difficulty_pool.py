@@ -22,12 +22,12 @@ from pathlib import Path
 
 from ramify.tasks.mixture import part_of
 from ramify.train.metrics import GROUPS, GroupRecord
-from ramify.types.trajectory import GroupOutcome
+from ramify.types.trajectory import GroupFate
 
 _LATEST = 20
 """Number of latest groups that decide whether a part is settled."""
 _NEARLY_ALL = 0.9
-_DECIDED = (GroupOutcome.LEARNT, GroupOutcome.NO_SIGNAL)
+_DECIDED = (GroupFate.LEARNT, GroupFate.NO_SIGNAL)
 
 
 class DifficultyPool:
@@ -43,9 +43,9 @@ class DifficultyPool:
         self._folder = folder
         self._seed = seed
         self._has_parts = has_parts
-        self._items: dict[str, GroupOutcome] = {}
+        self._items: dict[str, GroupFate] = {}
         """Id of an item -> outcome of its latest group."""
-        self._parts: dict[str, deque[GroupOutcome]] = {}
+        self._parts: dict[str, deque[GroupFate]] = {}
         """Name of a part -> outcomes of its latest groups."""
 
     def load(self) -> None:
@@ -72,9 +72,9 @@ class DifficultyPool:
     def is_settled(self, item: str) -> bool:
         """Return whether the item with this id currently gives no training signal: its latest group
         had none, or nearly all of the latest groups of its part of the mixture had none."""
-        if self._items.get(item) is GroupOutcome.NO_SIGNAL:
+        if self._items.get(item) is GroupFate.NO_SIGNAL:
             return True
         latest = self._parts.get(part_of(item), ()) if self._has_parts else ()
         if len(latest) < _LATEST:
             return False
-        return latest.count(GroupOutcome.NO_SIGNAL) >= _NEARLY_ALL * len(latest)
+        return latest.count(GroupFate.NO_SIGNAL) >= _NEARLY_ALL * len(latest)

@@ -45,8 +45,8 @@ from ramify.tasks.base import Item
 from ramify.train.config_redaction import check_optional
 from ramify.train.metrics import GroupRecord, account
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
-from ramify.train.rollouts.rollouter import GroupRollout, RolloutAttempt, Rollouter, close
-from ramify.types.trajectory import Group, GroupOutcome
+from ramify.train.rollouts.rollouter import GroupInProgress, RolloutAttempt, Rollouter, close
+from ramify.types.trajectory import Group, GroupFate
 
 _MAX_SKIPPED = 10_000
 """Maximum number of items that are passed over in a row, so that every step begins."""
@@ -129,7 +129,7 @@ class OpenGroup(msgspec.Struct, eq=False):
 
     number: int
     """Number of its item."""
-    rolling: GroupRollout
+    rolling: GroupInProgress
     task: asyncio.Task[Group]
     """Completes when the group is complete and its signals are computed. Signals of a group that
     is scored with others of its step are computed after that."""
@@ -321,12 +321,12 @@ class GroupQueue:
                     number=number,
                     item=item.id,
                     version=None,
-                    outcome=GroupOutcome.SKIPPED,
+                    outcome=GroupFate.SKIPPED,
                     rollouts=[],
                 )
             )
 
-    async def _rolled(self, rolling: GroupRollout) -> Group:
+    async def _rolled(self, rolling: GroupInProgress) -> Group:
         group = await rolling.whole()
         if self._read is not None and not self._rollouts.is_scored_by_step(rolling.item):
             await self._read(group)

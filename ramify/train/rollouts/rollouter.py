@@ -284,7 +284,7 @@ class RolloutAttempt:
             self._over(self)
 
 
-class GroupRollout:
+class GroupInProgress:
     """The attempts at one item, in progress."""
 
     def __init__(
@@ -373,7 +373,7 @@ class Rollouter:
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
-    ) -> GroupRollout:
+    ) -> GroupInProgress:
         """Begin the group ``name`` of attempts at ``item``; each starts when a slot is free.
         ``over`` is called after each. End it with ``close``."""
 
@@ -385,7 +385,7 @@ class Rollouter:
                 run = functools.partial(self._rollout, item, rollout_name, number == "greedy")
             return RolloutAttempt(rollout_name, item, self.room, run, over)
 
-        return GroupRollout(
+        return GroupInProgress(
             item,
             [one(number) for number in range(self._options.group)],
             one("greedy") if self._greedy else None,
@@ -395,7 +395,7 @@ class Rollouter:
         """Whether rollouts of ``item`` have no rewards before ``score``."""
         return is_scored_by_step(self._task, item)
 
-    async def score(self, groups: Sequence[GroupRollout]) -> None:
+    async def score(self, groups: Sequence[GroupInProgress]) -> None:
         """Score the rollouts of complete ``groups`` that have no rewards yet, with one call of the
         task. Those that cannot be scored say why in their ``errors``."""
         every_line = self._options.branch is not None
@@ -437,7 +437,7 @@ class Rollouter:
         group as soon as it is complete, while others continue. Raises only unexpected errors and
         cancellations."""
 
-        async def whole(rolling: GroupRollout) -> Group:
+        async def whole(rolling: GroupInProgress) -> Group:
             group = await rolling.whole()
             if after is not None and not self.is_scored_by_step(rolling.item):
                 await after(group)

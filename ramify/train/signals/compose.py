@@ -109,9 +109,9 @@ class Hybrid(
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
-    def with_readings(self, readings: Readings, step: int) -> HybridAlgorithm:
+    def with_readings(self, readings: Readings, step: int) -> HybridStepAlgorithm:
         """Return this algorithm for one step, together with the scores of its signals."""
-        return HybridAlgorithm(self, readings, step)
+        return HybridStepAlgorithm(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
@@ -120,7 +120,7 @@ class Hybrid(
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
-class HybridAlgorithm:
+class HybridStepAlgorithm:
     """A hybrid together with its signals' scores of one step; implements ``Algorithm``."""
 
     def __init__(self, hybrid: Hybrid, readings: Readings, step: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from ramify.clients.base import Client, Request, Sampling
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetLedger, Limits, Reservation
 from ramify.engine.model_requests import prompt_hash
 from ramify.errors import ConfigError, RamifyError

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
 from ramify.logging import ComponentLogger

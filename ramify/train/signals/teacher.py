@@ -39,9 +39,9 @@ from ramify.train.signals.base import (
     TopKCandidates,
     TurnId,
 )
-from ramify.train.signals.hints import HintsForTrajectory, hints_of
+from ramify.train.signals.hint_sources import HintsForTrajectory, hints_of
 from ramify.types.message import Message
-from ramify.types.token_path import TokenPath, TokenSpan
+from ramify.types.token_path import ReplyTokenSpan, TokenPath
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _log = ComponentLogger("train")
@@ -197,7 +197,7 @@ class TeacherSignal(
 
     def _spans(
         self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
-    ) -> list[TokenSpan]:
+    ) -> list[ReplyTokenSpan]:
         """Return the spans of ``path`` to score for a hint at ``place``. If several turns have
         hints, each hint applies only to its own turn."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
@@ -211,10 +211,10 @@ class TeacherSignal(
         trajectory: Trajectory,
         call: Call,
         path: TokenPath,
-        spans: list[TokenSpan],
+        spans: list[ReplyTokenSpan],
         hint: str,
         writing: ConversationTokenizer | None,
-    ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[TokenSpan]]:
+    ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[ReplyTokenSpan]]:
         """Return the teacher's row, the row without the hint, and the spans to score."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
@@ -444,7 +444,7 @@ class _HintedRow(NamedTuple):
     row: TokenScoringRequest
     plain: TokenScoringRequest
     """This row without the hint."""
-    spans: list[TokenSpan]
+    spans: list[ReplyTokenSpan]
 
 
 class _SampledRoot(NamedTuple):
@@ -452,7 +452,7 @@ class _SampledRoot(NamedTuple):
 
     number: int
     row: TokenScoringRequest
-    spans: list[TokenSpan]
+    spans: list[ReplyTokenSpan]
 
 
 T = TypeVar("T")
@@ -466,7 +466,9 @@ def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
     return [list(row if num == ALL else row[:num]) for row in rows]
 
 
-def _by_place(spans: Sequence[TokenSpan], values: Sequence[float]) -> dict[TurnId, list[float]]:
+def _by_place(
+    spans: Sequence[ReplyTokenSpan], values: Sequence[float]
+) -> dict[TurnId, list[float]]:
     """Split ``values``, one per scored token, by turn."""
     remaining = iter(values)
     return {

@@ -1,4 +1,4 @@
-// Formats numbers and texts in the same way as the command line (ramify/quantities.py). No number has
+// Formats numbers and texts in the same way as the command line (ramify/format_quantities.py). No number has
 // an exponent, and no unit is ever full: 59.97 seconds are "1 min".
 
 // 1234567 -> "1,234,567". Not toLocaleString: its first call takes tens of milliseconds.

@@ -13,13 +13,13 @@ from simpy import Environment
 
 from ramify.extras.cluster import simulated_rollout
 from ramify.extras.cluster.engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import CallShape, RolloutShape, TurnShape
+from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulate import SimulationSetting
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import RolloutSimulator
 from ramify.tasks.base import Item
 from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec
-from ramify.train.rollouts.rollouter import ConcurrencyController, GroupRollout
+from ramify.train.rollouts.rollouter import ConcurrencyController, GroupInProgress
 from ramify.types.trajectory import Group, Trajectory
 
 NUM_STEPS = 12
@@ -27,7 +27,7 @@ Event = tuple[str, Any]
 """("whole", number of a group) or ("taken", numbers of a step's groups) or ("newer", step)"""
 
 
-class _RecordingQueue(simulated_rollout.SimulatedQueue):
+class _RecordingQueue(simulated_rollout.SimulatedGroupSchedule):
     """Records when a group is complete."""
 
     events: list[Event]
@@ -55,10 +55,10 @@ def simulated(
     )
     stage = RolloutSimulator(env, [SimulatedEngine(env, rate, 99)], rate, 99, 99)
 
-    def drawn(number: int) -> tuple[list[RolloutShape], bool]:
-        return [RolloutShape((CallShape((TurnShape(0, 0, 0),), took[number]),))], has_no_signal(
-            number
-        )
+    def drawn(number: int) -> tuple[list[RolloutWorkload], bool]:
+        return [
+            RolloutWorkload((CallWorkload((TurnWorkload(0, 0, 0),), took[number]),))
+        ], has_no_signal(number)
 
     queue = _RecordingQueue(env, stage, rules, drawn, 1, NUM_STEPS)
     queue.events = events
@@ -94,10 +94,10 @@ class _Rollouts:
     def __init__(self) -> None:
         self.begun: dict[str, _Attempt] = {}
 
-    def begin(self, item: Item, name: str, over: Any) -> GroupRollout:
+    def begin(self, item: Item, name: str, over: Any) -> GroupInProgress:
         attempt = self.begun[item.id] = _Attempt()
         attempts: Any = [attempt]
-        return GroupRollout(item, attempts, None)
+        return GroupInProgress(item, attempts, None)
 
     def is_scored_by_step(self, item: Item) -> bool:
         return False

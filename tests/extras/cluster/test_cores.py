@@ -14,7 +14,7 @@ from simpy import Environment, Event
 from ramify.extras.cluster.engine_rate import EngineRate, RecordedCpu, recorded_cpu
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
-from ramify.inference.local.step_timings import EngineStepTiming, EngineStepTimingRecorder
+from ramify.inference.local.step_timings import EngineStepTimingRecorder, EngineStepTotals
 from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
 
 
@@ -118,9 +118,9 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     metrics.write(7, "rl", 1.0, {**spent, "cpu/cores": 2, "cpu/loop_s": 0.5, "cpu/sessions_s": 1.5})
     metrics.write(8, "sft", 1.0, {"loss": 1.0})
     engine = [
-        EngineStepTiming(sequences=1, reads=False, steps=1, tokens=1, cpu_s=0.5),
-        EngineStepTiming(sequences=4, reads=True, steps=2, tokens=6, read=42, cpu_s=3.0),
-        EngineStepTiming(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
+        EngineStepTotals(sequences=1, reads=False, steps=1, tokens=1, cpu_s=0.5),
+        EngineStepTotals(sequences=4, reads=True, steps=2, tokens=6, read=42, cpu_s=3.0),
+        EngineStepTotals(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
     ]
     expected = RecordedCpu(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
     assert list(recorded_cpu(tmp_path, list(read_metrics(tmp_path)))) == [expected]

@@ -8,7 +8,12 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.extras.cluster.engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape
+from ramify.extras.cluster.rollout_shapes import (
+    CallWorkload,
+    CellWorkload,
+    RolloutWorkload,
+    TurnWorkload,
+)
 from ramify.extras.cluster.simulate import (
     DeviceSplit,
     SimulationSetting,
@@ -26,8 +31,8 @@ SIZES = MeasuredRunSettings(
 )
 
 
-def plain(tokens: int) -> RolloutShape:
-    return RolloutShape((CallShape((TurnShape(0, 0, tokens),)),))
+def plain(tokens: int) -> RolloutWorkload:
+    return RolloutWorkload((CallWorkload((TurnWorkload(0, 0, tokens),)),))
 
 
 def inputs_for(
@@ -90,11 +95,11 @@ def test_rollouts_wait_for_a_free_slot() -> None:
 def test_parent_holds_no_slot_or_request_while_children_run() -> None:
     """The root samples 2 tokens, runs a cell of 0.5 s with two parallel leaves of 3 and then one of
     1, and samples 2 more: one slot is enough."""
-    leaf = [CallShape((TurnShape(0, 0, tokens),)) for tokens in (3, 1)]
-    cell = CellShape(0.5, ((leaf[0], leaf[0]), (leaf[1],)))
-    root = CallShape((TurnShape(0, 0, 2, cells=(cell,)), TurnShape(0, 0, 2)), host_s=0.25)
+    leaf = [CallWorkload((TurnWorkload(0, 0, tokens),)) for tokens in (3, 1)]
+    cell = CellWorkload(0.5, ((leaf[0], leaf[0]), (leaf[1],)))
+    root = CallWorkload((TurnWorkload(0, 0, 2, cells=(cell,)), TurnWorkload(0, 0, 2)), host_s=0.25)
     measured = msgspec.structs.replace(
-        inputs_for([1], learn_s=0.0, publish_s=0.0), groups=[[RolloutShape((root,))]]
+        inputs_for([1], learn_s=0.0, publish_s=0.0), groups=[[RolloutWorkload((root,))]]
     )
     assert simulate(measured, setting(), steps=1).step_s == 2 + 0.25 + 0.5 + 3 + 1 + 2
     assert (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ramify.extras.cluster.rollout_shapes import (
-    CallShape,
-    CellShape,
-    RolloutShape,
-    TurnShape,
+    CallWorkload,
+    CellWorkload,
+    RolloutWorkload,
+    TurnWorkload,
     shape_of,
 )
 from ramify.types.message import Message, Reply, Usage
@@ -51,7 +51,7 @@ def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
     )  # fmt: skip
     shape = shape_of(tree)
     leaf = [
-        CallShape((TurnShape(new, 7, sampled, 0.1 * sampled),), host_s)
+        CallWorkload((TurnWorkload(new, 7, sampled, 0.1 * sampled),), host_s)
         for new, sampled, host_s in [(4, 10, 0.0), (7, 4, 2.0), (7, 10, 0.0)]
     ]
     (root,) = shape.roots
@@ -69,7 +69,9 @@ def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
 
 
 def test_rollout_shape_iterates_over_its_calls() -> None:
-    leaf = CallShape((TurnShape(1, 1, 1),))
-    root = CallShape((TurnShape(1, 1, 2, cells=(CellShape(0.0, ((leaf, leaf), (leaf,))),)),))
-    assert RolloutShape((root,)).sampled == 5
-    assert list(RolloutShape((root,)).calls()) == [root, leaf, leaf, leaf]
+    leaf = CallWorkload((TurnWorkload(1, 1, 1),))
+    root = CallWorkload(
+        (TurnWorkload(1, 1, 2, cells=(CellWorkload(0.0, ((leaf, leaf), (leaf,))),)),)
+    )
+    assert RolloutWorkload((root,)).sampled == 5
+    assert list(RolloutWorkload((root,)).calls()) == [root, leaf, leaf, leaf]

@@ -19,8 +19,8 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
 from ramify.tasks.validation import answered, validate
 from ramify.testing.scripted import ScriptedClient
-from ramify.train.demonstrations import demonstrations_of
 from ramify.train.recipe import load_recipe
+from ramify.train.sft_training_data import demonstrations_of
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ramify.extras.studies.hindsight import Hindsight, HintFilter
+from ramify.extras.studies.hindsight_hints import Hindsight, HintFilter
 from ramify.extras.studies.programs.judges import OracleJudge, RuleJudge, ShuffledHints, StepRules
 from ramify.extras.studies.programs.toy_program_language import (
     IMPORTED,

@@ -30,9 +30,9 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     PROGRAM_WORDS,
+    FirstBrokenRule,
     ToyProgram,
     ToyProgramExercise,
-    ToyProgramRuleViolation,
     library,
 )
 from ramify.models.renderer import renderer_of
@@ -78,7 +78,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     wrong = ToyProgram.read(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
-    assert broken == ToyProgramRuleViolation(word, right)
+    assert broken == FirstBrokenRule(word, right)
     assert KNOWN.message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 

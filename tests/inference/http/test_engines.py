@@ -25,7 +25,7 @@ from ramify.inference.http.engine_client import (
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import WeightPiece, source
 from ramify.models.weights import fingerprint, fingerprint_of
-from ramify.train.backends.lora import attach, merged, unmerged
+from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
 from tests.inference.http.engine_world import USER, engine_session, request, run, world
@@ -96,7 +96,7 @@ def test_engines_merge_adapters_bit_exactly_even_after_a_restart() -> None:
                     for parameter in made.trained.model.parameters():
                         if parameter.requires_grad:
                             parameter += 0.1 * torch.randn(parameter.shape)
-                named = unmerged(made.trained.model)
+                named = base_tensors_and_adapters(made.trained.model)
                 await made.engines.update(
                     [source(*each[:2], torch.float32, each[2]) for each in named], version
                 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ramify.actors.child_process import Process
-from ramify.actors.launcher import RoleInstance, free_port
+from ramify.actors.launcher import RoleInstanceId, free_port
 from ramify.errors import ServerFailed, TrainError
 from ramify.http_server.access import ListenAddress
 from ramify.inference.http.http_engines import HttpEngines
@@ -146,18 +146,18 @@ class EnginesInThisLoop:
         self.servers: list[PolicyServer] = []
         self.may_come = asyncio.Event()
 
-    def address_of(self, member: RoleInstance) -> str:
+    def address_of(self, member: RoleInstanceId) -> str:
         return self._host
 
-    def free_port(self, member: RoleInstance) -> int:
+    def free_port(self, member: RoleInstanceId) -> int:
         return free_port(self._host)
 
-    def renew(self, member: RoleInstance) -> None:
+    def renew(self, member: RoleInstanceId) -> None:
         self._host = "127.0.0.2"
 
     def start(
         self,
-        member: RoleInstance,
+        member: RoleInstanceId,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,

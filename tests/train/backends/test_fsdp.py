@@ -30,7 +30,7 @@ from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged
 from ramify.train.backends.single import SingleBackend
-from ramify.train.backends.trained_model import SeparateCritic
+from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.data.pack import attach as attach_stream
 from ramify.train.losses import DppoTv, Gmpo, Gspo, KlCov
@@ -142,10 +142,14 @@ def test_critic_matches_single_process(ranks: FsdpRanks, kind: str, tmp_path: Pa
     def over_ranks() -> Any:
         weights = policy().model.state_dict()
         critic = ranks.spread(CONFIG, weights, critic=True).backend(optim, critic=True)
-        return critic if kind == "shared" else SeparateCritic(spread(ranks).backend(optim), critic)
+        return (
+            critic
+            if kind == "shared"
+            else PolicyWithSeparateCritic(spread(ranks).backend(optim), critic)
+        )
 
     if kind == "own":
-        single = SeparateCritic(SingleBackend(policy(), optim, FP32), single)
+        single = PolicyWithSeparateCritic(SingleBackend(policy(), optim, FP32), single)
     ours = over_ranks()
     for step in range(4):
         for here, there in zip(ours.values(batches), single.values(batches), strict=True):

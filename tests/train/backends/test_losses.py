@@ -17,7 +17,7 @@ import torch
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.backends.trained_model import SeparateCritic
+from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import (
     POLICY_LOSSES,
@@ -164,7 +164,7 @@ def test_every_correction_changes_the_loss(rows: list[TokenSequence]) -> None:
 def test_critic_learns_the_returns() -> None:
     """On the policy's trunk, and as a separate model that leaves the policy unchanged."""
     shared = SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
-    own = SeparateCritic(
+    own = PolicyWithSeparateCritic(
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
         SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
     )
@@ -202,7 +202,7 @@ def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
         SingleBackend(policy(), OptimizerSpec(lr=0.01)),
         SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
     )
-    own = SeparateCritic(policies, critics)
+    own = PolicyWithSeparateCritic(policies, critics)
     rows = tree()
     for row in rows:
         row.ce = None
@@ -234,11 +234,13 @@ def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
 
 
 def test_critic_is_saved_and_loaded_and_missing_critic_is_rejected(tmp_path: Any) -> None:
-    backend = SeparateCritic(SingleBackend(policy()), SingleBackend(policy(), critic=True))
+    backend = PolicyWithSeparateCritic(
+        SingleBackend(policy()), SingleBackend(policy(), critic=True)
+    )
     with torch.no_grad():
         backend.critic.value_head.weight.fill_(0.5)  # type: ignore[attr-defined]
     backend.save(tmp_path / "own")
-    again = SeparateCritic(
+    again = PolicyWithSeparateCritic(
         SingleBackend(policy(seed=1)), SingleBackend(policy(seed=1), critic=True)
     )
     again.load(tmp_path / "own")

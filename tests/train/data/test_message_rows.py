@@ -13,9 +13,9 @@ from ramify.errors import ConfigError
 from ramify.train.advantages.sft import SFT
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.train.demonstrations import message_demonstrations, num_demonstrated
 from ramify.train.load_run_parts import RunParts
-from ramify.train.policy_defaults import shape_for, vocabulary_for
+from ramify.train.policy_defaults import model_config_for, vocabulary_for
+from ramify.train.sft_training_data import message_demonstrations, num_demonstrated
 from ramify.types.trajectory import Trajectory
 from tests.train.small import assemble, small
 
@@ -147,13 +147,15 @@ def test_demonstrations_that_all_fail_the_filter_are_rejected(
 def test_vocabulary_and_model_size_grow_with_the_demonstrations() -> None:
     sizes = [vocabulary_for(10**power) for power in (3, 6, 8, 12)]
     assert sizes == [512, 512, 8192, 32_768]
-    shapes = [shape_for(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]
+    shapes = [model_config_for(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]
     assert [(each["hidden_size"], each["num_hidden_layers"]) for each in shapes] == [
         (128, 3),
         (256, 4),
         (512, 8),
     ]
-    assert [shape_for(0, longest)["max_position_embeddings"] for longest in (9, 500, 10**6)] == [
+    assert [
+        model_config_for(0, longest)["max_position_embeddings"] for longest in (9, 500, 10**6)
+    ] == [
         512,
         1024,
         32_768,

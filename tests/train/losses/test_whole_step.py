@@ -113,7 +113,7 @@ def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     losses.check_whole(batches)
     assert len(batches) > 3
     (both,) = (batch for batch in batches if {2, 8} <= batch.sequences.keys())
-    calls, num = losses.sequences_of(both)
+    calls, num = losses.sequence_index_of_entries(both)
     assert num == len(both.sequences) - 1
     assert len(set(calls[np.isin(both.owners[:, 0], [2, 8])].tolist())) == 1
     # With the rollout as the sequence, its other calls belong to it, too.
@@ -121,7 +121,7 @@ def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     together = pack(rows, cut, whole="rollout")
     losses.check_whole(together, "rollout")
     (all_three,) = (batch for batch in together if {2, 5, 8} <= batch.sequences.keys())
-    sequences, num = losses.sequences_of(all_three, "rollout")
+    sequences, num = losses.sequence_index_of_entries(all_three, "rollout")
     assert num == len(all_three.sequences) - 2
     assert len(set(sequences[np.isin(all_three.owners[:, 0], [2, 5, 8])].tolist())) == 1
     with pytest.raises(TrainError, match=r"reads whole rollouts, and t is in \d batches"):

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import RoleInstance
+from ramify.actors.launcher import RoleInstanceId
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec
@@ -101,7 +101,7 @@ def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
         placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}),
         address=spec.address,
     )
-    member = RoleInstance("judge", 0)
+    member = RoleInstanceId("judge", 0)
     messages: list[str] = []
 
     async def go() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import NodeResourceSlot, RoleInstance, SlotResources
+from ramify.actors.launcher import NodeResourceSlot, RoleInstanceId, SlotResources
 from ramify.actors.ray_launcher import bundles, check_bundles
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -41,7 +41,7 @@ def test_colocated_roles_share_slots_and_others_get_separate_slots() -> None:
     assert [(placement_slot.node, placement_slot.needs) for placement_slot in found] == [
         (node, SlotResources(1, 2, 0)) for node in (0, 0, 1, 1)
     ]
-    assert found[3].members == (RoleInstance("trainer", 3), RoleInstance("inference", 3))
+    assert found[3].members == (RoleInstanceId("trainer", 3), RoleInstanceId("inference", 3))
 
     apart = PlacementSpec(
         pools={
@@ -56,10 +56,10 @@ def test_colocated_roles_share_slots_and_others_get_separate_slots() -> None:
         (placement_slot.pool, placement_slot.node, *placement_slot.members)
         for placement_slot in found
     ] == [
-        ("train", 0, RoleInstance("trainer", 0)),
-        ("train", 0, RoleInstance("trainer", 1)),
-        ("serve", 0, RoleInstance("inference", 0)),
-        ("serve", 1, RoleInstance("inference", 1)),
+        ("train", 0, RoleInstanceId("trainer", 0)),
+        ("train", 0, RoleInstanceId("trainer", 1)),
+        ("serve", 0, RoleInstanceId("inference", 0)),
+        ("serve", 1, RoleInstanceId("inference", 1)),
     ]
 
 
@@ -113,7 +113,7 @@ def test_gpus_of_a_shared_slot_are_divided_among_its_processes() -> None:
         "rollouts 1": ["4", "7"],
     }
     half = placement_slots(PlacementSpec(trainer=RoleSpec(gpus=0.5)), NO | {"trainer": 1})[0]
-    assert half.share(RoleInstance("trainer", 0), 0.5, ["3"]) == ["3"]
+    assert half.share(RoleInstanceId("trainer", 0), 0.5, ["3"]) == ["3"]
 
 
 def test_spread_picks_the_emptiest_node_and_pack_the_first() -> None:
@@ -275,8 +275,8 @@ def test_single_process_run_needs_no_placement() -> None:
 
 def test_requested_bundles_are_checked_against_cluster_nodes() -> None:
     found = [
-        NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstance("trainer", 0),)), NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstance("trainer", 1),)),
-        NodeResourceSlot("a", 1, SlotResources(1, 2), (RoleInstance("trainer", 2),)), NodeResourceSlot("", 0, SlotResources(0, 1), (RoleInstance("rollouts", 0),)),
+        NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstanceId("trainer", 0),)), NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstanceId("trainer", 1),)),
+        NodeResourceSlot("a", 1, SlotResources(1, 2), (RoleInstanceId("trainer", 2),)), NodeResourceSlot("", 0, SlotResources(0, 1), (RoleInstanceId("rollouts", 0),)),
     ]  # fmt: skip
     asked = bundles(found)
     assert asked == {

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import LocalLauncher, RoleInstance
+from ramify.actors.launcher import LocalLauncher, RoleInstanceId
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import EngineProcess
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -34,7 +34,7 @@ from tests.train.small import small
 class TwoMachines(LocalLauncher):
     """Two machines: every member except the first is on the other one."""
 
-    def address_of(self, member: RoleInstance) -> str:
+    def address_of(self, member: RoleInstanceId) -> str:
         return "10.0.0.2" if member.number else self.address
 
 
@@ -96,8 +96,8 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
     )
     _, found = settled(small(placement=spec))
     assert [placement_slot.members for placement_slot in found] == [
-        (RoleInstance("trainer", 0),),
-        (RoleInstance("judge", 0),),
+        (RoleInstanceId("trainer", 0),),
+        (RoleInstanceId("judge", 0),),
     ]
     with pytest.raises(
         ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"
@@ -125,12 +125,12 @@ class MovingLauncher(LocalLauncher):
     members."""
 
     room = 1
-    moved: frozenset[RoleInstance] = frozenset()
+    moved: frozenset[RoleInstanceId] = frozenset()
 
-    def address_of(self, member: RoleInstance) -> str:
+    def address_of(self, member: RoleInstanceId) -> str:
         return "127.0.0.3" if member in self.moved else "127.0.0.2"
 
-    def renew(self, member: RoleInstance) -> None:
+    def renew(self, member: RoleInstanceId) -> None:
         if member not in self.moved and len(self.moved) == self.room:
             raise ConfigError("no node has room")
         self.moved |= {member}

@@ -17,7 +17,7 @@ from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_record import read_group_records
-from ramify.types.trajectory import GroupOutcome, Trajectory
+from ramify.types.trajectory import GroupFate, Trajectory
 from tests.shown import train
 from tests.train.small import _even, small
 from tests.train.test_loop import Killed, kill_at
@@ -86,12 +86,12 @@ def test_killed_and_resumed_run_passes_over_the_same_items(tmp_path: Path) -> No
         for folder in (whole, broken)
     )
     assert ours == theirs
-    assert any(outcome is GroupOutcome.SKIPPED for *_, outcome in ours)
+    assert any(outcome is GroupFate.SKIPPED for *_, outcome in ours)
 
 
 def record(number: int, item: str, outcome: str) -> GroupRecord:
     return GroupRecord(
-        step=1, number=number, item=item, version=1, outcome=GroupOutcome(outcome), rollouts=[]
+        step=1, number=number, item=item, version=1, outcome=GroupFate(outcome), rollouts=[]
     )
 
 

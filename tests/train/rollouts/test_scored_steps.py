@@ -21,7 +21,7 @@ from ramify.train.metrics import GROUPS, read_metrics
 from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.run_record import read_group_records
-from ramify.types.trajectory import Group, GroupOutcome, Trajectory
+from ramify.types.trajectory import Group, GroupFate, Trajectory
 from tests.engine.helpers import at_once
 from tests.shown import train
 from tests.train.rollouts.test_branch_sampler import JAIL, LIMITS, SCAFFOLD, counting
@@ -349,7 +349,7 @@ def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, staleness: i
     assert calls == [6, 6, 2]
     records = list(GROUPS.read(broken))
     assert [last - each.step for each in records] == [3, 3, 2, 2, 1, 1, 0, 0]
-    assert {each.outcome for each in records} == {GroupOutcome.LEARNT}
+    assert {each.outcome for each in records} == {GroupFate.LEARNT}
     assert read_group_records(broken).balanced
     if not staleness:
         ours, theirs = (

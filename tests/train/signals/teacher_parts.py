@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
-from ramify.extras.studies.hindsight import Hindsight
+from ramify.extras.studies.hindsight_hints import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.tasks.base import Item

@@ -17,9 +17,9 @@ import torch
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.extras.studies.hindsight import Hindsight
+from ramify.extras.studies.hindsight_hints import Hindsight
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.models import checksums
+from ramify.models import folder_file_checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
@@ -39,7 +39,7 @@ from ramify.train.recipe import stored
 from ramify.train.rollout_resources import RolloutResources, client_of
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.selfcheck import AuditedClient
+from ramify.train.selfcheck import TokenIdRecordingClient
 from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
@@ -280,7 +280,9 @@ def test_run_with_ema_teacher_resumes_bit_identically_in_another_folder(
     resumed = weights_of(other / f"checkpoints/step-{step:06d}")
     assert max(float((ended[name] - resumed[name]).abs().max()) for name in ended) == 0
     shutil.rmtree(whole / f"checkpoints/step-{step - 1:06d}/teachers")
-    checksums.write(whole / f"checkpoints/step-{step - 1:06d}")  # as of a run without teachers
+    folder_file_checksums.write(
+        whole / f"checkpoints/step-{step - 1:06d}"
+    )  # as of a run without teachers
     with pytest.raises(
         ConfigError, match="start a new run, or resume from a checkpoint that holds"
     ):
@@ -308,7 +310,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     )
     made = assemble(run)
     client = client_of(made)
-    audited = AuditedClient(client)
+    audited = TokenIdRecordingClient(client)
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
     depths = DepthModels((), FrozenModelBudget(), audited)
     parts = RolloutResources(client, audited, rlm, None, depths)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.clients.rate_limited_client_pool import RateLimitedClientPool
+from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.extras.studies.hindsight import (
+from ramify.extras.studies.hindsight_hints import (
     DemonstrationHints,
     FeedbackHints,
     Hindsight,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.extras.studies.hindsight import Hindsight
+from ramify.extras.studies.hindsight_hints import Hindsight
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer_training import train_tokenizer

@@ -32,7 +32,7 @@ from ramify.extras.studies.programs.toy_program_language import (
 )
 from ramify.tasks.base import Item
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
-from ramify.train.signals.hints import HintsForTrajectory, hints_of
+from ramify.train.signals.hint_sources import HintsForTrajectory, hints_of
 from ramify.types.trajectory import Group
 
 NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")

@@ -15,8 +15,8 @@ from typing import Any
 from ramify.errors import HostCallError, SandboxError
 from ramify.extras.studies.programs.toy_program_language import (
     NO_PROGRAM,
+    FirstBrokenRule,
     ToyProgram,
-    ToyProgramRuleViolation,
     WordFunctionMap,
 )
 from ramify.sandbox.base import (
@@ -74,7 +74,7 @@ class ProgramInterpreterSession:
         outcome = self._library.run(program)
         return (
             (None, self._library.message(program, outcome))
-            if isinstance(outcome, ToyProgramRuleViolation)
+            if isinstance(outcome, FirstBrokenRule)
             else (str(outcome), None)
         )
 

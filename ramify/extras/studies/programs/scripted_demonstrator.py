@@ -39,9 +39,9 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     USE,
+    FirstBrokenRule,
     ToyProgram,
     ToyProgramExercise,
-    ToyProgramRuleViolation,
     WordFunctionMap,
     answer,
     library,
@@ -211,7 +211,7 @@ class _Demonstration:
                 Message("assistant", program.text),
                 Message("user", self._texts.report(self._cell(program, outcome))),
             ]
-            if not isinstance(outcome, ToyProgramRuleViolation):
+            if not isinstance(outcome, FirstBrokenRule):
                 number = outcome
                 break
             self._mend(outcome)
@@ -240,7 +240,7 @@ class _Demonstration:
             else:
                 self._believed[rule.word] = rule.function
 
-    def _mend(self, broken: ToyProgramRuleViolation) -> None:
+    def _mend(self, broken: FirstBrokenRule) -> None:
         if broken.word is None:
             self._imports[broken.function] = None
         else:
@@ -249,8 +249,8 @@ class _Demonstration:
     def _program(self) -> ToyProgram:
         return self._problem.program(self._believed, tuple(sorted(self._imports)))
 
-    def _cell(self, program: ToyProgram, outcome: int | ToyProgramRuleViolation) -> Cell:
-        if isinstance(outcome, ToyProgramRuleViolation):
+    def _cell(self, program: ToyProgram, outcome: int | FirstBrokenRule) -> Cell:
+        if isinstance(outcome, FirstBrokenRule):
             return Cell(program.text, error=self._library.message(program, outcome))
         return Cell(program.text, value=str(outcome))
 

@@ -114,7 +114,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
 
-class ToyProgramRuleViolation(msgspec.Struct, frozen=True):
+class FirstBrokenRule(msgspec.Struct, frozen=True):
     """The first rule that a program broke."""
 
     word: int | None
@@ -144,19 +144,19 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
             value = self.apply(self.right[word], value, operand)
         return value
 
-    def run(self, program: ToyProgram) -> int | ToyProgramRuleViolation:
+    def run(self, program: ToyProgram) -> int | FirstBrokenRule:
         """Return the value of ``program``, or the first rule that it breaks."""
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
-                return ToyProgramRuleViolation(None, step.function)
+                return FirstBrokenRule(None, step.function)
             right = self.right[step.word]
             if step.function != right and step.word < NUM_CHECKED:
-                return ToyProgramRuleViolation(step.word, right)
+                return FirstBrokenRule(step.word, right)
             value = self.apply(step.function, value, step.operand)
         return value
 
-    def message(self, program: ToyProgram, broken: ToyProgramRuleViolation) -> str:
+    def message(self, program: ToyProgram, broken: FirstBrokenRule) -> str:
         """Return the last line of the traceback that Python prints for ``broken``."""
         if broken.word is None:
             return f"ImportError: from ops import f{broken.function};"

@@ -7,8 +7,8 @@ its own loop, or an agent that was written elsewhere.
 Requests are recorded, budgeted and retried as those of the engine's own loop. A request that
 continues an earlier one is the next turn of its call: the earlier token ids are extended and never
 tokenized again. Any other request begins a new call, or a fork of the call whose first turns it
-shares. The call records the cause (``CallCause``). Several replies to one request are the next turn
-of the call and forks that share its prompt.
+shares. The call records the cause (``AgentCallReason``). Several replies to one request are the
+next turn of the call and forks that share its prompt.
 
 Not here: which turn a request follows (see ``conversation_matching.py``), who decides what is asked
 (``TaskStart.conduct``), and the reward.
@@ -27,16 +27,16 @@ import msgspec
 from ramify.clients.base import Client, KnownPrefix, Sampling, Tool
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.conversation_matching import (
-    AgentCall,
     AgentConversations,
     AgentTurn,
+    ExternallyDrivenCall,
     RequestPlace,
 )
 from ramify.engine.live_call import CallMessageHistory, LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, sendable
-from ramify.types.trajectory import CallCause, Fork, Stop
+from ramify.types.trajectory import AgentCallReason, Fork, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.resources import LoopResources
@@ -57,7 +57,7 @@ class _AgentRequest(msgspec.Struct, frozen=True):
 class RunModelClient:
     """Gives code outside of the engine access to the models of one run."""
 
-    def __init__(self, run: LiveRun, resources: LoopResources, question: str) -> None:
+    def __init__(self, run: SharedRunState, resources: LoopResources, question: str) -> None:
         self._run = run
         self._resources = resources
         self._question = question
@@ -159,7 +159,7 @@ class RunModelClient:
         new = request.messages[start:]
         num_turns = len(first.turns)
         more = [
-            self._forked(agent, first, num_turns, CallCause.SAMPLE)
+            self._forked(agent, first, num_turns, AgentCallReason.SAMPLE)
             for _ in range(1, request.num_replies)
         ]
         known = _moved(place.known, len(first.call.messages) - start)
@@ -182,7 +182,7 @@ class RunModelClient:
 
     def _opened(
         self, agent: AgentConversations, request: _AgentRequest, place: RequestPlace
-    ) -> tuple[AgentCall, int]:
+    ) -> tuple[ExternallyDrivenCall, int]:
         """Return the call that the request continues, or a new one, and how many of the request's
         messages this call has already."""
         if place.call is None:
@@ -192,27 +192,31 @@ class RunModelClient:
         return self._forked(agent, place.call, place.num_turns, place.cause), place.start
 
     def _begun(
-        self, agent: AgentConversations, request: _AgentRequest, cause: CallCause | None
-    ) -> AgentCall:
+        self, agent: AgentConversations, request: _AgentRequest, cause: AgentCallReason | None
+    ) -> ExternallyDrivenCall:
         depth, learns = request.depth, request.learns
         client = self._run.models.rlm(depth)
         history = CallMessageHistory(keeps_ids=learns)
         call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, history=history)
         self._num_calls += 1
-        begun = AgentCall(call, request.tools, learns)
+        begun = ExternallyDrivenCall(call, request.tools, learns)
         agent.calls.append(begun)
         self._run.begin(call, cause=cause)
         return begun
 
     def _forked(
-        self, agent: AgentConversations, origin: AgentCall, num_turns: int, cause: CallCause
-    ) -> AgentCall:
+        self,
+        agent: AgentConversations,
+        origin: ExternallyDrivenCall,
+        num_turns: int,
+        cause: AgentCallReason,
+    ) -> ExternallyDrivenCall:
         """Return a new call that continues ``origin`` after its first ``num_turns`` turns."""
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
         num_messages = origin.end_of(num_turns)
         call = origin.call.forked(num_turns, num_messages)
-        fork = AgentCall(
+        fork = ExternallyDrivenCall(
             call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
         )
         agent.calls.append(fork)
@@ -221,7 +225,7 @@ class RunModelClient:
 
     async def _turn(
         self,
-        each: AgentCall,
+        each: ExternallyDrivenCall,
         new: tuple[Message, ...],
         request: _AgentRequest,
         known: KnownPrefix | None,

@@ -151,7 +151,7 @@ def _key(text: str) -> Any:
         return text
 
 
-class ReturnedValues:
+class ReturnedValueIndex:
     """Finds the calls that returned a given value."""
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ class ReturnedValueSpan(msgspec.Struct, frozen=True):
 
 
 def find_values(
-    text: str, returned: ReturnedValues, calls: frozenset[str]
+    text: str, returned: ReturnedValueIndex, calls: frozenset[str]
 ) -> list[ReturnedValueSpan]:
     """Return the places in ``text`` that show a value which one of ``calls`` returned. Places do
     not overlap; longer values are placed first."""

@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ramify.agents.agent_inputs import AgentJob
 from ramify.agents.agent_result import output_tail
-from ramify.tasks.reward_loop import run_coroutine
+from ramify.agents.agent_rollout_inputs import AgentJob
+from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.stoppable_thread import StoppableThread, ThreadStopped
 
 _END_S = 1.0
@@ -31,7 +31,7 @@ def _called(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
     return run_coroutine(answer) if inspect.iscoroutine(answer) else answer
 
 
-class AgentFunction:
+class AgentFunctionRun:
     """An agent that runs as a Python function in this process, for one rollout; implements
     ``RunningAgent``."""
 

@@ -25,7 +25,7 @@ from ramify.types.message import Message, Reply, Usage
 _encode = msgspec.json.Encoder().encode
 
 
-class MeterLogMessage(msgspec.Struct, frozen=True, tag="message"):
+class FirstSeenMessage(msgspec.Struct, frozen=True, tag="message"):
     """A message that was not in the record before."""
 
     id: str
@@ -115,5 +115,5 @@ class MeterLogWriter:
         digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
         if digest not in self._known:
             self._known.add(digest)
-            lines += _encode(MeterLogMessage(digest.hex(), message)) + b"\n"
+            lines += _encode(FirstSeenMessage(digest.hex(), message)) + b"\n"
         return digest.hex()

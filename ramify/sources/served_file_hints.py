@@ -18,7 +18,7 @@ from email.message import Message
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ramify.sources.remote_urls import RemoteHead
+from ramify.sources.url_recognition import RemoteHead
 
 _MAX_NAME = 120
 _PAGES = ("text/html", "application/xhtml+xml")

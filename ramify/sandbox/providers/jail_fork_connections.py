@@ -19,7 +19,7 @@ from ramify.sandbox.host.process_transport import (
 )
 
 
-class JailFork:
+class JailForkInProgress:
     """One fork in progress: the connections that the host gives to its two processes.
 
     fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved

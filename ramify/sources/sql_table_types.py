@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class TableSource(msgspec.Struct, frozen=True):
+class TableLocation(msgspec.Struct, frozen=True):
     """One table of a file."""
 
     name: str
@@ -26,7 +26,7 @@ class TableSource(msgspec.Struct, frozen=True):
 class TableInfo(msgspec.Struct, frozen=True):
     """What one table holds."""
 
-    source: TableSource
+    source: TableLocation
     columns: list[tuple[str, str]]
     """Name and type of each column."""
     num_rows: int

@@ -61,7 +61,7 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
     return _taken
 
 
-class InterpreterSnapshot:
+class InterpreterBaseline:
     """The interpreter state (builtins and recursion limit) when the guest started, to be restored
     after each cell."""
 

@@ -2,8 +2,8 @@
 
     finished group ── source of hints ──> HintsForTrajectory for each trajectory ── teacher
 
-Decides what a source of hints is. Not here: the sources (``extras/studies/hindsight.py``, or a
-plug-in), and how hints are used (``teacher.py``).
+Decides what a source of hints is. Not here: the sources (``extras/studies/hindsight_hints.py``, or
+a plug-in), and how hints are used (``teacher.py``).
 """
 
 from __future__ import annotations

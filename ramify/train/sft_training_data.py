@@ -52,8 +52,8 @@ from ramify.train.data.sft_data import (
     read,
     trajectory_of,
 )
-from ramify.train.data.stored_rows import key_of
-from ramify.train.data.stored_tokens import TokenizedCallCache
+from ramify.train.data.stored_sft_rows import key_of
+from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -126,7 +126,7 @@ class DemonstrationSet(NamedTuple):
     trajectories are not stored, so they are tokenized each time that they are made."""
 
 
-class StoredRuns(list[Trajectory]):
+class RunsOfStore(list[Trajectory]):
     """A list of demonstrations that are also kept as runs in the store at ``root``, so their token
     ids can be cached there."""
 
@@ -177,7 +177,7 @@ def _made(
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
         made = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
-        folder = made.root / TOKENIZED if isinstance(made, StoredRuns) else None
+        folder = made.root / TOKENIZED if isinstance(made, RunsOfStore) else None
         return DemonstrationSet([taken(each) for each in made], folder)
     except RamifyError:
         raise
@@ -262,7 +262,7 @@ def demonstrate(
         raise ConfigError(
             f"all {len(runs)} demonstrations failed, the first with: {runs[0].errors}"
         )
-    return shown if kept is None else StoredRuns(shown, kept.root)
+    return shown if kept is None else RunsOfStore(shown, kept.root)
 
 
 def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:

@@ -13,9 +13,9 @@ calls.
 
 Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
 applies to each model and to all models together. How long a failing request is retried is decided
-by ``RequestRetries``, and how many are in flight by ``Limiter``. Nothing is imported or opened
-before the first request, so naming a model costs nothing. Not here: the connections (see
-``http_client/http_transport.py``).
+by ``RequestRetries``, and how many are in flight by ``AdaptiveConcurrencyLimiter``. Nothing is
+imported or opened before the first request, so naming a model costs nothing. Not here: the
+connections (see ``http_client/http_transport.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ramify.clients.base import (
     Price,
     ReplyPiece,
     Request,
-    RequestBudget,
+    RequestReservation,
     believed,
     dollars,
 )
@@ -127,8 +127,8 @@ class RateLimitedClientPool:
         self._clients: dict[str, Client] = {}
         self._bound: list[tuple[Model, Client]] = []
         self._own: list[Client] = []
-        self._gate = Limiter(max_in_flight)
-        self._gates: dict[str, Limiter] = {}
+        self._gate = AdaptiveConcurrencyLimiter(max_in_flight)
+        self._gates: dict[str, AdaptiveConcurrencyLimiter] = {}
         self._take_pieces: dict[str, bool] = {}
         """Model -> whether its client receives replies piece by piece."""
 
@@ -163,7 +163,7 @@ class RateLimitedClientPool:
         self,
         client: Client,
         request: Request,
-        account: RequestBudget,
+        account: RequestReservation,
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
         *,
@@ -182,7 +182,7 @@ class RateLimitedClientPool:
         """
         gate = self._gates.get(client.name)
         if gate is None:
-            gate = self._gates[client.name] = Limiter(self.max_in_flight)
+            gate = self._gates[client.name] = AdaptiveConcurrencyLimiter(self.max_in_flight)
         retries = RequestRetries(self, client, patience_s, on_retry)
         try:
             while True:
@@ -215,8 +215,8 @@ class RateLimitedClientPool:
         self,
         client: Client,
         request: Request,
-        account: RequestBudget,
-        gate: Limiter,
+        account: RequestReservation,
+        gate: AdaptiveConcurrencyLimiter,
         retries: RequestRetries,
         on_send: Callable[[], None] | None,
         on_piece: OnPiece | None,
@@ -268,7 +268,9 @@ class RateLimitedClientPool:
         account.settle(reply.usage, reply.cost)
         return reply
 
-    async def _reserve(self, client: Client, account: RequestBudget, gate: Limiter) -> int:
+    async def _reserve(
+        self, client: Client, account: RequestReservation, gate: AdaptiveConcurrencyLimiter
+    ) -> int:
         """Reserve the budget of an attempt, and then its slots. Returns the gate's current
         round."""
         began_s = _now_s()
@@ -282,7 +284,7 @@ class RateLimitedClientPool:
             account.release(f"{client.name}: given up before it was sent")
             raise
 
-    def _is_enough(self, account: RequestBudget, gate: Limiter) -> bool:
+    def _is_enough(self, account: RequestReservation, gate: AdaptiveConcurrencyLimiter) -> bool:
         """Whether the reservation still covers the attempt; if not, its slots are released."""
         is_enough = False
         try:
@@ -300,7 +302,7 @@ class RateLimitedClientPool:
             self._take_pieces[client.name] = takes_pieces
         return takes_pieces
 
-    async def _enter(self, client: Client, gate: Limiter) -> int:
+    async def _enter(self, client: Client, gate: AdaptiveConcurrencyLimiter) -> int:
         if not gate.enter():
             began_s, was_slowed = _now_s(), gate.is_slowed
             try:
@@ -434,7 +436,9 @@ class RequestRetries:
         """Return True if the server asked to wait no longer than retries may take."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
-    def wait_after(self, error: ModelError, gate: Limiter, others_passed: bool) -> float | None:
+    def wait_after(
+        self, error: ModelError, gate: AdaptiveConcurrencyLimiter, others_passed: bool
+    ) -> float | None:
         """Return the seconds to wait before the next attempt, or None if the limiter pauses it.
         Raises ``error`` if the request is given up."""
         is_limited = isinstance(error, RateLimited)
@@ -496,7 +500,7 @@ class RequestRetries:
             self._on_retry(text)
 
 
-class Limiter:
+class AdaptiveConcurrencyLimiter:
     """Allows ``max_in_flight`` requests at a time, first come, first served, and fewer after rate
     limits. For one event loop.
 

@@ -11,7 +11,7 @@ trajectory.
 The prompt, the check of the reply, retries and rate limits are those of a run's plain call. Other
 features of a run are left out, because they cost three times the CPU time of the request itself:
 the journal and the ledger of each run, the trajectory, listeners, spans, and the text of a reply
-while it arrives. ``answering.py`` decides which questions a plain call can answer. Storing the
+while it arrives. ``ways_to_answer.py`` decides which questions a plain call can answer. Storing the
 events is left to the caller.
 """
 
@@ -24,8 +24,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.clients.rate_limited_client_pool import priced
-from ramify.engine.answering import way_to_answer
+from ramify.clients.rate_limited_requests import priced
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Reservation, bound
 from ramify.engine.model_requests import check_prices, filtered, recordable, reply_cut
@@ -34,8 +33,9 @@ from ramify.engine.question import ALWAYS, Question
 from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.resources import RlmSetup, RunModels
 from ramify.engine.strategies import Mode
+from ramify.engine.ways_to_answer import way_to_answer
 from ramify.errors import LimitReached, ReplyCut
-from ramify.quantities import plain
+from ramify.format_quantities import plain
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.picture import has_pictures
 from ramify.types.trajectory import Stop
@@ -253,7 +253,7 @@ class _DirectCall:
 
 
 class _DirectAccount:
-    """Reserves the budget of one request and records its attempts (the ``RequestBudget``
+    """Reserves the budget of one request and records its attempts (the ``RequestReservation``
     protocol)."""
 
     def __init__(self, call: _DirectCall, request: Request, new: tuple[Message, ...]) -> None:

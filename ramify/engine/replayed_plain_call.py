@@ -18,13 +18,13 @@ import math
 from msgspec.structs import replace
 
 from ramify.clients.base import Sampling
-from ramify.engine.answer_json import jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import context_ref
 from ramify.engine.limits import bound
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import LONG_CHARS, asked_for
+from ramify.engine.recorded_answer import jsonable
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.types.event import ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply
@@ -32,7 +32,7 @@ from ramify.types.trajectory import Call, Stop, Turn
 
 
 def repeat_plain(
-    run: LiveRun,
+    run: SharedRunState,
     call: LiveCall,
     prompt: str,
     kind: AnswerType | None,
@@ -74,7 +74,7 @@ def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
 
 
 def _is_within_reservation(
-    run: LiveRun, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
+    run: SharedRunState, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
 ) -> bool:
     """Return True if ``reply`` certainly used no more than would be reserved for its request. Only
     then can later reservations not depend on it."""
@@ -90,7 +90,7 @@ def _is_within_reservation(
 
 
 def _record(
-    run: LiveRun,
+    run: SharedRunState,
     call: LiveCall,
     request: RequestStarted,
     replied: ReplyReceived,

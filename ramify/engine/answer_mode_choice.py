@@ -2,8 +2,8 @@
 Record the choice and the reason for it.
 
     RLM.completion(text, query, mode="auto")
-        chooser(ModeFacts) ─┬─> ModeChoice      by rules: nothing is asked
-                            └─> ModeChoiceCall  one bounded call of the run ──> ModeChoice
+        chooser(ModeChoiceInput) ─┬─> ModeChoice  by rules: nothing is asked
+                                  └─> ModeChoiceCall  one bounded call of the run ──> ModeChoice
         ModeChosen in the journal ──> plain call, session or strategy; a resumed run does the same
 
 This module decides what a chooser knows and how its choice is applied. The names of the modes are
@@ -38,7 +38,7 @@ _TABLES_AS_TEXT = frozenset(("csv", "jsonl"))
 _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xlsx"))
 
 
-class ModeFacts(msgspec.Struct, frozen=True):
+class ModeChoiceInput(msgspec.Struct, frozen=True):
     """The facts about a question that are known before any model has been asked. The mode of the
     question is chosen from them."""
 
@@ -96,12 +96,12 @@ def _has_texts_of_tables(question: Question) -> bool:
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
 
-def choose_free(_facts: ModeFacts) -> ModeChoice:
+def choose_free(_facts: ModeChoiceInput) -> ModeChoice:
     """Always choose a session, in which the model writes code and calls models."""
     return ModeChoice("free", "it was asked for")
 
 
-def choose_direct(_facts: ModeFacts) -> ModeChoice:
+def choose_direct(_facts: ModeChoiceInput) -> ModeChoice:
     """Always choose one plain model call, however long the context is."""
     return ModeChoice("direct", "it was asked for")
 
@@ -155,13 +155,13 @@ def make_mode_chosen_event(
     )
 
 
-def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
+def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeChoiceInput:
     root, limits = models.rlm(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
     of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
     of_question = question.tools.keys() - of_tables if question.has_session_tools else ()
     tools = [*sorted(of_question), *setup.tools.functions, *setup.tools.values]
-    return ModeFacts(
+    return ModeChoiceInput(
         question,
         root,
         models.plain,
@@ -177,7 +177,10 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeFacts:
                 (bool(question.pictures), "pictures in the context"),
                 (question.needs_session, "a context that only a tool can read"),
                 (bool(tools), f"tools ({', '.join(tools[:_SHOWN_TOOLS])})"),
-                (not setup.scaffold.takes_words, f"the scaffold {setup.scaffold.name}"),
+                (
+                    not setup.scaffold.accepts_plain_text_answer,
+                    f"the scaffold {setup.scaffold.name}",
+                ),
             )
             if is_given
         ],

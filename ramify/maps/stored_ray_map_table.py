@@ -18,16 +18,16 @@ from typing import Any
 from ramify.errors import SourceError, StoreError
 from ramify.install_command import install_command
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, RayMapMetadata
-from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTable, MapTableRow
+from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTableRow, StoredMap
 from ramify.maps.part_output import NOT_ASKED, is_part, part_output
-from ramify.maps.shared_budget import SpendingRecord, read_record
+from ramify.maps.shared_budget import MapSpending, read_record
 from ramify.types.trajectory import as_text, cut
 
 MAX_ROWS = 100_000
 """Rows of the parts that are read."""
 
 
-class RayMapOutputTable(MapTable):
+class RayMapOutputTable(StoredMap):
     """A map that ran on a Ray cluster, as a table. Its rows are read from the part files in the
     output folder."""
 
@@ -70,7 +70,7 @@ class RayMapOutputTable(MapTable):
 
     def figures(self) -> MapFigures:
         header, _ = self._described()
-        spent = read_record(str(self._record())) or SpendingRecord()
+        spent = read_record(str(self._record())) or MapSpending()
         num = spent.answered + spent.failed
         return MapFigures(
             id=self.id,

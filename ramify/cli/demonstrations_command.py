@@ -31,7 +31,7 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluatio
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
-from ramify.cli.stop_signals import ends_if_blocked
+from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline
 from ramify.cli.terminal_text import dollars, error_line, json_line, many
 from ramify.progress import report_progress
 
@@ -235,7 +235,7 @@ class _Demonstrations:
                 budget=budget,
             )
             try:
-                with ends_if_blocked("the same command", self._screen.clear):
+                with ends_if_loop_blocked_past_deadline("the same command", self._screen.clear):
                     return asyncio.run(making)
             except KeyboardInterrupt:
                 self._screen.notes.say(

@@ -35,7 +35,7 @@ from ramify.train.signals.base import (
     steps_of,
     view_of,
 )
-from ramify.train.signals.hints import HintsForTrajectory
+from ramify.train.signals.hint_sources import HintsForTrajectory
 from ramify.train.signals.judge import judge_of, judged, known_judge
 from ramify.types.traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory

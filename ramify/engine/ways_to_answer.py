@@ -19,26 +19,26 @@ from typing import Literal
 
 import msgspec
 
-from ramify.engine.branch import BranchedCall
-from ramify.engine.call_outcome import CallOutcome, failed
-from ramify.engine.event_recorder import EventRecorder
-from ramify.engine.leaf_calls import LeafCalls
-from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import LiveRun
-from ramify.engine.modes import (
+from ramify.engine.answer_mode_choice import (
     ModeChoice,
     ModeChoiceCall,
     applied,
     make_mode_chosen_event,
     recorded_choice,
 )
+from ramify.engine.branch import BranchedCall
+from ramify.engine.call_outcome import CallOutcome, failed
+from ramify.engine.event_recorder import EventRecorder
+from ramify.engine.external_conversations import RunModelClient
+from ramify.engine.leaf_calls import LeafCalls
+from ramify.engine.live_call import LiveCall
+from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
-from ramify.engine.run_model_client import RunModelClient
 from ramify.engine.typed import TypeMismatch
 from ramify.errors import ConfigError, HostCallError, RamifyError, ReplayDiverged, raised_at
 from ramify.sandbox.base import SharedContext
@@ -53,7 +53,7 @@ from ramify.types.trajectory import Fork, Stop
 WayToAnswer = Literal["plain call", "session", "conversations", "strategy", "asked"]
 
 
-class ConversationState:
+class UserConversationState:
     """The state that is kept from one question of a conversation to the next: the recorder of the
     conversation's events, its context, and the call that answered the last question, with its
     Python session."""
@@ -74,7 +74,7 @@ def way_to_answer(
     setup: RlmSetup,
     question: Question,
     models: RunModels,
-    conversation: ConversationState | None,
+    conversation: UserConversationState | None,
     asked: ModeChoiceCall | None = None,
 ) -> WayToAnswer:
     """Choose how ``question`` is answered, for example by one plain call or in a Python session.
@@ -106,7 +106,7 @@ def way_to_answer(
 
 
 def check_strategy(
-    setup: RlmSetup, question: Question, conversation: ConversationState | None
+    setup: RlmSetup, question: Question, conversation: UserConversationState | None
 ) -> None:
     """Raise ConfigError if the question is to be answered by a strategy but also uses a feature
     that strategies do not support, such as citations or pictures."""
@@ -139,12 +139,12 @@ def check_pictures(question: Question, models: RunModels) -> None:
 
 
 async def answer(
-    run: LiveRun,
+    run: SharedRunState,
     way: WayToAnswer,
     question: Question,
     context: SharedContext | None,
     resources: LoopResources,
-    conversation: ConversationState | None,
+    conversation: UserConversationState | None,
     asked: ModeChoiceCall | None = None,
 ) -> CallOutcome:
     """Answer ``question`` in the way that ``way_to_answer`` chose, and return the outcome of the
@@ -165,7 +165,7 @@ async def answer(
 
 
 async def _answer_by_conversations(
-    run: LiveRun, question: Question, resources: LoopResources
+    run: SharedRunState, question: Question, resources: LoopResources
 ) -> CallOutcome:
     """Run the task's own code, which holds its conversations with the models itself, and return its
     result as the outcome. An exception in that code becomes a failed outcome."""
@@ -188,7 +188,7 @@ async def _answer_by_conversations(
 
 
 async def _answer_by_strategy(
-    run: LiveRun, question: Question, context: SharedContext | None
+    run: SharedRunState, question: Question, context: SharedContext | None
 ) -> CallOutcome:
     """Answer the question with its strategy, and return the outcome. The run's root call is
     recorded without turns, because only the calls below it ask a model."""
@@ -199,7 +199,7 @@ async def _answer_by_strategy(
 
 
 async def _ended_by_strategy(
-    run: LiveRun, root: LiveCall, question: Question, calls: LeafCalls
+    run: SharedRunState, root: LiveCall, question: Question, calls: LeafCalls
 ) -> CallOutcome:
     """Run the question's strategy, which asks models through ``calls``. Then record the end of the
     root call, whose beginning is already recorded, and return its outcome."""
@@ -219,7 +219,7 @@ async def _ended_by_strategy(
 
 
 async def _answer_as_asked(
-    run: LiveRun, question: Question, context: SharedContext | None, asked: ModeChoiceCall
+    run: SharedRunState, question: Question, context: SharedContext | None, asked: ModeChoiceCall
 ) -> CallOutcome:
     """Ask a model which mode to use, and then answer the question in that mode. The call that makes
     the choice is recorded as the first child of the root call."""
@@ -267,7 +267,7 @@ def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
 
 
 async def _answer_by_plain_call(
-    run: LiveRun, question: Question, context: SharedContext | None
+    run: SharedRunState, question: Question, context: SharedContext | None
 ) -> CallOutcome:
     call = LiveCall("0", "lm", run.models.rlm(0), 0, question.text, context=context)
     try:
@@ -287,10 +287,10 @@ async def _answer_by_plain_call(
 
 
 async def _answer_in_session(
-    run: LiveRun,
+    run: SharedRunState,
     question: Question,
     context: SharedContext | None,
-    conversation: ConversationState | None,
+    conversation: UserConversationState | None,
     begun: LiveCall | None = None,
 ) -> CallOutcome:
     """Let a model answer the question by writing code in a live Python session. In a conversation,

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from ramify.plans.asking_steps import (
     AskLeaf,
     FilterItems,
+    LimitFiltersToPreview,
     MapLeaf,
-    PreviewPartsForFilter,
     ReduceTree,
     SplitText,
 )
@@ -22,13 +22,13 @@ from ramify.plans.plan import Plan, RunTwoPlans
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.symbolic_steps import (
     AggregateField,
-    CombineListsAsSets,
     ConcatLists,
     CountValues,
-    CrossJoinFieldValues,
     DistinctValues,
     HistogramOfCounts,
     JoinRecords,
+    PairFieldValues,
+    SetOperation,
     TakeField,
     TakeMaxItem,
     TopItems,
@@ -52,7 +52,7 @@ def peek(tokens: int = 500) -> Plan:
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
     """
-    return Plan((PreviewPartsForFilter(tokens),))
+    return Plan((LimitFiltersToPreview(tokens),))
 
 
 def map(leaf: Leaf) -> Plan:
@@ -122,7 +122,7 @@ def cross(
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
     """
-    return Plan((CrossJoinFieldValues(key, left, right, ordered),))
+    return Plan((PairFieldValues(key, left, right, ordered),))
 
 
 def best(by: str = "") -> Plan:
@@ -194,7 +194,7 @@ def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
     >>> plans.combine("union").steps[0].apply((["a"], ["b"]))
     ['a', 'b']
     """
-    return Plan((CombineListsAsSets(how),))
+    return Plan((SetOperation(how),))
 
 
 def join(on: str) -> Plan:

@@ -21,7 +21,7 @@ from ramify.engine.limits import BudgetLedger, Limits, bound
 from ramify.engine.question import RunKeywords
 from ramify.engine.rerun import COMPARED
 from ramify.errors import ConfigError, nearest
-from ramify.quantities import plain
+from ramify.format_quantities import plain
 from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import (
     AnyEvent,

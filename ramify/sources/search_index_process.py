@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from ramify.actors.answering_process import answer_requests
-from ramify.actors.run_messages import decode
+from ramify.actors.message_encoding import decode
 from ramify.sources.query_process import answered
 from ramify.sources.search_units import Shape, searchable, units
 

@@ -6,7 +6,7 @@ continues with exactly the data that it began with.
 
 On resumption, no demonstrator is asked again, nothing is tokenized again, and trajectories that
 were added to a store since then do not change the order of the steps. The sequences are made in
-``train/demonstrations.py``.
+``train/sft_training_data.py``.
 """
 
 from __future__ import annotations

@@ -104,11 +104,11 @@ def open_recorder(
 ) -> TrafficRecorder:
     """Open the recorder for conversations with a policy, and tell the user in which folder they are
     stored and for how long. Raises ConfigError and StoreError."""
-    from ramify.serve.traffic_recorder import RecordedPolicyInfo, TrafficRecorder
+    from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 
     redaction, retention = recording
     recorder = TrafficRecorder(
-        Path(folder).expanduser(), RecordedPolicyInfo.of(policy), redaction, retention
+        Path(folder).expanduser(), PolicyFactsForRecorder.of(policy), redaction, retention
     )
     age = retention.max_age_s
     kept = f"for {age / 86_400:g} days, and " if age is not None else ""

@@ -34,7 +34,7 @@ from ramify.errors import (
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, RunProgressWatcher
-from ramify.serve.caller_tools import RequestedToolCall, ToolCallAnswer, new_id
+from ramify.serve.caller_tools import RequestedToolCall, ToolCallsAsAnswer, new_id
 from ramify.serve.conversation_to_question import RunPrompt
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
 from ramify.serve.server_metrics import ServerMetrics
@@ -79,7 +79,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
     if is_words and not result.partial:
         failure = result.failure or ModelError(why_unanswered(result))
         raise failure_of(failure, str(failure), result.run_id)
-    called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
+    called = result.answer if isinstance(result.answer, ToolCallsAsAnswer) else None
     shown = result.partial if is_words else result.response
     text, was_cut = _cut(encodable(shown), request) if called is None else ("", False)
     is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR or is_words

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.install_command import install_command
-from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.picture_process import PictureFailed, rendered_page
 from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_of
@@ -32,7 +32,7 @@ larger pictures down."""
 _WIDTHS = range(100, 4001)
 
 
-class PdfSource(msgspec.Struct, frozen=True):
+class RenderablePdf(msgspec.Struct, frozen=True):
     """A PDF whose pages can be rendered later."""
 
     source: Path | bytes
@@ -40,10 +40,10 @@ class PdfSource(msgspec.Struct, frozen=True):
     """SHA-256 of the file when it was read."""
 
 
-class PdfPages:
+class PdfPagePictures:
     """The PDFs of a context. A session can look at pictures of their pages."""
 
-    def __init__(self, files: Mapping[str, PdfSource], limit_s: float) -> None:
+    def __init__(self, files: Mapping[str, RenderablePdf], limit_s: float) -> None:
         """``limit_s`` is the time limit for one page."""
         self._files = files
         self._limit_s = limit_s
@@ -91,15 +91,15 @@ def can_render() -> bool:
     return all(importlib.util.find_spec(name) for name in ("pypdfium2", "PIL"))
 
 
-def keep(file: SourceFile, loading: SourceLoader) -> None:
+def keep(file: SourceFile, loading: SourceCollector) -> None:
     """Register a PDF, so that sessions can look at pictures of its pages. Does nothing if this
     installation cannot render them."""
     if can_render() and file.name not in loading.pdfs:
         digest = hashlib.sha256(file.data).hexdigest()
-        loading.pdfs[file.name] = PdfSource(file.path or file.data, digest)
+        loading.pdfs[file.name] = RenderablePdf(file.path or file.data, digest)
 
 
-def read_scan(file: SourceFile, num_pages: int, loading: SourceLoader) -> None:
+def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
     """Load a PDF that has no text. Raises UnreadableSource if its pages cannot be rendered here."""
     if not (can_render() and loading.has_tools):
         raise UnreadableSource(
