@@ -79,8 +79,8 @@ class Process(Protocol):
         ...
 
     def exit_reason(self) -> str:
-        """Describe how the process ended and quote the end of its log, in words that complete an
-        error message such as "worker 1 …"."""
+        """Describe how the process ended, such as "ended with status 1; its log ends: …", for use
+        in an error message."""
         ...
 
 
@@ -187,9 +187,8 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        """Describe how the process ended and quote the end of its log, in words that complete an
-        error message. A process whose connections have just closed is first given a moment to
-        end."""
+        """Describe how the process ended and quote the end of its log, for use in an error message.
+        A process whose connections have just closed is first given a moment to end."""
         status = self.wait(_ENDS_S)
         return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
@@ -303,8 +302,8 @@ def end_when_done(processes: Sequence[Process], timeout_s: float) -> None:
 
 
 def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:
-    """Describe how a process ended, in words that complete an error message, such as "was killed by
-    signal 9". ``log_tail`` is the end of the process's log, or None if it has no log."""
+    """Describe how a process ended, such as "was killed by signal 9", for use in an error message.
+    ``log_tail`` is the end of the process's log, or None if it has no log."""
     if status is None:
         how = "still runs"
     elif status < 0:
@@ -343,8 +342,8 @@ def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
-    """End a child process whose ``ChildProcess`` was garbage-collected. This closes the socket to
-    its guard, the small process that watches the child and then ends it."""
+    """End a child process whose ``ChildProcess`` was garbage-collected, by closing the socket to
+    its guard. The guard, a small process that watches the child, then ends the child."""
     os.close(descriptor)
     with contextlib.suppress(RuntimeError):  # at the end of the interpreter
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
@@ -440,8 +439,8 @@ class ForegroundProcess:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Forward a signal to the running command. The terminal does not send it there, because the
-        command has its own session."""
+        """Forward a signal to the running command, which does not get the terminal's signals
+        because it has a separate session."""
         self.was_stopped = True
         if self._process is not None:
             self._process.signal(number)

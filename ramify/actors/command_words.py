@@ -89,8 +89,8 @@ def check_program_installed(word: str, where: str) -> None:
 
 
 def passed_on() -> dict[str, str]:
-    """Return this process's values of the environment variables that untrusted programs may get
-    (``PASSED_ON``)."""
+    """Return the environment variables of this process that untrusted programs may get, which are
+    listed in ``PASSED_ON``."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 

@@ -294,8 +294,8 @@ def free_port(address: str) -> int:
 
 
 def close_with(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
-    """Close a resource when ``stack`` ends, before the resources that were added earlier. The first
-    failure of the block or of a resource is raised; later failures are logged."""
+    """Close a resource when the exit stack ends, before the resources that were added earlier. The
+    first failure of the block or of a resource is raised; later failures are logged."""
 
     async def closed(kind: object, first: BaseException | None, trace: object) -> None:
         try:

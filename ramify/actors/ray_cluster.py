@@ -260,7 +260,7 @@ def _own_handlers() -> Any:
 
 
 def check_version(version: str) -> None:
-    """Raise ConfigError if this process runs another version of Ramify than the given one."""
+    """Raise ConfigError if this process runs a different version of Ramify from the given one."""
     if version != __version__:
         raise ConfigError(
             f"the node {socket.gethostname()} has ramify {__version__}, and this work was begun "

@@ -32,11 +32,10 @@ class ProcessRestartLimiter:
     restart it again."""
 
     def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
-        """Allow each process a number of restarts in a row.
+        """Allow each process ``restarts`` restarts in a row before it is given up.
 
-        After ``restarts`` losses without success in between, a process is still restarted; after
-        the next one it is given up. ``kind`` says in log records what the processes are:
-        ``worker``, ``service``, …"""
+        The count begins again when the process succeeds. ``kind`` says in log records what the
+        processes are: ``worker``, ``service``, …"""
         self._restarts = restarts
         self._log = log
         self._kind = kind

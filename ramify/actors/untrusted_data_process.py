@@ -1,4 +1,4 @@
-"""Processes untrusted data in a helper process, so that it cannot block the event loop.
+"""Process untrusted data in a helper process, so that it cannot block the event loop.
 
     data ── thread ── pipe ──▶ helper process: module:function(data) ── pipe ──▶ answer
 

@@ -134,7 +134,7 @@ def named_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that are special to an agent: the addresses and the key of
+    """Return the environment variables that are specific to an agent: the addresses and the key of
     its models, and the variables that its task names."""
     return named_variables(names) | {
         "OPENAI_BASE_URL": job.base_url,

@@ -1,5 +1,5 @@
-"""Types that describe how an agent's work on one item ended, and what a reward function sees of
-it."""
+"""Define the types that describe how an agent's work on one item ended, and what a reward function
+sees of it."""
 
 from __future__ import annotations
 

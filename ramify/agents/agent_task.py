@@ -1,4 +1,5 @@
-"""A task whose items are worked on by an agent that was written elsewhere: a command or a function.
+"""Define tasks that are solved by an agent written for another system: a command or a Python
+function.
 
     train.Run(
         policy=…,

@@ -1,5 +1,5 @@
-"""The command ``ramify ask``: this module declares its options, and creates an ``RLM`` and a
-question from them.
+"""Declare the options of the command ``ramify ask``, and create an ``RLM`` and a question from
+them.
 
 ``SETTINGS`` is the only list of settings: the command line, the configuration file and the
 ``RAMIFY_*`` variables take their names and types from it. ``ask_runner.py`` runs the question, and
@@ -366,8 +366,8 @@ def show_prompt(
 
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
-    """Raise UsageError if the first argument is a file or URL instead of a question. Otherwise the
-    model would be asked the bare name."""
+    """Raise UsageError if the question is the name of a file or a URL, because the user probably
+    forgot the question. The model would see only the name."""
     is_url = "://" in question and not any(map(str.isspace, question))
     if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
         from ramify.sources.url_recognition import shown_url

@@ -1,5 +1,5 @@
-"""``ramify runs``, and its forms ``review``, ``score``, ``check``, ``repair``, ``rm`` and
-``prune``: list, review, score, check, repair and delete stored runs.
+"""The command ``ramify runs`` and its subcommands ``review``, ``score``, ``check``, ``repair``,
+``rm`` and ``prune``: list, review, score, check, repair and delete stored runs.
 
 ``ramify/store/store.py`` reads and writes the files of the store.
 """

@@ -1,9 +1,10 @@
-"""``ramify serve`` and ``ramify mcp``: servers that answer each request with a recursive run.
+"""The commands ``ramify serve`` and ``ramify mcp``, which start servers that answer each request
+with a recursive run.
 
 ``serve`` has the OpenAI API; ``mcp`` offers a tool, over stdin and stdout or over HTTP, that
 answers questions over files. The first Ctrl-C or SIGTERM stops new requests and gives the current
-runs a grace period; the second ends the server at once. Not here: the servers themselves (see
-ramify/serve/run_server.py and ramify/serve/mcp_server.py).
+runs a grace period; the second ends the server at once. The servers themselves are in
+``ramify/serve/run_server.py`` and ``ramify/serve/mcp_server.py``.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ _LARGE_BLOCK_BYTES = 1 << 20
 
 
 def _map_large_blocks() -> None:
-    """Return freed blocks of 1 MB or more to the system at once. Otherwise the GNU C library may
-    keep up to 64 MB for each thread that has read a large context."""
+    """Make the C library return freed blocks of 1 MB or more to the system at once. Otherwise the
+    GNU C library may keep up to 64 MB for each thread that has read a large context."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
-    """Read the settings of ``command`` and create its notes, which write messages to stderr. If no
-    model is set, print how to set one and return None for the settings."""
+    """Read the settings of a command that starts a server, and create the writer of its messages to
+    stderr. If no model is set, print how to set one, and return None for the settings."""
     _map_large_blocks()
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")))
@@ -156,7 +157,9 @@ def serve(words: list[str], **given: Any) -> int:
 
 @contextlib.contextmanager
 def _logged(given: str | None, store: Store | None) -> Iterator[None]:
-    """Keep the log of this server. Raises UsageError for a path that cannot be a log."""
+    """Write the log records of the server to a file during the block: the file that ``--log``
+    names, or one in the store's folder. Raises UsageError if ``--log`` does not name a file in an
+    existing folder."""
     if given is not None and (not Path(given).parent.is_dir() or Path(given).is_dir()):
         raise UsageError(f"--log {given}: give a file in a folder that exists")
     if store is not None and given is None:
@@ -197,7 +200,7 @@ def _server(
 def _recorder(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
-    """Return a function that opens the recorder of conversations once the policy is loaded; None
+    """Return a function that opens the recorder of conversations once the policy is loaded, or None
     without ``--record``. Raises ConfigError at once if the model is not local."""
     recording = recording_options(options)
     if recording is None:

@@ -1,10 +1,10 @@
-"""``ramify serve --meter MODEL``: a metering endpoint in front of one model, with a budget for each
-seat.
+"""The command ``ramify serve --meter MODEL``: an HTTP endpoint in front of one model that counts
+what each client spends, and enforces a budget for each client.
 
     ramify serve --meter openai:gpt-5-mini --max-tokens 200000 --max-calls 50
 
-Prints the address and the key. Any client of OpenAI's APIs that has them is metered. Ctrl-C prints
-what each seat has spent. Not here: the endpoint (see ramify/serve/meter.py).
+The command prints the address and the key. Any client of OpenAI's APIs that uses them is metered.
+Ctrl-C prints what each client has spent. The endpoint itself is in ``ramify/serve/meter.py``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def serve_meter(
     port: int,
     notes: StderrMessageWriter,
 ) -> int:
-    """Serve a metering endpoint for the model in ``settings`` until the user stops it. Raises
-    UsageError for an option that a meter does not have."""
+    """Serve a metering endpoint for the configured model until the user stops it. Raises UsageError
+    if an option is given that a meter does not support."""
     for name in (*_OF_RUNS, _NO_KEY):
         if options.get(name) is not None:
             why = "each caller of a meter needs a key" if name == _NO_KEY else "it is about runs"

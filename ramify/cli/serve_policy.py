@@ -1,6 +1,6 @@
-"""``ramify serve-policy``: an OpenAI-compatible server for one local policy.
+"""The command ``ramify serve-policy``: start an OpenAI-compatible server for one local policy.
 
-Not here: the server itself (see ramify/serve/policy.py).
+The server itself is in ``ramify/serve/policy.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Settings of ``ask``: from options, then ``RAMIFY_*`` variables, then the configuration file.
+"""Read the settings of ``ramify ask``: from the command-line options, else from ``RAMIFY_*``
+variables, else from the configuration file.
 
     --max-cost 2      RAMIFY_MAX_COST=2      max-cost = 2
                                              [prices]
@@ -66,7 +67,8 @@ INTERNAL_VARIABLES = frozenset(
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the configuration file, whether or not it exists."""
+    """Return the path of the configuration file. Raises ConfigError if ``RAMIFY_CONFIG`` names a
+    file that does not exist; the default file need not exist."""
     given = environ.get("RAMIFY_CONFIG")
     if given:
         path = Path(given).expanduser()
@@ -86,7 +88,8 @@ def fill(
     kinds: Mapping[str, Any],
     environ: MutableMapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Combine the ``given`` options with the environment variables and the configuration file.
+    """Combine command-line options with the settings from environment variables and the
+    configuration file.
 
     An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
     a variable or the file may set. The tables of the file set environment variables that other
@@ -103,7 +106,8 @@ def fill(
 
 
 def open_configured_store() -> RunStore:
-    """Open the store named in the configuration file, for a command without other settings."""
+    """Open the store of runs that the configuration file names, for a command without other
+    settings."""
     _apply_tables()
     from ramify.store.stores import open_store
 
@@ -111,8 +115,8 @@ def open_configured_store() -> RunStore:
 
 
 def folder_store(command: str) -> Store:
-    """Open the store named in the configuration file, for a ``command`` that needs its files.
-    Raises ConfigError if the store has no files."""
+    """Open the store of runs that the configuration file names, for a command that needs the
+    store's files. Raises ConfigError if the store has no files."""
     _apply_tables()
     from ramify.store.stores import folder_store
 
@@ -127,7 +131,8 @@ def _apply_tables() -> None:
 
 
 def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:
-    """Return the models of the file's ``[models.ALIAS]`` tables by alias, with their keys."""
+    """Return the models that the configuration file defines in ``[models.ALIAS]`` tables, by alias,
+    with their API keys."""
     path = config_path(environ)
     tables = _content(path).get(MODELS, {})
     if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
@@ -166,8 +171,8 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
 
 
 def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
-    """Resolve ``"$NAME"`` to the value of that environment variable. Other values are returned
-    unchanged."""
+    """Resolve a secret that is given as ``"$NAME"`` to the value of that environment variable.
+    Other values are returned unchanged. Raises ConfigError if the variable is not set."""
     if not isinstance(value, str) or not value.startswith("$"):
         return value
     if not environ.get(value[1:]):
@@ -178,7 +183,8 @@ def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
 def unknown_variables(
     kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a warning for each ``RAMIFY_*`` variable that is not a setting."""
+    """Yield a warning for each ``RAMIFY_*`` environment variable that is not a setting, such as a
+    misspelled one."""
     known = {*map(variable, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
         if name.startswith("RAMIFY_") and name not in known | INTERNAL_VARIABLES:
@@ -219,7 +225,8 @@ def _from_file(
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return the file's content as a dict; empty if the file does not exist."""
+    """Read the configuration file and return its content as a dict, which is empty if the file does
+    not exist. Raises ConfigError if the file cannot be read or is not valid TOML."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -235,7 +242,8 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
-    """Set the environment variables of one table, for this process and its children."""
+    """Set environment variables from one table of the configuration file, such as ``[prices]``, for
+    this process and its children."""
     keys = TABLES[table]
     if not isinstance(content, dict):
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""``ramify show``: print a stored run as text, as one JSON object, or as its events. ``ramify
-replay``: re-run its cells against its recorded replies, and compare.
+"""The commands ``ramify show``, which prints a stored run as text, as one JSON object, or as its
+events, and ``ramify replay``, which re-runs its code cells with the recorded replies and compares.
 
     run 20260301-142501-…  2026-03-01 14:25
     final · 3 turns, 312 requests · 45.2k tokens · $0.12 · 14.2 s
@@ -17,7 +17,7 @@ replay``: re-run its cells against its recorded replies, and compare.
 
 Text from models and documents is stripped of escape sequences, except with ``--json`` and
 ``--events``, which are for programs. A replay calls no model and writes nothing; each difference
-names its call, turn and cell. Not here: how the run's settings are rebuilt (see resume.py).
+names its call, turn and cell. ``resume.py`` rebuilds the settings of the run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _run_lines(
 
 
 def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
-    """The plan of a run that was answered by one."""
+    """Yield lines that show the plan of a run, if the run was answered by a plan."""
     strategy = config.get("strategy") or {}
     if strategy.get("name") != "plan":
         return
@@ -155,7 +155,8 @@ def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str]:
-    """One turn in full: its new messages, its reply, and the output of its cells."""
+    """Yield all lines of one turn: its new messages, its reply, and the output of its code
+    cells."""
     if number > len(call.turns):
         raise ConfigError(f"call {call.id} has {many(len(call.turns), 'turn')}, not {number}")
     turn = call.turns[number - 1]
@@ -208,8 +209,8 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
 
 
 def _origin(call: Call) -> str:
-    """Return why an outside agent's call began, and which call a fork continues, for the end of a
-    line; empty for any other call."""
+    """Describe why an outside agent's call began, and which call it continues as a fork, for the
+    end of a line. Empty for any other call."""
     cause = "" if call.cause is None else f", {call.cause}"
     if call.fork is None:
         return cause
@@ -362,7 +363,8 @@ def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> in
 
 
 def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
-    """Yield a line for each cell, call and answer that differs between the two runs."""
+    """Compare two runs of the same question, and yield a line for each cell, call and answer that
+    differs."""
     calls = {call.id: call for call in new.calls}
     for call in old.calls:
         replayed = calls.pop(call.id, None)
@@ -393,7 +395,8 @@ def _call_differences(old: Call, new: Call) -> Iterator[str]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether two answers are the same in a journal, where a tuple is a list and NaN is null."""
+    """Return True if two answers are the same once written to a journal, where a tuple is a list
+    and NaN is null."""
     return msgspec.json.encode(old) == msgspec.json.encode(new)
 
 

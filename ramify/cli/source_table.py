@@ -1,13 +1,13 @@
-"""The table of the sources that were read, with kind, size and contents. Below it: which files were
-left out, and why.
+"""Format a table of the sources that were read, with kind, size and contents. Below the table, say
+which files were left out and why.
 
     source      kind  size    contents
     orders.csv  csv   1.2 MB  CSV: 3 columns a, b, c; 1,200 rows
     report.pdf  pdf   80 kB   PDF: 12 pages
     not loaded (1), is binary: x.bin
 
-Many sources are summed up by suffix. Not here: the sentences about sources that were not read (see
-``LoadedContext.warnings``).
+Many sources are summed up by suffix. The sentences about sources that were not read come from
+``LoadedContext.warnings``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _HEAD = ("source", "kind", "size", "contents")
 
 
 def source_table(loaded: LoadedContext) -> list[str]:
-    """Return the lines of the table. A single source is one line."""
+    """Return the lines of a table that lists the loaded sources. A single source takes one line
+    without a header."""
     items = loaded.items
     if len(items) == 1:
         return loaded.describe()
@@ -62,7 +63,7 @@ def _sum(name: str, kind: str, items: Sequence[SourceItem]) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad all columns except the last."""
+    """Pad all columns of a table except the last one, so that the columns are aligned."""
     plain = [[clean(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     return [

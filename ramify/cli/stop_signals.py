@@ -1,5 +1,5 @@
-"""Handlers of Ctrl-C and SIGTERM that end a command even if its event loop is blocked, and the end
-of a command whose loop is blocked past the deadline of its run.
+"""End a command on Ctrl-C or SIGTERM even if its event loop is blocked, and end a command whose
+loop stays blocked past the deadline of its run.
 
     signal ── next iteration of the loop ──> the command's handler: wrap up, stop, drain
        └── no iteration within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
@@ -31,8 +31,8 @@ PATIENCE_S = 3.0
 
 
 def on_signal(number: int, do: Callable[[], object]) -> None:
-    """Call ``do`` in the running loop for each signal ``number``; if the loop is blocked, end the
-    command."""
+    """Call ``do`` in the running event loop for each signal of the given number. If the loop is
+    blocked and does not react, end the command."""
     loop, watch = asyncio.get_running_loop(), SignalHandlingWatchdog(number)
 
     def act() -> None:
@@ -46,7 +46,7 @@ def on_signal(number: int, do: Callable[[], object]) -> None:
 
 
 def on_stop(do: Callable[[], None]) -> None:
-    """Call ``do`` for each Ctrl-C and each SIGTERM, while the current event loop runs."""
+    """Call ``do`` for each Ctrl-C and each SIGTERM, as long as the current event loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         on_signal(number, do)
 
@@ -55,8 +55,8 @@ def on_stop(do: Callable[[], None]) -> None:
 def ends_if_loop_blocked_past_deadline(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """During the block, end the process with one line on stderr if a run passes its deadline while
-    its event loop is blocked.
+    """During the block, end the process if a run passes its deadline while its event loop is
+    blocked. The process prints one line to stderr first.
 
     ``command`` is the command that continues the run; ``{run}`` in it is replaced by the run's id.
     ``restore`` is called before the end, to restore the terminal.
@@ -78,7 +78,8 @@ def ends_if_loop_blocked_past_deadline(
 
 
 class SignalHandlingWatchdog:
-    """Watchdog for one signal: checks that the event loop acts on it in time.
+    """Checks that the event loop reacts to a signal in time, and interrupts the main thread if the
+    loop does not.
 
     Use it only in the main thread.
     """
@@ -91,7 +92,8 @@ class SignalHandlingWatchdog:
         self._is_overdue = False
 
     def arrived(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal. Raises KeyboardInterrupt or SystemExit if the loop is blocked."""
+        """Handle one arrival of the signal. If the event loop has not reacted to earlier ones in
+        time, raise KeyboardInterrupt or SystemExit."""
         if self._is_overdue:
             raise SystemExit(ExitCode.TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
         self._num_waiting += 1

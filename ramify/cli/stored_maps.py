@@ -1,10 +1,11 @@
-"""Stored maps in ``ramify runs``, ``ramify show`` and ``ramify runs rm``.
+"""List, show and delete stored maps (one question asked about each row of a table), for the
+commands ``ramify runs``, ``ramify show`` and ``ramify runs rm``.
 
     ramify runs --maps           one line for each map
     ramify show MAP              the figures of a map, and its rows
     ramify show MAP:7            question 7 of a map, as a run
 
-Not here: the page of a map (``ramify view``).
+``ramify view`` shows the page of a map.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _SHOWN_ROWS = 20
 
 
 def is_map(name: str) -> bool:
-    """Whether ``name`` is the id of a map, or of a question of one."""
+    """Return True if a name has the form of the id of a map, or of one question of a map."""
     return _MARK in name
 
 
 def find_map(store: RunStore, name: str) -> StoredMap:
-    """Return the map with this id. Raises StoreError."""
+    """Open the stored map with the given id. Raises StoreError if the store has no such map."""
     from ramify.maps.map_journal import MapStore
     from ramify.maps.open_map_table import open_map_table
 
@@ -60,8 +61,9 @@ def find_map(store: RunStore, name: str) -> StoredMap:
 
 
 def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
-    """Return the events of a question, ``MAP:7``; None if ``name`` is a map. Those of a row with a
-    session are in the journal of its run."""
+    """Return the events of one question of a map, given as ``MAP:7``, or None if the name is that
+    of a whole map. If the question was answered in a session, the events come from the journal of
+    its run."""
     from ramify.maps.map_table import row_events
 
     id, colon, number = name.partition(":")
@@ -75,7 +77,7 @@ def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
 
 
 def folded(events: Iterable[AnyEvent]) -> Trajectory:
-    """Return the trajectory of ``events``."""
+    """Combine the events of a run into its trajectory, the tree of calls with their turns."""
     from ramify.types.event import TrajectoryFold
 
     fold = TrajectoryFold()
@@ -85,7 +87,7 @@ def folded(events: Iterable[AnyEvent]) -> Trajectory:
 
 
 def print_maps(store: RunStore, *, as_json: bool) -> None:
-    """Print a line for each map, newest first."""
+    """Print a line for each stored map, newest first."""
     from ramify.maps.map_journal import MapStore
     from ramify.maps.open_map_table import open_map_table
 
@@ -106,8 +108,8 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
 
 
 def remove_map(store: RunStore, name: str) -> int:
-    """Delete a map, and return the number of bytes freed. The runs of its rows are kept, and so are
-    the parts of a map on a Ray cluster. Raises RunInUse while the map is being written."""
+    """Delete a stored map, and return the number of bytes freed. The runs of its rows are kept, and
+    so are the parts of a map on a Ray cluster. Raises RunInUse while the map is being written."""
     table = find_map(store, name)
     if table.is_alive:
         raise RunInUse(f"map {table.id} is being written: stop that process first")
@@ -120,7 +122,7 @@ def remove_map(store: RunStore, name: str) -> int:
 
 def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
     """Yield the lines that ``ramify show`` prints about a map: its figures and its first rows, or
-    all rows if ``full``."""
+    all rows if ``full`` is True."""
     figures = table.figures()
     yield f"map {figures.id}  {moment(figures.started_at)}"
     yield " · ".join(

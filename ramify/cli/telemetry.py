@@ -1,10 +1,11 @@
-"""Export of OpenTelemetry spans from the commands, turned on only by OpenTelemetry's variables.
+"""Export OpenTelemetry spans from the commands, if OpenTelemetry's environment variables ask for
+it.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 ramify ask …      OTLP over HTTP
     OTEL_TRACES_EXPORTER=console ramify ask …                           JSON on stderr
 
-Not here: the content of the spans (see engine/spans.py). A Python program that sets up
-OpenTelemetry itself does not need this file.
+``engine/spans.py`` defines the content of the spans. A Python program that sets up OpenTelemetry
+itself does not need this file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def exporting(notes: StderrMessageWriter) -> Iterator[None]:
 
 
 def _exporter_name() -> str:
-    """Name of the exporter: ``otlp``, ``console``, or empty for none."""
+    """Return the name of the exporter that the environment variables choose: ``otlp``, ``console``,
+    or an empty text for none."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()
@@ -94,7 +96,7 @@ def _exporter(name: str) -> Any:
 
 
 def _say_once(notes: StderrMessageWriter) -> None:
-    """Log a missing collector as one warning instead of a traceback for each batch."""
+    """Log a missing collector as one warning, instead of a traceback for each batch of spans."""
 
     class Once(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

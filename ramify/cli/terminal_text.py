@@ -1,5 +1,5 @@
-r"""Text for a terminal: removes escape sequences, shortens lines, formats sizes and dates, draws
-the tree of a run's calls, and writes messages to the user on stderr. Stdout is for the answer.
+r"""Prepare text for a terminal: remove escape sequences, shorten lines, format sizes and dates, and
+draw the tree of a run's calls. Messages to the user go to stderr; stdout is for the answer.
 
 Colors are spans of rich's ``Text``, never characters of a string. ``write_lines`` turns them into
 escape sequences after it has cleaned the text. ``protect_terminal`` puts a
@@ -14,8 +14,8 @@ The tree shows question → answer → cost → time, in the colors of the page
     ├ 0.7 …sheet 8  → 1414  $0.001  804 ms  differs: sheet 8 returned 1,414; …
     └ llm_query × 500: 497 done, 3 failed  $0.02  9.10 s
 
-Not here: turns and code (see show.py), which characters are removed (see printable.py), how
-numbers read (see format_quantities.py).
+``show.py`` prints turns and code, ``printable.py`` defines which characters are removed, and
+``format_quantities.py`` formats numbers.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ _log = ComponentLogger("cli")
 
 
 def one_line(text: str, width: int = 80) -> str:
-    """Clean ``text`` and put it on one line of at most ``width`` characters."""
+    """Remove escape sequences and line breaks from a text, and shorten it to at most ``width``
+    characters."""
     line = clean_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def size(num_bytes: int) -> str:
-    """Format a size: ``12 kB``, ``3.4 GB``."""
+    """Format a number of bytes with a unit: ``12 kB``, ``3.4 GB``."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.3g} {unit}"
@@ -71,12 +72,12 @@ def size(num_bytes: int) -> str:
 
 
 def moment(unix_time: float) -> str:
-    """Format a time as local date and time to the minute; ``-`` for 0."""
+    """Format a Unix time as local date and time to the minute. The time 0 becomes ``-``."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time)) if unix_time else "-"
 
 
 class StderrMessageWriter:
-    """Writer of notes to stderr.
+    """Writes a command's messages for the user to stderr.
 
     ``quiet`` suppresses everything except errors. While a live view is drawn, ``above`` receives
     the lines instead.
@@ -88,25 +89,25 @@ class StderrMessageWriter:
         self.above: Callable[[str], None] | None = None
 
     def say(self, text: str) -> None:
-        """Print a note, unless ``quiet``."""
+        """Print a message, unless the user asked for quiet output."""
         if not self.quiet:
             # A terminal that was closed must not end the work that reports to it.
             with contextlib.suppress(OSError, ValueError):
                 (self.above or write)(text)
 
     def warning(self, text: str) -> None:
-        """Print a warning, which the next run's journal keeps too."""
+        """Print a warning, and log it so that the journal of the next run records it, too."""
         self.say(f"ramify: warning: {text}")
         _log.warning("warning", text)
 
     def detail(self, text: str) -> None:
-        """Print a note only if ``verbose``."""
+        """Print a message only if the user asked for verbose output."""
         if self.verbose:
             self.say(text)
 
     def take_warnings(self) -> None:
-        """From now on, print each log record and each Python warning as one line. This includes the
-        warnings about former names of Ramify's settings, which Python would hide."""
+        """Print each log record and each Python warning of this process as one line from now on.
+        This includes the warnings about old names of Ramify's settings, which Python would hide."""
         if (console := current_console()) is not None:
             console.show = self.say
             console.hidden.add("warning")
@@ -116,7 +117,8 @@ class StderrMessageWriter:
 
 
 def protect_terminal() -> None:
-    """Clean everything that this process prints on a terminal from now on, also by libraries."""
+    """Remove escape sequences from everything that this process prints on a terminal from now on,
+    including the output of libraries."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream.isatty() and not isinstance(stream, SanitizingTerminalStream):
@@ -124,17 +126,17 @@ def protect_terminal() -> None:
 
 
 def write(text: str) -> None:
-    """Print ``text`` to stderr without escape sequences."""
+    """Print a text to stderr, without the escape sequences in it."""
     print(clean(text), file=sys.stderr, flush=True)
 
 
 def error_line(text: str) -> None:
-    """Print an error to stderr as one line, even if ``text`` has several."""
+    """Print an error to stderr as one line, even if its text has several lines."""
     write("ramify: " + clean_line(text))
 
 
 def json_line(value: Any) -> str:
-    """Encode ``value`` as JSON that is safe to print, on one line."""
+    """Encode a value as one line of JSON that is safe to print on a terminal."""
     try:
         return escaped(msgspec.json.encode(value)).decode()
     except UnicodeEncodeError:  # lone surrogates can only be written as escapes
@@ -144,8 +146,10 @@ def json_line(value: Any) -> str:
 
 
 def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
-    """Print ``lines`` to stdout, in color on a terminal unless NO_COLOR is set. With ``use_pager``,
-    lines that do not fit on a terminal go through PAGER (default: less)."""
+    """Print lines to stdout, in color on a terminal unless NO_COLOR is set.
+
+    If ``use_pager`` is True, lines that do not fit on the terminal are shown by the program in
+    PAGER (default: less)."""
     if not isinstance(sys.stdout, SanitizingTerminalStream):
         for line in lines:
             print(clean(str(line)))
@@ -183,7 +187,8 @@ def _colored(line: Line) -> str:
 
 @functools.cache
 def console(*, stderr: bool = False) -> Console:
-    """Return the console that draws on a terminal; see ``cleaned`` for what may be drawn."""
+    """Return the rich console that draws on the terminal. Pass its content through ``cleaned``
+    first."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -192,7 +197,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def cleaned(content: RenderableType) -> RenderableType:
-    """Wrap ``content`` so that no text in it is drawn as an escape sequence."""
+    """Wrap content for a rich console so that escape sequences in its text are removed when it is
+    drawn."""
     return _Cleaned(content)
 
 
@@ -206,7 +212,8 @@ class _Cleaned:
 
 
 def give_up_stdout() -> None:
-    """Discard what is still to be written to stdout: Python would report it again at exit."""
+    """Discard everything that would still be written to stdout. Without this, Python would report
+    the same write error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -224,14 +231,15 @@ _TOGETHER = 8
 
 
 def paint(meaning: str, text: str) -> Text:
-    """Color ``text`` by its meaning."""
+    """Color a text by its meaning, such as ``good`` or ``bad``."""
     from rich.text import Text
 
     return Text(clean(text), _STYLES[meaning])
 
 
 def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
-    """Yield the lines of the tree of calls, with answers first and outliers marked."""
+    """Yield the lines of a run's tree of calls, in which each call is shown with its answer, and
+    outliers are marked."""
     tree = CallTree()
     tree.load_trajectory(trajectory)
     below: dict[str, list[CallNode]] = {}
@@ -259,7 +267,8 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
 
 
 def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
-    """Many plain sub-calls become one entry, but outliers and failures keep their own row."""
+    """Yield the entries of the tree for the sub-calls of a call. Many plain sub-calls become one
+    entry, but outliers and failures also get a row of the tree each."""
     plain = [node for node in nodes if node.kind != "rlm" and node.id not in below]
     if len(plain) <= _TOGETHER:
         yield from nodes

@@ -1,4 +1,4 @@
-"""``ramify train``: train a policy from a recipe, with a live view of its curves.
+"""The command ``ramify train``: train a policy from a recipe, with a live view of its curves.
 
     tiny · rl · step 23 · 72 s
     reward        ▁▂▃▃▄▅▅▆▆▆▇▇▇ 0.81
@@ -15,8 +15,8 @@ a restart can cure:
                                                                  after a pause; give up after N
                                                                  failures without progress
 
-Not here: the fields of a recipe (see train/config.py), training itself (see train/execute.py), and
-the state that a restarted run loads (see train/checkpoint.py).
+The fields of a recipe are in ``train/config.py``, training itself is in ``train/execute.py``, and
+``train/checkpoint.py`` saves the state that a restarted run loads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal")
 
 
 class TerminalCurves(msgspec.Struct):
-    """Curves and scores of a training run, collected from its step metrics."""
+    """The curves and scores of a training run for the live view, collected from the metrics of its
+    steps."""
 
     name: str
     stage: str = "starting"
@@ -91,7 +92,7 @@ class TerminalCurves(msgspec.Struct):
                 self.curves.setdefault(name, []).append(values[name])
 
     def rows(self, width: int = 80) -> list[str]:
-        """Rows of the display, each at most ``width`` characters wide."""
+        """Return the rows of the live view, each at most ``width`` characters wide."""
         head = f"{self.name} · {self.stage} · step {self.step:,} · {self.seconds:,.0f} s"
         rows = [
             head,
@@ -118,7 +119,8 @@ class TerminalCurves(msgspec.Struct):
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw ``values`` as a row of at most ``width`` bars; each bar is the mean of its values.
+    """Draw a series of numbers as one line of at most ``width`` bars. Each bar is the mean of
+    several consecutive numbers.
 
     >>> curve([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'
@@ -132,8 +134,8 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def line(measured: StepMetrics) -> str:
-    """Return the metrics of one step as a line for a log. The line of an evaluation has its scores;
-    that of a training step has the rewards and the metrics in ``IN_LINES``."""
+    """Format the metrics of one step as a line for a log. The line of an evaluation has its scores;
+    the line of a training step has the rewards and a selection of metrics."""
     is_evaluation = "evaluate_s" in measured.values
     shown = {
         name: value
@@ -227,8 +229,8 @@ def train(
 
 
 def _end_with_a_record(folder: Path) -> None:
-    """Log the signals that end a run: SIGTERM, and SIGHUP when the terminal is closed. Under nohup,
-    SIGHUP stays ignored."""
+    """Log the signals that end a run before they take effect: SIGTERM, and SIGHUP when the terminal
+    is closed. Under nohup, SIGHUP stays ignored."""
 
     def end(number: int, _: object) -> None:
         name = signal.Signals(number).name
@@ -243,7 +245,8 @@ def _end_with_a_record(folder: Path) -> None:
 
 
 def _end_soon(why: str) -> None:
-    """Kill this process after a delay, because a stalled run may never let it end by itself."""
+    """Kill this process after a delay, because a stalled run may never let it end in the normal
+    way."""
 
     def end() -> None:
         error_line(why)
@@ -255,7 +258,8 @@ def _end_soon(why: str) -> None:
 
 
 def _folder(resume: str | None) -> str | None:
-    """Folder of the run that ``resume`` names, by itself or by one of its checkpoints."""
+    """Return the folder of the run that ``--resume`` names. The option may name the folder itself
+    or one of the run's checkpoints."""
     if resume is None:
         return None
     path = Path(resume)
@@ -265,7 +269,7 @@ def _folder(resume: str | None) -> str | None:
 def _listener(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that shows step metrics in the screen's form."""
+    """Return a function that shows the metrics of each step in the form of the progress display."""
     match screen.form:
         case "live":
             return _drawing(name, folder, screen, is_resumed)
@@ -286,7 +290,8 @@ def _listener(
 def _drawing(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that draws the curves, which stay on the terminal at the end."""
+    """Return a function that draws the curves of the metrics so far. The curves stay on the
+    terminal at the end."""
     from rich.text import Text
 
     curves = TerminalCurves(name)
@@ -306,7 +311,8 @@ def _drawing(
 
 
 def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
-    """Print a step's metrics; in stages without sampling, only every ``EVERY`` steps."""
+    """Print the metrics of a step as one line. In stages without sampling, only one step in
+    ``EVERY`` is printed."""
     if (
         measured.stage not in ("warmup", "sft")
         or measured.step % EVERY == 0
@@ -380,9 +386,11 @@ def supervise(
     resume: str | None,
     restarts: int,
 ) -> int:
-    """Train in ``folder`` with restarts, and return the exit code of the last trainer.
+    """Train in child processes, restart the trainer after a failure, and return the exit code of
+    the last one.
 
-    ``options`` are passed to each trainer.
+    ``options`` are passed to each trainer. ``restarts`` is the number of failures in a row, without
+    progress in between, after which the trainer is still restarted.
     """
     if restarts < 1:
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
@@ -434,7 +442,7 @@ def supervise(
 
 
 def _step(folder: Path, since: float) -> int | None:
-    """Last step that was measured since the time ``since``; None if there is none."""
+    """Return the last step that was measured since the given time, or None if there is none."""
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
         return None
@@ -442,8 +450,8 @@ def _step(folder: Path, since: float) -> int | None:
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:
-    """Return the latest complete checkpoint that was written after the time ``since``, or None. An
-    earlier checkpoint may belong to a run that was later resumed from before it."""
+    """Return the latest complete checkpoint that was written since the given time, or None. An
+    earlier checkpoint may belong to a run that was later resumed from an even earlier one."""
     states = [
         path
         for path in folder.glob("checkpoints/step-*/state.json")

@@ -1,7 +1,8 @@
-"""``ramify view``: serve the viewer until Ctrl-C, or export one run as an offline HTML file.
+"""The command ``ramify view``: serve the viewer until Ctrl-C, or export one run as an offline HTML
+file.
 
-Not here: the server (see ramify/viewer/view_server.py) and the exported page (see
-ramify/viewer/page_script.py).
+The server is in ``ramify/viewer/view_server.py``, and the exported page is made by
+``ramify/viewer/page_script.py``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def view(
 
 
 def _key_of_name(library: RunCatalog, name: str) -> str:
-    """Key of the run that ``name`` identifies in the default store."""
+    """Return the viewer's key of the run that a name identifies in the default store. Raises
+    ConfigError if there is no such run."""
     try:
         return library.find(name).run.id
     except StoreError as error:
@@ -78,7 +80,8 @@ def _key_of_name(library: RunCatalog, name: str) -> str:
 
 
 def _key_of_file(library: RunCatalog, path: str) -> str:
-    """Key of the only run in the file ``path``; empty if it holds several runs or none."""
+    """Return the viewer's key of the only run in a file. Empty if the file holds several runs or
+    none."""
     from ramify.viewer.run_lookup import kind_of
 
     file = Path(path).expanduser().resolve()

@@ -1,4 +1,4 @@
-"""Client for Claude, through Anthropic's messages API: ``anthropic:MODEL``.
+"""The client for Claude models, which uses Anthropic's messages API: ``anthropic:MODEL``.
 
 Leading system messages become ``system``, tool results become blocks of a user turn, and thinking
 becomes ``reasoning``. A conversation that will be sent again (it contains a reply, or has an
@@ -7,8 +7,8 @@ cache. A single question is not marked, because writing to the cache costs more 
 ``seed`` and ``logprobs`` do not exist in this API and are omitted. Request thinking through
 ``Sampling.extra``.
 
-Not here: reading replies (see ``anthropic_reply_parser.py``), sending (see ``json_api.py``), rate
-limiting and retries (see ``rate_limited_requests.py``).
+``anthropic_reply_parser.py`` reads replies, ``json_api.py`` sends requests, and
+``rate_limited_requests.py`` does rate limiting and retries.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CACHE = {"type": "ephemeral"}
 
 
 class AnthropicClient:
-    """A ``Client`` for one Claude model."""
+    """Sends requests to one Claude model; implements ``Client``."""
 
     def __init__(
         self,
@@ -102,15 +102,15 @@ class AnthropicClient:
         return reply
 
     def adapt(self, error: Refused) -> None:
-        """Send the next request in the form that the server asks for. ``error`` is then worth a
-        retry."""
+        """Change the form of later requests if the server's refusal shows that this helps. The
+        error is then marked as worth a retry."""
         if self._enforces_schema and "output_config" in str(error):
             # An older model cannot enforce the schema, which is checked when the reply is read.
             self._enforces_schema = False
             error.transient = True
 
     def batches(self) -> AnthropicBatches:
-        """Return the batch API of the model."""
+        """Return Anthropic's batch API for this model."""
         base = self._endpoint.url.removesuffix(_PATH)
         return AnthropicBatches(self._api, self._wire, base, self._endpoint.headers, self._fields)
 
@@ -163,7 +163,8 @@ class AnthropicClient:
 
 
 def _messages_url(name: str, base: str) -> str:
-    """Return the address of the API below ``base``. Raises ConfigError."""
+    """Return the URL of the messages API, given the server's base URL. Raises ConfigError if the
+    base is not an HTTP URL, or contains a user or password."""
     base = base.rstrip("/")
     if not is_http_url(base) or "@" in base.partition("://")[2].partition("/")[0]:
         raise ConfigError(f"{name}: the base URL is not a URL: write it as {_PROVIDER.url}")
@@ -181,8 +182,9 @@ def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict
 
 
 def _turns(request: Request, head: int, thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
-    """Convert the messages after the first ``head`` ones to alternating user and assistant turns.
-    The content of each turn is a list of blocks. Messages without content are left out."""
+    """Convert the messages after the leading system messages (their number is ``head``) to
+    alternating user and assistant turns, as the API requires. Each turn is a list of content
+    blocks. Messages without content are left out."""
     turns: list[dict[str, Any]] = []
     for message in request.messages[head:]:
         role = "assistant" if message.role == "assistant" else "user"
@@ -237,8 +239,8 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
-    """Mark the end of the system prompt and of the conversation, where the next request's prefix
-    ends."""
+    """Mark the ends of the system prompt and of the conversation for the prompt cache, so that the
+    next request can reuse everything before them."""
     if "system" in fields:
         fields["system"][-1]["cache_control"] = _CACHE
     if fields["messages"]:

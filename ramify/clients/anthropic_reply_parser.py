@@ -1,9 +1,10 @@
-"""Turns JSON of Anthropic's messages API, a body or the events of a stream, into a ``Reply``.
+"""Convert the JSON of Anthropic's messages API, a whole body or the events of a stream, into a
+``Reply``.
 
     {"content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn"}  ->  Reply(…, "stop")
 
-Thinking becomes ``reasoning``. Not here: requests (see ``anthropic.py``) and sending (see
-``json_api.py``).
+Thinking becomes ``reasoning``. ``anthropic.py`` writes the requests, and ``json_api.py`` sends
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Blocks = list[dict[str, Any]]
 
 
 class MessageResponse(msgspec.Struct):
-    """Body of a response, with the fields that Ramify reads."""
+    """The body of a response from Anthropic's API, with the fields that Ramify reads."""
 
     content: list[dict[str, Any]] | None = None
     stop_reason: str | msgspec.UnsetType | None = msgspec.UNSET
@@ -35,7 +36,8 @@ class MessageResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[Any]:
-        """The content as a list of one choice, or an empty list if the content is missing."""
+        """The content as a list with one reply, as in OpenAI's format, or an empty list if the
+        content is missing."""
         return [] if self.content is None else [self.content]
 
     @property
@@ -47,7 +49,7 @@ _decoder = msgspec.json.Decoder(MessageResponse)
 
 
 def decode(body: bytes) -> MessageResponse:
-    """Decode a response. Raises msgspec.DecodeError."""
+    """Decode the body of a response. Raises msgspec.DecodeError if it has another form."""
     return decode_body(_decoder, body)
 
 
@@ -72,7 +74,7 @@ _DELTAS = {
 
 
 class MessageReplyStream:
-    """Assembles the events of one streamed message."""
+    """Assembles a reply of Anthropic's API from the events of a stream."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -132,8 +134,8 @@ class MessageReplyStream:
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
     def _count(self, usage: Any) -> None:
-        """Update the token counts from an event. Each count is a total; counts that have not
-        changed may be missing."""
+        """Update the token counts from an event. Each count is a total so far, and counts that have
+        not changed may be missing."""
         if isinstance(usage, dict):
             before = self._body.usage if isinstance(self._body.usage, dict) else {}
             known = {name: count for name, count in usage.items() if count is not None}
@@ -144,7 +146,8 @@ new_stream = MessageReplyStream
 
 
 def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
-    """Convert a response into a ``Reply``. Raises ValueError if its fields are contradictory."""
+    """Convert a decoded response into a ``Reply``. Raises ValueError if its fields contradict each
+    other."""
     texts = [text_in(block, "text") for block in blocks if block.get("type") == "text"]
     thoughts = [text_in(block, "thinking") for block in blocks if block.get("type") == "thinking"]
     message = Message(
@@ -173,13 +176,15 @@ def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> R
 
 
 def thoughts_in(body: bytes) -> Blocks:
-    """Return the signed thinking blocks of a whole body."""
+    """Return the signed thinking blocks in the body of a response, which must be sent back
+    unchanged with tool results."""
     kinds = ("thinking", "redacted_thinking")
     return [block for block in decode(body).content or () if block.get("type") in kinds]
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as the object that the API requires."""
+    """Decode the arguments of a tool call to a JSON object, which the API requires. Text that is
+    not one is returned in the field ``unparsed``."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -187,8 +192,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _usage(reported: Any) -> Usage:
-    """Usage of a reply. Its prompt tokens are the sum of the fresh, cache-read and cache-written
-    tokens."""
+    """Read the token counts of a reply. Its prompt tokens are the sum of the fresh, cache-read and
+    cache-written tokens."""
     fields = reported if isinstance(reported, dict) else {}
     parts = [
         fields.get("input_tokens"),

@@ -1,4 +1,5 @@
-"""Interface between the engine and a model: one ``Request`` in, one ``Reply`` out, one attempt.
+"""Define the interface between the engine and a model: a client gets a ``Request``, makes one
+attempt, and returns a ``Reply``.
 
 A client translates a request and sends it once. Retries, rate limiting and budgets are handled by
 ``RateLimitedClientPool`` (see ``rate_limited_requests.py``), so they are written once for every
@@ -40,7 +41,8 @@ ASSUMED_WINDOW = 128_000
 
 
 class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
-    """Sampling settings of a reply."""
+    """The sampling settings of a request, such as the temperature and the maximum length of the
+    reply."""
 
     max_tokens: int = 8192
     """Maximum length of the reply. Always sent, because a budget is exact only if every reply is
@@ -62,7 +64,7 @@ class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_d
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A native tool that a model may call.
+    """A tool that a model may call through the provider's tool-calling API.
 
     >>> inference.Tool("add", "Add two numbers.", {"type": "object", "properties": {}}).name
     'add'
@@ -75,7 +77,8 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """Exact token ids of the start of a request, as the model received and sampled them.
+    """The exact token ids at the start of a request, as the model received and sampled them in
+    earlier turns.
 
     A client that receives them appends the later messages and never tokenizes the earlier text
     again, because a tokenizer may split it differently from how the model sampled it.
@@ -98,7 +101,7 @@ _MOST_CHARS = 4 << 20
 
 
 class ReplySizeLimit(msgspec.Struct, frozen=True):
-    """Size of the largest plausible reply to a request. A larger reply is rejected."""
+    """The size of the largest plausible reply to a request. A larger reply is rejected."""
 
     bytes: int
     """Bytes of the response's body."""
@@ -110,7 +113,7 @@ class ReplySizeLimit(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request for one reply."""
+    """One request to a model: messages, sampling settings, and an optional schema and tools."""
 
     messages: tuple[Message, ...]
     sampling: Sampling = Sampling()
@@ -131,8 +134,8 @@ class Request(msgspec.Struct, frozen=True):
     """If True, the reply is not streamed: it is short, and is read when it is complete."""
 
     def max_input_tokens(self) -> int:
-        """Upper bound on the prompt's tokens, known before sending: its UTF-8 bytes plus template
-        overhead.
+        """Return an upper bound on the prompt's tokens, which is known before sending: its UTF-8
+        bytes plus template overhead.
 
         No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
         cover the role markers. Pictures count by the rule of the model (see
@@ -144,7 +147,8 @@ class Request(msgspec.Struct, frozen=True):
         return total
 
     def reply_size_limit(self) -> ReplySizeLimit:
-        """Largest plausible reply to this request, given its ``max_tokens`` and other settings."""
+        """Return the size of the largest plausible reply to this request, given its ``max_tokens``
+        and other settings."""
         sampling = self.sampling
         if not sampling.extra and not sampling.logprobs:
             return _plain_bound(sampling.max_tokens)
@@ -159,8 +163,8 @@ class Request(msgspec.Struct, frozen=True):
         return _reply_bound(tokens, token_bytes, prompt_ids)
 
     def max_usage(self) -> Usage:
-        """Upper bound on the usage of one attempt: reserved before it, and booked if no usage is
-        reported."""
+        """Return an upper bound on the usage of one attempt. A budget reserves it before the
+        attempt, and books it if the server reports no usage."""
         tokens = self.max_input_tokens()
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
@@ -181,12 +185,13 @@ def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplySizeLim
 
 @functools.lru_cache(64)
 def _plain_bound(tokens: int) -> ReplySizeLimit:
-    """Bound on a reply of one choice without log-probabilities."""
+    """Return the size limit of a reply with one choice and without log-probabilities."""
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
 class PromptRenderer(msgspec.Struct, frozen=True):
-    """How a client writes prompts whose chat template is in this process. No model is asked."""
+    """How a client turns messages into prompt tokens, if its chat template runs in this process.
+    This works without asking the model."""
 
     ids: Callable[[Request], Sequence[int]]
     """Returns the prompt ids that the client would send for a request. Raises ConfigError if the
@@ -198,7 +203,7 @@ class PromptRenderer(msgspec.Struct, frozen=True):
 
 
 def max_tokens_of(message: Message, model: str = "") -> int:
-    """Upper bound on the tokens of one message of a prompt to ``model``."""
+    """Return an upper bound on the number of tokens of one message, including its pictures."""
     total = 16 + _num_bytes(message.content)
     if message.reasoning:
         total += _num_bytes(message.reasoning)
@@ -210,7 +215,8 @@ def max_tokens_of(message: Message, model: str = "") -> int:
 
 
 def picture_base64(request: Request, picture: Picture) -> str:
-    """Return the bytes of a picture of ``request`` as base64 text. Raises Refused."""
+    """Return the bytes of a picture in a request as base64 text. Raises Refused if the bytes are
+    gone."""
     assert request.read_picture is not None, "a request with pictures has their bytes"
     return base64.b64encode(request.read_picture(picture.digest)).decode()
 
@@ -220,7 +226,7 @@ def _num_bytes(text: str) -> int:
 
 
 class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
-    """Dollars per million tokens."""
+    """The price of a model in dollars per million tokens."""
 
     input: float
     output: float
@@ -241,7 +247,8 @@ class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
 
 
 class ReplyPiece(msgspec.Struct, frozen=True):
-    """Part of a reply that has just arrived. An empty piece only shows that the server is alive."""
+    """A piece of a reply that has just arrived. An empty piece only shows that the server is
+    alive."""
 
     text: str = ""
     reasoning: str = ""
@@ -253,7 +260,7 @@ OnPiece = Callable[[ReplyPiece], None]
 
 @runtime_checkable
 class Client(Protocol):
-    """A model that accepts requests. Each call makes one attempt, and every failure is a
+    """A connection to one model. Each call sends a request once, and every failure is raised as a
     ``ModelError``.
 
     A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
@@ -271,7 +278,8 @@ class Client(Protocol):
     """None if the price is unknown. Free local models have ``Price(0, 0)``."""
 
     async def complete(self, request: Request) -> Reply:
-        """Send ``request`` once.
+        """Send a request to the model once, and return its reply. Raises a ModelError if the
+        attempt fails.
 
         ``Reply.usage.calls`` is 1, or 0 if the server reported no usage; the pool then books
         ``request.max_usage()``. The pool sets ``Reply.cost``.
@@ -282,29 +290,30 @@ class Client(Protocol):
 
 
 class RequestReservation(Protocol):
-    """Budget that pays for one request, implemented by the engine's ledger. ``reserve`` is called
-    before every attempt."""
+    """The budget that pays for one request, implemented by the engine's ledger. ``reserve`` is
+    called before every attempt."""
 
     async def reserve(self) -> None:
-        """Reserve the most that one attempt can cost. Waits while other reservations may still be
-        freed.
+        """Reserve the most that one attempt can cost. If the budget is too small only because of
+        other reservations, wait until they are freed.
 
         Raises LimitReached if the attempt would not fit even then.
         """
         ...
 
     def is_enough(self) -> bool:
-        """True if the reservation still covers an attempt. Called before each attempt. It is False
-        if another reply has shown that this model may use more than was reserved. The reservation
-        is then released, and ``reserve`` must be called again."""
+        """Return True if the reservation still covers the next attempt.
+
+        It does not if another reply has shown that the model may use more than was reserved. The
+        reservation is then released, and ``reserve`` must be called again."""
         ...
 
     def settle(self, usage: Usage, cost: float | None) -> None:
-        """Book the actual cost of the attempt."""
+        """Book the actual usage and cost of the attempt, in place of the reservation."""
         ...
 
     def charge_full_reservation(self, error: str) -> None:
-        """Book the full reservation as an upper bound, because the attempt may have been billed."""
+        """Book the full reservation, because the attempt failed but may have been billed."""
         ...
 
     def release(self, error: str) -> None:
@@ -321,7 +330,8 @@ def counted(
     stored: Any = None,
     reasoning: Any = None,
 ) -> Usage:
-    """Return the usage of one request, or ``Usage()`` if the figures are missing or inconsistent.
+    """Convert the token counts that a server reports to a ``Usage``, which is empty if they are
+    missing or inconsistent.
 
     ``given`` counts the tokens of the whole prompt, ``produced`` those of the reply and ``total``
     both; ``cached`` and ``stored`` are parts of the prompt. Some servers count reasoning tokens
@@ -343,8 +353,10 @@ def counted(
 
 
 def believed(reply: Reply, request: Request, window: int) -> Usage:
-    """Return the reported usage of a reply, or the maximum for the request if the usage is missing
-    or impossible. A prompt or a reply longer than the model's ``window`` is impossible; so are zero
+    """Return the usage that a reply reports if it is plausible, and otherwise the maximum usage of
+    the request.
+
+    A prompt or a reply longer than the model's ``window`` is not plausible, and neither are zero
     tokens for a prompt or for a reply with text."""
     usage, message = reply.usage, reply.message
     within = usage.output_tokens <= max(request.sampling.max_tokens, window) and (
@@ -373,7 +385,8 @@ def _positive(value: Any, default: int) -> int:
 
 
 def _count(reported: Any) -> int | None:
-    """Return a number of tokens, or None. Raises ValueError for anything that is not a count."""
+    """Check a number of tokens that a server reports, and return it, or None if it is missing.
+    Raises ValueError for anything that is not a count."""
     if reported is None or (type(reported) is int and reported >= 0):
         return reported
     if isinstance(reported, float) and reported.is_integer():  # some gateways write 12.0
@@ -384,7 +397,7 @@ def _count(reported: Any) -> int | None:
 
 
 def _is_consistent(usage: Usage) -> bool:
-    """Return True if every figure is a count and no part exceeds its total."""
+    """Return True if every figure of a usage is a count and no part exceeds its total."""
     figures = msgspec.structs.astuple(usage)
     if set(map(type, figures)) != {int} or min(figures) < 0:
         return False
@@ -400,7 +413,7 @@ _REASONING = lazy_pattern(
 
 
 def reasons(name: str) -> bool:
-    """True if the model ``provider:model`` is known to reason before it replies, without being
+    """Return True if a model is known from its name to reason before it replies, without being
     asked to."""
     return _REASONING.search(name.partition("@http")[0].lower()) is not None
 
@@ -429,12 +442,12 @@ _BROKEN = {
 
 
 def is_known_finish(reason: Any) -> bool:
-    """True if ``finish_of`` knows the reason."""
+    """Return True if ``finish_of`` knows a server's finish reason."""
     return str(reason).lower() in _FINISHES or str(reason).lower() in _BROKEN
 
 
 def finish_of(reason: Any, where: str) -> Finish:
-    """Convert a server's finish reason.
+    """Convert the finish reason that a server reports to one of Ramify's own.
 
     Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if
     the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.

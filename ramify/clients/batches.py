@@ -1,4 +1,5 @@
-"""Batch APIs of providers: many requests in one upload, at half the price, within a day.
+"""Use the batch APIs of providers, which answer many requests in one upload at half the price,
+within a day.
 
     lines ── create(key) ──> id ── state(id), until it has ended ── results ──> read ──> Reply
                 └── the answer is lost: candidates(key) ── is_ours ──> the id, and nothing is paid
@@ -10,9 +11,9 @@
 | limits of one batch | 50,000 requests, 200 MB | 100,000 requests, 256 MB |
 | found again by | ``metadata`` of the batch | the ids of its requests, once it has ended |
 
-Each upload has another ``key``, with which the ids of its requests begin. Not here:
-what a request and a reply contain (see ``chat_json.py`` and ``anthropic_reply_parser.py``), and
-what is uploaded when (see ``ramify/maps``).
+Each upload has another ``key``, with which the ids of its requests begin. ``chat_json.py`` and
+``anthropic_reply_parser.py`` define the content of requests and replies, and ``ramify/maps``
+decides what is uploaded when.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Item = TypeVar("Item")
 
 
 class BatchState(msgspec.Struct, frozen=True):
-    """The state of one batch, as the provider reports it."""
+    """The state of one batch of requests, as the provider reports it."""
 
     id: str
     status: str
@@ -66,7 +67,8 @@ class BatchState(msgspec.Struct, frozen=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """The result of one request."""
+    """The result of one request in a batch: the server's response, or a note that the request
+    expired or was cancelled."""
 
     custom_id: str
     kind: Literal["replied", "expired", "cancelled"]
@@ -77,7 +79,7 @@ class BatchResult(msgspec.Struct, frozen=True):
 
 
 def batch_price(price: Price | None) -> Price | None:
-    """Return the price of a request in a batch, given the usual price."""
+    """Return the price of a request in a batch, which is a fixed share of the usual price."""
     if price is None:
         return None
     cached, written = (
@@ -89,9 +91,10 @@ def batch_price(price: Price | None) -> Price | None:
 def split(
     bodies: Iterable[tuple[bytes, Item]], max_rows: int, max_bytes: int = UPLOAD_BYTES
 ) -> Iterator[list[tuple[bytes, Item]]]:
-    """Split pairs of a request body and its item into uploads of at most ``max_rows`` requests and
-    ``max_bytes`` bytes. A body that is larger than an upload is sent alone; the provider may refuse
-    it."""
+    """Split requests into uploads of at most ``max_rows`` requests and ``max_bytes`` bytes. Each
+    request is a pair: its JSON body, and the caller's own item for it.
+
+    A body that is larger than an upload is sent alone; the provider may refuse it."""
     part, size = list[tuple[bytes, Item]](), 0
     for body, item in bodies:
         if part and (len(part) >= max_rows or size + len(body) > max_bytes):
@@ -104,7 +107,7 @@ def split(
 
 
 class BatchApi(abc.ABC):
-    """The batch API of one provider, for one model."""
+    """The batch API of one provider, used for one model."""
 
     provider: str
     max_rows: int
@@ -118,7 +121,8 @@ class BatchApi(abc.ABC):
         headers: Mapping[str, str],
         fields: Callable[[Request], dict[str, Any]],
     ) -> None:
-        """``base`` is the URL without a path. ``fields`` returns the fields of a request's body."""
+        """Create the batch API of the server at the URL ``base`` (without a path). ``fields``
+        converts a request to the fields of its JSON body."""
         self._api = api
         self._wire = wire
         self._base = base
@@ -126,38 +130,40 @@ class BatchApi(abc.ABC):
         self._fields = fields
 
     def body(self, request: Request) -> bytes:
-        """Return the body of one request, which is the same as without a batch."""
+        """Return the JSON body of a request, which is the same as without a batch."""
         return _encode(self._fields(request))
 
     @abc.abstractmethod
     def line(self, custom_id: str, body: bytes) -> bytes:
-        """Return one line of an upload."""
+        """Return a request as one line of an upload. ``custom_id`` identifies the request in the
+        results."""
 
     @abc.abstractmethod
     async def create(self, key: str, lines: Sequence[bytes]) -> str:
-        """Upload the lines and return the id of the batch. Raises ModelError."""
+        """Upload requests as a new batch, and return the batch's id. Raises ModelError."""
 
     @abc.abstractmethod
     async def candidates(self, key: str, num: int, since: float) -> list[str]:
-        """Return the ids of the provider's batches that the upload with this ``key`` may have
-        created. The upload had ``num`` requests and began at the Unix time ``since``."""
+        """Return the ids of the batches that an earlier upload may have created, if the response to
+        the upload was lost. The upload used ``key``, had ``num`` requests and began at the Unix
+        time ``since``."""
 
     @abc.abstractmethod
     async def is_ours(self, id: str, key: str) -> bool | None:
-        """Return whether the upload with this ``key`` created the batch ``id``, or None while that
-        cannot be known."""
+        """Return True if the upload with the given key created the batch, False if not, and None
+        while that cannot be known."""
 
     @abc.abstractmethod
     async def state(self, id: str) -> BatchState:
-        """Ask the provider for the state of a batch."""
+        """Ask the provider for the state of a batch, such as whether it has ended."""
 
     @abc.abstractmethod
     def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
         """Download the results of a batch that has ended, in any order. Raises ModelError."""
 
     async def read(self, result: BatchResult, request: Request) -> Reply:
-        """Return the reply in a batch result. Raises the ModelError that the same response would
-        raise outside of a batch."""
+        """Decode the reply in a result of a batch. Raises the same ModelError as a normal request
+        with this response would."""
         if result.kind == "expired":
             raise ServerFailed(f"{self._api.where}: the batch expired before the request was sent")
         if result.kind == "cancelled":
@@ -197,7 +203,7 @@ class BatchApi(abc.ABC):
             ) from None
 
     async def _lines(self, path: str) -> AsyncGenerator[bytes]:
-        """Download a file line by line."""
+        """Download a file and yield its lines as they arrive."""
         route = route_to(self._base + path, self._headers, "GET")
         async with self._wire.send(self._api.where, route) as exchange:
             if exchange.status // 100 != 2:
@@ -226,14 +232,16 @@ class BatchApi(abc.ABC):
 
 @runtime_checkable
 class BatchCapableClient(Protocol):
-    """A client whose provider has a batch API."""
+    """A client whose provider has a batch API, so that many requests can be sent at a lower
+    price."""
 
     def batches(self) -> BatchApi:
-        """Return the batch API of the model. Raises ConfigError if it has none after all."""
+        """Return the batch API for the client's model. Raises ConfigError if this provider turns
+        out to have none."""
         ...
 
     def adapt(self, error: Refused) -> None:
-        """Send the next request in the form that the server asks for, if ``error`` says so."""
+        """Change the form of later requests if the server's refusal shows that this helps."""
         ...
 
 
@@ -287,13 +295,15 @@ class _OpenAILine(msgspec.Struct):
 
 
 class OpenAIBatches(BatchApi):
-    """OpenAI's batch API: ``POST /files``, then ``POST /batches``."""
+    """OpenAI's batch API, in which a file of requests is uploaded first: ``POST /files``, then
+    ``POST /batches``."""
 
     provider = "openai"
     max_rows = 50_000
 
     def __init__(self, *given: Any, endpoint: str) -> None:
-        """``endpoint`` is the path of one request, such as ``/v1/chat/completions``."""
+        """Create the batch API for requests to ``endpoint``, a path such as
+        ``/v1/chat/completions``."""
         super().__init__(*given)
         self._endpoint = endpoint
 
@@ -406,7 +416,8 @@ class _AnthropicLine(msgspec.Struct):
 
 
 class AnthropicBatches(BatchApi):
-    """Anthropic's batch API: ``POST /v1/messages/batches``."""
+    """Anthropic's batch API, in which all requests are uploaded in one call: ``POST
+    /v1/messages/batches``."""
 
     provider = "anthropic"
     max_rows = 100_000

@@ -1,5 +1,5 @@
-"""JSON of OpenAI's chat completions: translate a ``Request`` to a body, a body to a ``Reply``, and
-an HTTP error response into the matching ``ModelError``.
+"""Translate between Ramify's types and the JSON of OpenAI's chat completions: a ``Request`` becomes
+a body, a body becomes a ``Reply``, and an HTTP error response becomes the matching ``ModelError``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_tokens": 64}
     {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}  ->  Reply(…, "stop")
@@ -12,7 +12,7 @@ All clients that speak HTTP share the reading of errors, whatever library they u
 one line and never contains a key. The time to wait is read from ``retry-after``, from the reset
 header of an exhausted rate limit, and from Google's ``retryDelay``.
 
-Not here: sockets (see ``rate_limited_requests.py``).
+``json_api.py`` sends the requests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class _Choice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """The fields of a server's response that are read."""
+    """The body of a chat completion from an OpenAI-compatible server, with the fields that Ramify
+    reads."""
 
     choices: list[_Choice] | None = None
     usage: Any = None
@@ -94,7 +95,7 @@ class ChatCompletion(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """Number of items of the lists that are read."""
+        """The total length of the lists in the response, which a size limit bounds."""
         if not self.choices:
             return len(self.prompt_token_ids or ())
         choice = self.choices[0]
@@ -119,8 +120,11 @@ Decoded = TypeVar("Decoded")
 
 
 def decode_body(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
-    """Decode the body of a response. Raises msgspec.DecodeError. Invalid characters, which a model
-    may sample and a server pass on, are replaced, because the reply has already been billed."""
+    """Decode the JSON body of a response with the given decoder. Raises msgspec.DecodeError if the
+    body has another form.
+
+    Invalid characters, which a model may sample and a server pass on, are replaced, because the
+    reply has already been billed."""
     try:
         return decoder.decode(body)
     except RecursionError:
@@ -138,7 +142,8 @@ _decoder = msgspec.json.Decoder(ChatCompletion)
 
 
 def decode(body: bytes) -> ChatCompletion:
-    """Decode a response. Raises msgspec.DecodeError."""
+    """Decode the body of a chat completion. Raises msgspec.DecodeError if the body has another
+    form."""
     return decode_body(_decoder, body)
 
 
@@ -162,7 +167,8 @@ _decoder_of_chunks = msgspec.json.Decoder(_Chunk)
 
 
 class ChatReplyStream:
-    """Assembles the chunks of one streamed chat completion. Reads only choice 0."""
+    """Assembles a chat completion from the chunks of a stream. Only the first choice (index 0) is
+    read."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -179,7 +185,8 @@ class ChatReplyStream:
 
     @property
     def is_whole(self) -> bool:
-        """True if a finish reason has arrived. Some servers end a stream without ``[DONE]``."""
+        """True if a finish reason has arrived, because some servers end a stream without
+        ``[DONE]``."""
         return self._choice is not None and isinstance(self._choice.finish_reason, str)
 
     def add(self, event: bytes) -> tuple[str, str]:
@@ -262,14 +269,15 @@ new_stream = ChatReplyStream
 
 
 def _no_number(constant: str) -> None:
-    """Read NaN and infinities, which some servers write although JSON has none, as null."""
+    """Read NaN and infinities as null. Some servers write these values although JSON does not have
+    them."""
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
-    """Return the request's body in the form that the server expects."""
+    """Return the JSON fields of a request, in the form that the server expects."""
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
@@ -301,8 +309,8 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
 
 
 def is_strict(schema: Any) -> bool:
-    """True if OpenAI can enforce ``schema``: every object is closed and requires all its
-    properties."""
+    """Return True if OpenAI can enforce a JSON schema, that is, if every object is closed and
+    requires all its properties."""
     if isinstance(schema, list):
         return all(map(is_strict, schema))
     if not isinstance(schema, dict):
@@ -325,7 +333,7 @@ def is_strict(schema: Any) -> bool:
 
 
 def encode(fields: Any) -> bytes:
-    """Encode the body and repair text that is not valid Unicode."""
+    """Encode the body of a request as JSON. Text that is not valid Unicode is repaired."""
     try:
         return _encode(fields)
     except UnicodeEncodeError:
@@ -333,8 +341,8 @@ def encode(fields: Any) -> bytes:
 
 
 def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """Return ``completion`` as a ``Reply``. Raises ValueError if it contradicts itself, and
-    ServerFailed if the server says that it aborted the reply."""
+    """Convert a decoded chat completion to a ``Reply``. Raises ValueError if its fields contradict
+    each other, and ServerFailed if the server says that it aborted the reply."""
     finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
@@ -351,12 +359,14 @@ def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float
 
 
 def named(reported: Any, model: str) -> str:
-    """Name of the model that a server reports, or the requested name if it reports none."""
+    """Return the name of the model that the server reports, or the requested name if it reports
+    none."""
     return reported if isinstance(reported, str) and reported else model
 
 
 def _wire_messages(request: Request, reasoning_field: str) -> list[dict[str, Any]]:
-    """Return the messages as they are sent. A reply that was continued is one message."""
+    """Convert the messages of a request to the JSON form in which they are sent. Consecutive
+    assistant messages, which arise when a reply is continued, become one message."""
     wires: list[dict[str, Any]] = []
     last_role = ""
     for message in request.messages:
@@ -384,7 +394,7 @@ def _wire_text(message: Message) -> list[dict[str, Any]]:
 
 
 def picture_url(request: Request, picture: Picture) -> str:
-    """Return a picture of ``request`` as a ``data:`` URL."""
+    """Return a picture of a request as a ``data:`` URL."""
     return f"data:{picture.media_type};base64,{picture_base64(request, picture)}"
 
 
@@ -408,7 +418,8 @@ def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Replace each lone surrogate, which cannot be sent, with U+FFFD."""
+    """Replace each lone surrogate in a value's texts by U+FFFD, because UTF-8 cannot encode
+    surrogates."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -441,7 +452,7 @@ def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
 
 
 def _parts(parts: list[Any]) -> tuple[str, str | None]:
-    """Split content that is a list of parts into its text and its reasoning."""
+    """Split the content of a message that is a list of parts into its text and its reasoning."""
     text, thinking = [], []
     for part in parts:
         if isinstance(part, str):
@@ -455,8 +466,8 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def text_in(part: dict[str, Any], field: str) -> str:
-    """Text of one part of a reply; empty if it is null or missing. Raises ValueError if it is
-    something else."""
+    """Return the text of one part of a reply, which is empty if the field is null or missing.
+    Raises ValueError if the field is something else."""
     text = part.get(field)
     if text is not None and not isinstance(text, str):
         raise ValueError(f"sent {text!r:.60} as the {field} of a reply")
@@ -470,7 +481,7 @@ def _finish(choice: _Choice, model: str) -> Finish:
 
 
 def _refusal(wire: _Message) -> str:
-    """Text with which the model refused to answer; empty if there is an answer."""
+    """Return the text with which the model refused to answer. Empty if there is an answer."""
     if not isinstance(wire.content, list):
         return "" if wire.content else wire.refusal or ""
     text = _parts(wire.content)[0]
@@ -479,8 +490,8 @@ def _refusal(wire: _Message) -> str:
 
 
 def _filter(choice: _Choice) -> str:
-    """Return what stopped the reply: ``refusal``, or the server's reason, followed by the filter
-    categories that Azure reports."""
+    """Return what stopped a filtered reply: ``refusal``, or the server's reason, followed by the
+    filter categories that Azure reports."""
     if _refusal(choice.message):
         return "refusal"
     results = _fields(choice.content_filter_results)
@@ -497,8 +508,8 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 
 
 def _usage(reported: Any) -> Usage:
-    """Usage of a reply. ``calls`` is 0 if the server did not count prompt and reply, or the counts
-    are impossible."""
+    """Read the token counts of a reply. ``calls`` is 0 if the server did not count prompt and
+    reply, or if the counts are impossible."""
     fields = _fields(reported)
     inputs = _fields(fields.get("prompt_tokens_details"))
     outputs = _fields(fields.get("completion_tokens_details"))
@@ -545,8 +556,10 @@ def from_status(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """Return the error for a response that is not a 2xx. ``where`` names the model and its
-    address. ``secrets`` are what was sent as a key; all are empty if there was none."""
+    """Return the error for a response whose status is not 2xx.
+
+    ``where`` names the model and its address, for the error message. ``secrets`` are the keys that
+    were sent, and are removed from it."""
     secrets = tuple(filter(None, secrets))
     body = body[:_MOST_ERROR_BYTES]
     message = message_of(body, secrets)
@@ -590,9 +603,9 @@ def from_body(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """Return the error for a response with status 200 whose body has an ``error``. If the error's
-    code is an HTTP status, the error is classified by it. If the body also has a reply, the reply
-    may have been billed."""
+    """Return the error for a response with status 200 whose body contains an ``error``. If the
+    error's code is an HTTP status, it decides the kind of error. If the body also has a reply, that
+    reply may have been billed."""
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     failure = from_status(where, status, headers, body, key_variable=key_variable, secrets=secrets)
@@ -607,8 +620,8 @@ def _needs_key(text: str) -> Refused:
 
 
 def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
-    """Return the message of an error body in any provider's format: one line of at most 300
-    characters, without ``secrets``."""
+    """Extract the message from an error body in any provider's format. The result is one line of at
+    most 300 characters, without the given secrets."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -641,7 +654,7 @@ def _error_text(parsed: Any) -> str:
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return ``text`` without the given secrets and without anything that looks like a key."""
+    """Remove the given secrets, and anything that looks like a key, from a text."""
     for secret in secrets:
         for form in forms_of(secret) if len(secret) >= 6 else ():
             text = text.replace(form, "***")

@@ -1,4 +1,4 @@
-"""Time-outs of many requests with one timer.
+"""Apply time-outs to many concurrent requests with a single timer.
 
     with deadlines.at(now_s + 600) as deadline:      TimeoutError after 600 s
         deadline.reschedule(now_s + 900)
@@ -6,7 +6,7 @@
 ``asyncio.timeout`` makes a timer of the event loop for each block, and its heap then holds one for
 each request of the last minutes. Time-outs of requests are long, nearly all of them end early, and
 a later one seldom falls due before an earlier one. So one timer, which is set for the earliest of
-them, is enough: it is set again when it fires. Not here: how long a request may take.
+them, is enough: it is set again when it fires. Callers decide how long a request may take.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from types import TracebackType
 
 
 class TimeoutScheduler:
-    """Cancels tasks that are late. Lives on one event loop."""
+    """Cancels tasks that exceed their time-outs. One scheduler serves many tasks of an event loop
+    with a single timer."""
 
     def __init__(self) -> None:
         self._open: set[TimeoutScope] = set()
@@ -26,23 +27,23 @@ class TimeoutScheduler:
         """Event-loop time at which the timer fires; infinite without one."""
 
     def at(self, when_s: float) -> TimeoutScope:
-        """Return a block that raises TimeoutError at the event-loop time ``when_s``."""
+        """Return a context manager that raises TimeoutError at the event-loop time ``when_s``."""
         return TimeoutScope(self, when_s)
 
     def close(self) -> None:
-        """Drop the timer. Idempotent."""
+        """Cancel the timer. Calling this again has no effect."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_s = None, math.inf
 
     def add(self, deadline: TimeoutScope) -> None:
-        """Track ``deadline``, and set the timer to it if it is the earliest one."""
+        """Start to watch a time-out. If it is the earliest one, set the timer to it."""
         self._open.add(deadline)
         if deadline.when_s < self._timer_s:
             self._set_timer(deadline.when_s)
 
     def remove(self, deadline: TimeoutScope) -> None:
-        """Stop tracking ``deadline``."""
+        """Stop watching a time-out, because its block has ended."""
         self._open.discard(deadline)
 
     def _set_timer(self, when_s: float) -> None:
@@ -63,8 +64,8 @@ class TimeoutScheduler:
 
 
 class TimeoutScope:
-    """One block with a time-out. It behaves as ``asyncio.timeout_at`` does, and waits for
-    nothing."""
+    """A context manager that applies a time-out to its block, as ``asyncio.timeout_at`` does.
+    Entering and leaving the block never waits."""
 
     __slots__ = ("_cancelling", "_deadlines", "_is_late", "_task", "when_s")
 
@@ -76,13 +77,14 @@ class TimeoutScope:
         self._task: asyncio.Task[object] | None = None
 
     def reschedule(self, when_s: float) -> None:
-        """Move the end of a block that is open and not late."""
+        """Move the time-out to another event-loop time. This has no effect if the time-out has
+        already passed."""
         self.when_s = when_s
         if self._task is not None and not self._is_late:
             self._deadlines.add(self)
 
     def expire(self) -> None:
-        """Cancel the task that runs the block."""
+        """Cancel the task that runs the block, because the time-out has passed."""
         assert self._task is not None
         self._is_late = True
         self._task.cancel()

@@ -1,9 +1,9 @@
-"""Parses server-sent events: takes the bytes of a stream and returns the data of each event.
+"""Parse server-sent events: take the bytes of a stream, and return the data of each event.
 
     b'data: {"a": 1}\\n\\n: ping\\n\\nda'   ->  [b'{"a": 1}']; "da" is kept for later
 
 Event names, ids and comments are skipped, because every provider repeats the name in the data.
-Not here: what the data means (see ``chat_json.py``, ``responses_json.py`` and ``anthropic.py``).
+``chat_json.py``, ``responses_json.py`` and ``anthropic_reply_parser.py`` interpret the data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ramify.http_client.compression import too_long
 
 
 class ServerSentEventParser:
-    """Parser that splits one stream into events."""
+    """Splits one stream of bytes into server-sent events."""
 
     def __init__(self, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
@@ -24,8 +24,8 @@ class ServerSentEventParser:
         """Bytes in both lists."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes, and return the data of each event that they complete. Raises MalformedResponse
-        if an event is too long."""
+        """Add bytes of the stream, and return the data of each event that they complete. Raises
+        MalformedResponse if an event is too long."""
         *lines, rest = data.split(b"\n")
         events: list[bytes] = []
         for line in lines:
@@ -40,7 +40,7 @@ class ServerSentEventParser:
         return events
 
     def end(self) -> list[bytes]:
-        """Return the data of a last event that the stream did not terminate."""
+        """Return the data of the last event, if the stream ended without terminating it."""
         return self.feed(b"\n\n") if self._begun or self._data else []
 
     def _read_line(self, line: bytes, events: list[bytes]) -> None:

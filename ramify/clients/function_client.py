@@ -1,10 +1,10 @@
-"""A model whose replies a function gives: an expert, written in Python, that demonstrates a task.
+"""Use a Python function as a model, such as an expert program that demonstrates a task.
 
     FunctionClient(lambda messages: "FINAL(42)", "expert:function")
 
 Each text of a message counts as a quarter of its characters, rounded up. This is simple, the same
-on every machine, and never more than the bytes that a budget reserves. Decides how such replies are
-counted and cut. Not here: scripts, failures and token ids for tests (``ramify/testing``).
+on every machine, and never more than the bytes that a budget reserves. This module also cuts
+replies at their token limit. Scripted models for tests are in ``ramify/testing``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ ModelFunction = Callable[[Sequence[Message]], str | Message | Awaitable[str | Me
 
 
 class FunctionClient:
-    """A ``Client`` that answers each request with ``reply(messages)``, in this process."""
+    """A model whose replies come from a Python function that is called with the messages of each
+    request; implements ``Client``."""
 
     price: Price | None = None
 
     def __init__(self, reply: ModelFunction, name: str) -> None:
-        """``name`` is that of the model in records and errors."""
+        """Create a model from the function ``reply``. ``name`` is the model's name in records and
+        errors."""
         self.name = name
         self.window = ASSUMED_WINDOW
         self._reply = reply
@@ -50,25 +52,26 @@ class FunctionClient:
         return msgspec.structs.replace(whole, model=model, seconds=time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because a function holds no connection."""
 
 
 def count(text: str | None) -> int:
-    """Number of tokens of a text, as models without a tokenizer count them."""
+    """Count the tokens of a text for a model without a tokenizer: a quarter of its characters,
+    rounded up."""
     return (len(text) + 3) // 4 if text else 0
 
 
 def count_message(message: Message) -> int:
-    """Number of tokens of a message: its texts, its tool calls, and one for each 32 × 32 pixels of
-    its pictures."""
+    """Count the tokens of a message for a model without a tokenizer: its texts, its tool calls, and
+    one token for each 32 × 32 pixels of its pictures."""
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
     cells = sum((-(-p.width // 32)) * (-(-p.height // 32)) for p in message.pictures)
     return count(message.content) + count(message.reasoning) + calls + cells
 
 
 def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
-    """Convert what the function returned (``step``) to a complete reply to ``messages``. The text
-    is cut at ``max_tokens``, and the usage is counted."""
+    """Convert what the function returned to a complete reply. The text is cut at ``max_tokens``,
+    and the tokens of prompt and reply are counted."""
     if isinstance(step, Reply) and step.usage.calls:
         return step
     reply = (

@@ -1,4 +1,4 @@
-"""Sends one request to a provider's JSON API, and checks the reply, which may be streamed.
+"""Send a request to a provider's JSON API, and check the reply, which may be streamed.
 
     fields ── POST ──┬── application/json    ── body ──────────────────┬── decode_reply ──> Reply
                      ├── text/event-stream   ── StreamedReplyAssembler ┘
@@ -12,9 +12,9 @@ stream are assembled into the body that the server would have sent without strea
 code reads both. If a server refuses to stream, or its streams do not count tokens, later requests
 do not stream, because a budget needs the count.
 
-Not here: what requests and replies contain (see ``chat_json.py``, ``responses_json.py`` and
-``anthropic_reply_parser.py``), bounds on replies (see ``reply_decoding.py``), and time-outs (see
-``rate_limited_requests.py``).
+The content of requests and replies is defined by ``chat_json.py``, ``responses_json.py`` and
+``anthropic_reply_parser.py``. ``reply_decoding.py`` bounds the size of replies, and
+``rate_limited_requests.py`` applies time-outs.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _STATUS_OF_ERROR = {
 
 
 def status_of_error(body: bytes) -> int:
-    """Return the HTTP status that an error in a batch result would have as a normal response.
-    ``body`` contains only the error's name; the status is 500 if that is unknown."""
+    """Return the HTTP status that a normal response with this error would have. The body of an
+    error in a batch contains only the error's name; an unknown name gives 500."""
     try:
         name = msgspec.json.decode(body)["error"]["type"]
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
@@ -79,7 +79,8 @@ def status_of_error(body: bytes) -> int:
 
 
 class StreamedReplyAssembler(Protocol):
-    """Assembles the events of one streamed reply."""
+    """Assembles a reply from the events of a stream. Each provider's format implements this
+    protocol."""
 
     @property
     def is_done(self) -> bool:
@@ -93,12 +94,12 @@ class StreamedReplyAssembler(Protocol):
 
     @property
     def error(self) -> Any:
-        """Error that the server sent in the stream, or None."""
+        """The error that the server sent in the stream, or None."""
         ...
 
     def add(self, event: bytes) -> tuple[str, str]:
-        """Process one event. Returns the (text, reasoning) that it adds. Raises
-        msgspec.DecodeError."""
+        """Process one event, and return the text and the reasoning that it adds to the reply.
+        Raises msgspec.DecodeError if the event has another form."""
         ...
 
     def body(self) -> bytes:
@@ -107,7 +108,7 @@ class StreamedReplyAssembler(Protocol):
 
 
 class JsonApi:
-    """Client of one URL of a provider's JSON API."""
+    """Sends requests to one URL of a provider's JSON API, and reads the replies."""
 
     def __init__(
         self,
@@ -118,7 +119,9 @@ class JsonApi:
         *,
         streams: bool = True,
     ) -> None:
-        """``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
+        """Create a client for the URL of ``endpoint``, whose JSON has the given format.
+
+        ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
         bodies, ``new_stream``, the request's ``STREAM_FIELDS`` for a stream that counts its tokens,
         and ``KIND``, which names a reply in errors."""
         is_named = endpoint.url.removesuffix("/chat/completions") in name
@@ -139,8 +142,8 @@ class JsonApi:
         *,
         whole: bool = False,
     ) -> tuple[Reply, bytes]:
-        """Send a request and return (reply, body of the response). ``whole`` disables streaming for
-        this request. Raises ModelError."""
+        """Send a request, and return the reply and the body of the response. ``whole`` disables
+        streaming for this request. Raises ModelError."""
         is_streamed = self._streams and not whole and "stream" not in fields
         if is_streamed:
             fields = {**fields, **self._format.STREAM_FIELDS}
@@ -168,7 +171,7 @@ class JsonApi:
         return reply, answer.body
 
     async def read(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
-        """Return the reply in a response that arrived in another way, such as in a batch. Raises
+        """Read the reply from a response that arrived in another way, such as in a batch. Raises
         ModelError."""
         if answer.status // 100 != 2:
             raise self.refusal(answer)
@@ -180,7 +183,7 @@ class JsonApi:
         return error
 
     def refusal(self, answer: HttpResponse) -> ModelError:
-        """Return the error for a response that is not a success."""
+        """Return the ModelError that describes a response with a status other than 2xx."""
         if 300 <= answer.status < 400:
             moved = self._bad(
                 f"moved to {answer.headers.get('location', '?')}; use that as the base URL",
@@ -202,8 +205,8 @@ class JsonApi:
     async def _streamed(
         self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
-        """Read a stream to its end and report its pieces as they arrive. Returns the assembled
-        body."""
+        """Read a stream to its end, pass on its pieces as they arrive, and return the body that
+        they form."""
         stream: StreamedReplyAssembler = self._format.new_stream()
         events, num_bytes, num_chars = ServerSentEventParser(bound.bytes), 0, 0
         while not stream.is_done:
@@ -232,8 +235,8 @@ class JsonApi:
         return stream.body()
 
     def _added(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
-        """Add events to a stream, and return the text and the reasoning that they contain, joined
-        to one piece."""
+        """Add events to a stream, and return the text and the reasoning that they contain as one
+        piece."""
         texts, thoughts = list[str](), list[str]()
         for event in events:
             if stream.is_done:

@@ -1,4 +1,4 @@
-"""Client for every provider that LiteLLM supports (the extra ``litellm``).
+"""The client for all providers that LiteLLM supports. It needs the extra ``litellm``.
 
 Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
 format, which ``chat_json.py`` reads. If the provider itself uses that format, the finish reason and
@@ -45,19 +45,21 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
 class RawProviderReply:
-    """Body of a reply as the provider sent it, before LiteLLM filled in and renamed fields."""
+    """The body of a reply as the provider sent it, before LiteLLM filled in and renamed fields."""
 
     def __init__(self) -> None:
         self.body = ""
 
     def note(self, details: dict[str, Any]) -> None:
-        """Keep the body. LiteLLM calls this before and after each request."""
+        """Keep the body of the provider's response. LiteLLM calls this before and after each
+        request."""
         body = details.get("original_response")
         if details.get("log_event_type") == "post_api_call" and isinstance(body, str):
             self.body = body
 
     def completion(self) -> chat_json.ChatCompletion | None:
-        """Return the body as a chat completion; None if the provider uses another format."""
+        """Decode the body as a chat completion. Returns None if the provider uses another
+        format."""
         try:
             found = chat_json.decode(self.body.encode("utf-8", "replace"))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -66,7 +68,7 @@ class RawProviderReply:
 
 
 class LiteLLMClient:
-    """A ``Client`` for one model behind LiteLLM."""
+    """Sends requests to one model through LiteLLM; implements ``Client``."""
 
     package = "litellm"
 
@@ -126,12 +128,12 @@ class LiteLLMClient:
         return self._reply(sent, original, time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Do nothing: LiteLLM keeps its connections for the whole process and closes them at
-        exit."""
+        """Do nothing, because LiteLLM keeps its connections for the whole process and closes them
+        at exit."""
 
     def _model_info(self, model: str) -> tuple[Price | None, int | None]:
-        """Price and window from LiteLLM's table. The window ends where tokens become more
-        expensive."""
+        """Return a model's price and context window from LiteLLM's table. If long prompts cost more
+        per token, the window ends at the length up to which the usual price holds."""
         try:
             info = self._litellm.get_model_info(model)
         except Exception:  # noqa: BLE001  an unknown model is a bare Exception there

@@ -1,5 +1,5 @@
-"""Small HTTP/1.1 server for scripted models: complete requests in, complete or broken responses
-out.
+"""A small HTTP/1.1 server for scripted models in tests. It reads complete requests, and can send
+broken responses on purpose.
 
 It keeps connections alive, accepts bodies with a ``Content-Length``, and can break the protocol on
 purpose: close a connection before or in the middle of a response. A response can be sent piece by
@@ -21,7 +21,8 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class MockServerRequest:
-    """One request and the connection that waits for its response. Respond once, now or later."""
+    """A request and the connection on which its client waits. Respond exactly once, immediately or
+    later."""
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
 
@@ -43,7 +44,7 @@ class MockServerRequest:
         headers: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> None:
-        """Send the response. Does nothing if the client has disconnected."""
+        """Send the whole response. Does nothing if the client has disconnected."""
         further = (
             "".join(f"{name}: {value}\r\n" for name, value in headers.items()) if headers else ""
         )
@@ -59,21 +60,23 @@ class MockServerRequest:
         return self._connection.is_open
 
     def begin(self, content_type: str) -> None:
-        """Begin a response with status 200 whose body is sent in pieces. ``end`` ends it."""
+        """Begin a response with status 200 whose body is sent in pieces. Call ``end`` after the
+        last piece."""
         head = (
             f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         self._connection.write(head.encode("latin-1"))
 
     def piece(self, data: bytes) -> None:
-        """Send a part of the body. Does nothing if the client has disconnected."""
+        """Send a piece of the response's body. Does nothing if the client has disconnected."""
         self._connection.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def end(self) -> None:
         self._connection.answer(b"0\r\n\r\n")
 
     def drop(self, beginning: bytes = b"") -> None:
-        """Close the connection. With ``beginning``, first send that much of a longer body."""
+        """Close the connection without a complete response. If ``beginning`` is given, send it
+        first as the start of a longer body."""
         head = (
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
         )
@@ -81,7 +84,7 @@ class MockServerRequest:
 
 
 class CallbackHttpServer:
-    """Listens on a port and passes each request to ``handle``."""
+    """A small HTTP server that passes each request to the function ``handle``."""
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class CallbackHttpServer:
 
     @property
     def num_connections(self) -> int:
-        """Number of open connections."""
+        """The number of connections that are open now."""
         return len(self._connections)
 
     async def close(self) -> None:
@@ -181,15 +184,16 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
-        """Pass complete requests to the handler, one after the other, as long as each is answered
-        at once."""
+        """Pass complete requests to the handler one after the other, as long as each is answered at
+        once."""
         self._is_reading = True
         while self._received and not self._busy and self._read_request():
             pass
         self._is_reading = False
 
     def _read_request(self) -> bool:
-        """Pass one complete request to the handler. Returns False if none has arrived."""
+        """Pass one complete request to the handler. Returns False if no complete request has
+        arrived yet."""
         if self._head is None and not self._read_head():
             return False
         if len(self._received) < self._ends:

@@ -1,4 +1,4 @@
-"""A model as one object: its name, key, address, price and sampling.
+"""Describe a model in one object: its name, API key, address, price and sampling settings.
 
     ramify.RLM(ramify.Model("openai:gpt-5-mini", api_key=key_of_tenant, alias="mini"))
 
@@ -11,8 +11,8 @@ created. Later changes of the environment do not affect it, so one program can s
 tenants. The key never appears in the object's ``repr``, in an error or in the journal. The object
 cannot be pickled or given to a session.
 
-Not here: the providers (see ``providers.py``), the requests (see ``rate_limited_requests.py``),
-and the choice of a model for each depth (see ``engine/resources.py``).
+``providers.py`` lists the providers, ``rate_limited_requests.py`` sends the requests, and
+``engine/resources.py`` chooses the model for each depth.
 """
 
 from __future__ import annotations
@@ -131,8 +131,11 @@ class Model:
         environ: Mapping[str, str] = os.environ,
         **unknown: Any,
     ) -> None:
-        """``price`` is a ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. The
-        provider's variables are read from ``environ``, now and not later. Raises ConfigError."""
+        """Create a model from its name, such as ``openai:gpt-5-mini``, and its settings. Raises
+        ConfigError if a setting is invalid.
+
+        ``price`` is a ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. The
+        provider's environment variables are read from ``environ`` now, and not again later."""
         check_keywords("Model", unknown, _KEYWORDS)
         if not isinstance(name, str):
             raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
@@ -160,18 +163,20 @@ class Model:
         self.stream = stream
 
     def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
-        """Return (api_key, headers, the provider's variables) for the client that sends them."""
+        """Return the API key, the headers, and the provider's environment variables, for the client
+        that sends them."""
         return self._key, self._headers, self._environ
 
     def with_key(self, api_key: str) -> Model:
-        """Return the same model with another key."""
+        """Return a copy of this model with another API key."""
         names = ("alias", "window", "price", "sampling", "vision", "stream")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         headers = self._headers or None
         return Model(self.name, api_key=api_key, headers=headers, environ=self._environ, **given)
 
     def settings(self) -> dict[str, Any]:
-        """Return all arguments except the name as plain data without secrets, for the journal."""
+        """Return all settings except the name as plain data without secrets, for the journal of a
+        run."""
         given = {
             "alias": self.alias,
             "window": self.window,
@@ -184,7 +189,7 @@ class Model:
         return {name: value for name, value in given.items() if value is not None}
 
     def sampled_as(self, run: Sampling) -> Sampling:
-        """Combine the run's sampling options with those of this model, which take precedence. Stop
+        """Combine a run's sampling settings with those of this model, which take precedence. Stop
         texts are joined, and the smaller ``max_tokens`` applies."""
         own, default = self.sampling, Sampling()
         if own is None:
@@ -228,8 +233,8 @@ class Model:
 
 
 def check_aliases(models: Sequence[Any]) -> None:
-    """Raise ConfigError if the alias of a model also names another model. Clients in the list are
-    skipped, because they have no alias."""
+    """Raise ConfigError if the alias of a model is also a name of another model. Clients in the
+    list are skipped, because they have no alias."""
     distinct: list[Any] = []
     for model in models:
         if not any(model is other or model == other for other in distinct):
@@ -247,7 +252,7 @@ def check_aliases(models: Sequence[Any]) -> None:
 
 
 def bare_name(name: str) -> str:
-    """Return the model's name without provider and URL: ``Qwen/Qwen3-8B`` for
+    """Return a model's name without provider and URL: ``Qwen/Qwen3-8B`` for
     ``vllm:Qwen/Qwen3-8B@http://host/v1``."""
     return name.partition("@http")[0].partition(":")[2] or name
 
@@ -266,7 +271,7 @@ def _short(value: Any) -> str:
 
 
 def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the provider's client reads."""
+    """Return those environment variables that the client of a provider reads."""
     names: Sequence[str] = _ANTHROPIC if provider == "anthropic" else ()
     found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.of(provider)
     if isinstance(found, ModelProviderSpec):
@@ -280,7 +285,8 @@ def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_url(name: str, provider: str, base_url: str | None) -> str:
-    """Append the base URL to a model's name: ``provider:model@URL``."""
+    """Append a base URL to a model's name: ``provider:model@URL``. Raises ConfigError if the URL is
+    invalid."""
     if base_url is None:
         return name
     if provider in _WITHOUT_KEY:

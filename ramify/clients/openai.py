@@ -1,9 +1,9 @@
-"""Client for any server that implements OpenAI's chat completions, or its responses API.
+"""The client for servers that implement OpenAI's chat completions or its responses API.
 
 ``json_api.py`` sends each request once and turns bad answers into errors. ``chat_json.py``
 translates the JSON, or ``responses_json.py`` if the URL ends in ``/responses``. ``providers.py``
-defines addresses and differences between providers. Not here: rate limiting, retries and prices
-(see ``rate_limited_requests.py``).
+defines addresses and differences between providers. ``rate_limited_requests.py`` does rate
+limiting and retries, and computes costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OpenAIClient:
-    """A ``Client`` for one model at one endpoint."""
+    """Sends requests to one model of an OpenAI-compatible server; implements ``Client``."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class OpenAIClient:
         price: Price | None = None,
         streams: bool = True,
     ) -> None:
-        """``streams=False`` disables streaming."""
+        """Create a client for one model at ``endpoint``. ``streams=False`` disables streaming."""
         self.name = name
         self.window = window
         self.price = price
@@ -70,15 +70,15 @@ class OpenAIClient:
             raise
 
     def adapt(self, error: Refused) -> None:
-        """Send the next request in the form that the server asks for. ``error`` is then worth a
-        retry."""
+        """Change the form of later requests if the server's refusal shows that this helps. The
+        error is then marked as worth a retry."""
         if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
             self._limit_field = "max_completion_tokens"
             error.transient = True
 
     def batches(self) -> OpenAIBatches:
-        """Return the batch API of the model. Raises ConfigError if its provider has none that is
-        known here."""
+        """Return the batch API for this model. Raises ConfigError if Ramify knows none for its
+        provider."""
         from ramify.clients.batches import OpenAIBatches
 
         if not self.name.startswith("openai:"):
@@ -102,4 +102,4 @@ class OpenAIClient:
         return fields
 
     async def close(self) -> None:
-        """Do nothing: the connections belong to the pool."""
+        """Do nothing, because the connections belong to the pool that created this client."""

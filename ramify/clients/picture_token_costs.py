@@ -1,4 +1,4 @@
-"""Which models read pictures, and how many tokens a picture costs at most.
+"""Tell from a model's name if it can read pictures, and how many tokens a picture costs at most.
 
     picture_tokens("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
     picture_tokens("anthropic:claude-sonnet-4-5", …)       ->  1,399
@@ -8,7 +8,7 @@ them. The rules are those that the providers publish (2026-11). A name that none
 a bound that holds for all known open models: one token for each 28 × 28 pixels, and at least 6,500.
 Four tiles of Llama and thirteen tiles of InternVL cost less than that.
 
-Not here: the bytes of pictures, and the formats in which they are sent (the clients).
+The clients load the bytes of pictures and send them in their formats.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ maximum number of patches."""
 
 
 def known_vision(model: str) -> bool | None:
-    """Return whether the model ``provider:model`` reads pictures, or None if its name does not
-    tell."""
+    """Return True if a model (``provider:model``) is known to read pictures, False if it is known
+    not to, and None if its name does not tell."""
     name = _bare(model)
     if _SEEING.search(name):
         return True
@@ -65,8 +65,8 @@ def known_vision(model: str) -> bool | None:
 
 
 def picture_tokens(model: str, picture: Picture) -> int:
-    """Return an upper bound on the tokens that ``picture`` costs with the model
-    ``provider:model``."""
+    """Return an upper bound on the tokens that a picture costs with a model
+    (``provider:model``)."""
     name, width, height = _bare(model), picture.width, picture.height
     for pattern, base, tile in _TILES:
         if _is_named(pattern, name):
@@ -95,15 +95,15 @@ def _cells(width: int, height: int, side: int) -> int:
 
 
 def _num_tiles(width: int, height: int) -> int:
-    """Number of tiles by OpenAI's rule: the picture is scaled to fit 2048 × 2048, and then until
-    its shorter side is at most 768."""
+    """Count the tiles of a picture by OpenAI's rule: the picture is scaled to fit 2048 × 2048, and
+    then until its shorter side is at most 768."""
     scale = min(1.0, 2048 / max(width, height))
     scale *= min(1.0, 768 / (scale * min(width, height)))
     return _cells(round(width * scale), round(height * scale), 512)
 
 
 def _gemini(width: int, height: int) -> int:
-    """Upper bound for Gemini: Gemini 2 counts 258 for each tile, Gemini 3 at most 2,240 in its
-    highest resolution."""
+    """Return an upper bound on a picture's tokens with Gemini: Gemini 2 counts 258 for each tile,
+    Gemini 3 at most 2,240 in its highest resolution."""
     tile = max(256, min(768, int(min(width, height) / 1.5)))
     return max(2240, 258 * _cells(width, height, tile))

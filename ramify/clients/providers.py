@@ -1,4 +1,5 @@
-"""Providers: the names before the colon in ``provider:model``, with address, key and differences.
+"""List the model providers, which are the names before the colon in ``provider:model``, with their
+addresses, key variables and special request fields.
 
 All of them speak OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same
 requests to any other server. The table in ``docs/models.md`` is generated from this one. To add a
@@ -48,7 +49,8 @@ _AZURE_API_VERSION = "2024-10-21"
 
 
 class ModelProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One OpenAI-compatible service or server."""
+    """Describes an OpenAI-compatible service or server: its address, its key variables, and how its
+    API differs from OpenAI's."""
 
     title: str
     url: str
@@ -223,8 +225,8 @@ _loaded: set[str] = set()
 
 
 async def load_clients(providers: Iterable[str]) -> None:
-    """Import the clients of ``providers`` in a thread, because some SDKs take half a minute to
-    import on a busy machine and would block the event loop. Import errors are reported when a
+    """Import the client modules of some providers in a thread, because some SDKs take half a minute
+    to import on a busy machine and would block the event loop. Import errors are reported when a
     client is created."""
     for provider in dict.fromkeys(providers):
         if provider not in PROVIDERS and provider not in _loaded:
@@ -239,7 +241,7 @@ def _load(provider: str) -> None:
 
 
 class ResolvedEndpoint(msgspec.Struct, frozen=True):
-    """A provider resolved against the environment, ready for requests."""
+    """The address, the key and the headers of a provider's server, ready for requests."""
 
     provider: ModelProviderSpec
     model: str
@@ -259,9 +261,11 @@ class ResolvedEndpoint(msgspec.Struct, frozen=True):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a model's full name into its provider and its name there: ``openai:gpt-5`` becomes
-    ``("openai", "gpt-5")``, and ``my_clients.py:connect:m`` becomes ``("my_clients.py:connect",
-    "m")``. The name of a packaged policy becomes ``("local", name)``. Raises ConfigError."""
+    """Split a model's full name into the provider and the rest: ``openai:gpt-5`` becomes
+    ``("openai", "gpt-5")``.
+
+    ``my_clients.py:connect:m`` becomes ``("my_clients.py:connect", "m")``, and the name of a
+    packaged policy becomes ``("local", name)``. Raises ConfigError for any other form."""
     from difflib import get_close_matches
 
     if name in packaged_policies():
@@ -294,9 +298,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def split_url(model: str) -> tuple[str, str | None]:
-    """Split ``m@http://host/v1`` into ``("m", "http://host/v1")``. Without a URL, the whole text is
-    the model, whose name may contain an ``@`` itself (``claude-sonnet-4@20250514``). Raises
-    ConfigError if the text after the ``@`` resembles an address but is not a URL."""
+    """Split a server's URL from the name of a model: ``m@http://host/v1`` becomes ``("m",
+    "http://host/v1")``.
+
+    Without a URL, the whole text is the model, whose name may contain an ``@`` itself
+    (``claude-sonnet-4@20250514``). Raises ConfigError if the text after the ``@`` resembles an
+    address but is not a URL."""
     at = _AT_URL.match(model)
     if at:
         return at["model"], at["url"]
@@ -310,8 +317,8 @@ def split_url(model: str) -> tuple[str, str | None]:
 
 
 class MissingKey(ConfigError):
-    """A model that is reached at its provider's default address has no API key. ``name`` is the
-    model's name."""
+    """Raised if a model at its provider's default address has no API key. ``name`` is the model's
+    name."""
 
     def __init__(self, text: str, name: str, variable: str) -> None:
         super().__init__(text)
@@ -321,8 +328,8 @@ class MissingKey(ConfigError):
 
 
 def no_key(name: str, variable: str) -> MissingKey:
-    """Return the error for a model without an API key. If the text after an ``@`` in ``name`` may
-    have been meant as a base URL, the error also shows the full form."""
+    """Return the error for a model without an API key. If the text after an ``@`` in the model's
+    name may have been meant as a base URL, the error also shows the full form."""
     before, _, tail = name.rpartition("@")
     is_other = before and not before.endswith(":")
     url = (
@@ -342,8 +349,11 @@ def resolve(
     headers: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ResolvedEndpoint:
-    """Resolve a model's name to an endpoint. The order of precedence is ``key`` and ``base_url``,
-    then ``@URL`` in the name, then the environment. ``headers`` are added to each request."""
+    """Find the address, the key and the headers for a model's name, and return them as a
+    ``ResolvedEndpoint``.
+
+    The order of precedence is ``key`` and ``base_url``, then ``@URL`` in the name, then the
+    environment. ``headers`` are added to each request."""
     provider_name, model = split_name(name)
     provider: ModelProviderSpec = CLIENTS.of(provider_name)
     model, named_url = split_url(model)
@@ -441,7 +451,7 @@ def _azure_url(base: str, deployment: str, environ: Mapping[str, str]) -> str:
 
 
 def table() -> str:
-    """Return the providers as the Markdown table of ``docs/models.md``."""
+    """Format the list of providers as the Markdown table of ``docs/models.md``."""
     rows = ["| name | what | base URL | changed by | key | notes |", "|---|---|---|---|---|---|"]
     for name, spec in PROVIDERS.items():
         keys = " or ".join(f"`{variable}`" for variable in spec.key_variables) + (
@@ -458,7 +468,7 @@ _DATE = lazy_pattern(r"[-@]20\d\d-?\d\d-?\d\d$")
 
 
 class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Price and context window of one model."""
+    """The price and the context window of one model, as an entry of a price file."""
 
     input: float | None = None
     """Dollars per million tokens, like the next three fields."""
@@ -481,7 +491,7 @@ class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 class PriceTable:
-    """Prices and windows by ``provider:model``."""
+    """A table of prices and context windows, by the model's full name (``provider:model``)."""
 
     def __init__(self, entries: Mapping[str, PriceEntry]) -> None:
         self.entries = dict(entries)
@@ -492,8 +502,8 @@ class PriceTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> PriceTable:
-        """Load the packaged table, overridden by the file at ``path`` or, by default, by the one
-        that ``RAMIFY_PRICES`` names."""
+        """Load the packaged table of prices, overridden by the file at ``path`` or, by default, by
+        the file that ``RAMIFY_PRICES`` names."""
         packaged = _read(Path(__file__).with_name("prices.json"))
         override = path or os.environ.get("RAMIFY_PRICES")
         return cls({**packaged, **_read(Path(override))} if override else packaged)
@@ -505,7 +515,7 @@ class PriceTable:
         return Price(0.0, 0.0) if is_local(name) else None
 
     def window(self, name: str) -> int | None:
-        """Context window in tokens; None if unknown."""
+        """Return the context window of a model in tokens, or None if it is unknown."""
         entry = self._find(name)
         return entry.window if entry is not None else None
 
@@ -519,12 +529,12 @@ class PriceTable:
 
 
 def is_in_process(name: str) -> bool:
-    """True if the model runs in this process: ``local:FOLDER`` or a packaged policy."""
+    """Return True if a model runs in this process: ``local:FOLDER`` or a packaged policy."""
     return name.startswith(f"{IN_PROCESS}:") or name in packaged_policies()
 
 
 def is_local(name: str) -> bool:
-    """True if the model runs on the user's own machines, where tokens are free."""
+    """Return True if a model runs on the user's own machines, so that its tokens are free."""
     if is_in_process(name):
         return True
     prefix = name.partition(":")[0]

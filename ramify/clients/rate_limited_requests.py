@@ -1,4 +1,4 @@
-"""Rate limiting and retries for all model requests of a run.
+"""Send all model requests of a run, with rate limiting and retries.
 
     ask ── account.reserve()        may wait; holds no slot meanwhile
          ─ acquire slots            first the model's limiter, then the run's
@@ -7,15 +7,15 @@
          ─ settle / forfeit / release, exactly once, whatever happened
          ─ wait and retry, if the error is transient
 
-What a client raises beyond the errors of this package is a fault in reading a stranger's bytes. It
-becomes a MalformedResponse here, with its traceback in the log, so no reply can end a tree of
-calls.
+If a client raises an error that is not one of this package's, it failed to read an untrusted reply.
+The error becomes a MalformedResponse here, with its traceback in the log, so no reply can end a
+tree of calls.
 
 Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
 applies to each model and to all models together. How long a failing request is retried is decided
 by ``RequestRetries``, and how many are in flight by ``AdaptiveConcurrencyLimiter``. Nothing is
-imported or opened before the first request, so naming a model costs nothing. Not here: the
-connections (see ``http_client/http_transport.py``).
+imported or opened before the first request, so naming a model costs nothing.
+``http_client/http_transport.py`` opens the connections.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ _LOCAL_WINDOW = 32_768
 
 
 class RateLimitedClientPool:
-    """Connects models by name and sends them requests. Belongs to one event loop."""
+    """Creates clients for models by name, and sends them requests with rate limiting and retries. A
+    pool belongs to one event loop."""
 
     def __init__(
         self,
@@ -96,11 +97,11 @@ class RateLimitedClientPool:
         rng: random.Random | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """Create a pool.
+        """Create a pool that sends at most ``max_in_flight`` requests at a time.
 
         ``timeout_s`` is the longest time in which nothing arrives: of a reply that is not streamed,
-        the time until it is whole. If a server asks to wait longer than ``max_wait_s``, the
-        request fails. ``keys`` and ``base_urls`` map a provider's name to a value that replaces its
+        the time until it is whole. If a server asks to wait longer than ``max_wait_s``, the request
+        fails. ``keys`` and ``base_urls`` map a provider's name to a value that replaces its
         environment variables.
         """
         for name, value in (
@@ -134,19 +135,21 @@ class RateLimitedClientPool:
 
     @property
     def pause_remaining_s(self) -> float:
-        """Return the seconds until all pauses are over that servers requested because of rate
-        limits; 0 if there is none."""
+        """The number of seconds until no model is paused by a rate limit, or 0 if none is paused
+        now."""
         return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
 
     def client(self, name: str) -> Client:
-        """Return the client of ``provider:model``, which connects at its first request."""
+        """Return the client of the model with the given full name (``provider:model``). The client
+        connects at its first request."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = self._connect(Model(name))
         return client
 
     def bound(self, model: Model) -> Client:
-        """Return the client of ``model``, with the key that the model was created with."""
+        """Return the client of a model object, which uses the key with which the object was
+        created."""
         for known, client in self._bound:
             if known == model:
                 return client
@@ -155,7 +158,8 @@ class RateLimitedClientPool:
         return client
 
     def adopt(self, client: AnyClient) -> AnyClient:
-        """Use ``client`` for its name. The caller remains responsible for closing it."""
+        """Register an existing client under its model's name, and return the client. The caller
+        remains responsible for closing it."""
         self._clients[client.name] = client
         return client
 
@@ -170,15 +174,14 @@ class RateLimitedClientPool:
         on_send: Callable[[], None] | None = None,
         on_piece: OnPiece | None = None,
     ) -> Reply:
-        """Send a request until it succeeds or is not worth retrying; return one reply with its
-        cost.
+        """Send a request, repeat it after transient failures, and return the reply with its cost.
 
         Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
         called once, when the request is about to be sent for the first time. ``on_retry`` receives
         one readable line for each failure that is retried. ``on_piece`` receives the reply as it
-        arrives, if the client can receive it so; after a failure it begins again. With
-        ``patience_s``, a transient failure is retried for that long, however many attempts that
-        takes; without, ``max_attempts`` times.
+        arrives, if the client supports that; after a failure it begins again. If ``patience_s`` is
+        not 0, a transient failure is retried for that long, however many attempts that takes;
+        otherwise there are at most ``max_attempts`` attempts.
         """
         gate = self._gates.get(client.name)
         if gate is None:
@@ -200,7 +203,8 @@ class RateLimitedClientPool:
             retries.record()
 
     async def close(self) -> None:
-        """Close the connections and every client that was connected here. Idempotent."""
+        """Close the connections and every client that this pool created. Calling this again has no
+        effect."""
         own, self._own = self._own, []
         self._clients.clear()
         self._bound.clear()
@@ -271,8 +275,8 @@ class RateLimitedClientPool:
     async def _reserve(
         self, client: Client, account: RequestReservation, gate: AdaptiveConcurrencyLimiter
     ) -> int:
-        """Reserve the budget of an attempt, and then its slots. Returns the gate's current
-        round."""
+        """Reserve the budget for an attempt, and then wait for a free slot of the rate limiters.
+        Returns the limiter's current round."""
         began_s = _now_s()
         try:
             await account.reserve()
@@ -285,7 +289,8 @@ class RateLimitedClientPool:
             raise
 
     def _is_enough(self, account: RequestReservation, gate: AdaptiveConcurrencyLimiter) -> bool:
-        """Whether the reservation still covers the attempt; if not, its slots are released."""
+        """Return True if the budget's reservation still covers the attempt. If not, the attempt's
+        slots in the rate limiters are released."""
         is_enough = False
         try:
             is_enough = account.is_enough()
@@ -320,8 +325,8 @@ class RateLimitedClientPool:
         return entered
 
     def backoff_s(self, error: ModelError, failed: int) -> float:
-        """Seconds until the next attempt: as the server asked, or exponential backoff with full
-        jitter."""
+        """Return how many seconds to wait before the next attempt: as long as the server asked, or
+        else a random time that grows exponentially with the number of failures."""
         backoff_s = self._random.uniform(
             0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(failed - 1, 9))
         )
@@ -362,8 +367,8 @@ class RateLimitedClientPool:
 
 
 class _Arrival:
-    """Idle time-out of one reply. Every piece restarts it, but pieces without text do so only for
-    a limited time."""
+    """The idle time-out of a reply that is arriving. Every piece of the reply restarts it, but
+    pieces without text do so only for a limited time."""
 
     def __init__(
         self, deadlines: TimeoutScheduler, timeout_s: float, on_piece: OnPiece | None
@@ -377,7 +382,8 @@ class _Arrival:
         self._num_chars = 0
 
     def timeout(self, now_s: float) -> TimeoutScope:
-        """Begin to wait at event-loop time ``now_s``."""
+        """Start the time-out at the given event-loop time, and return a context manager that
+        applies it."""
         self._text_at_s = now_s
         self._timeout = self._deadlines.at(now_s + self._timeout_s)
         return self._timeout
@@ -405,7 +411,7 @@ class _Arrival:
 
 
 class RequestRetries:
-    """Decides how often and how long one request is retried.
+    """Decides how often and for how long a failing request is retried.
 
     With patience, a transient failure is retried until the request has been failing for that long.
     A rate limit does not count while other requests of the model get through: a busy server lets
@@ -433,14 +439,14 @@ class RequestRetries:
         self._num_retries = 0
 
     def are_worth(self, error: ModelError) -> bool:
-        """Return True if the server asked to wait no longer than retries may take."""
+        """Return True if the wait that the server asked for is short enough to try again."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
     def wait_after(
         self, error: ModelError, gate: AdaptiveConcurrencyLimiter, others_passed: bool
     ) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if the limiter pauses it.
-        Raises ``error`` if the request is given up."""
+        """Return how many seconds to wait before the next attempt, or None if the rate limiter will
+        pause it anyway. Raises the given error if the request is given up."""
         is_limited = isinstance(error, RateLimited)
         if is_limited and others_passed:
             self._began_s, self._waited_s = math.inf, 0.0
@@ -460,8 +466,8 @@ class RequestRetries:
         return None if is_limited else wait_s
 
     def record(self) -> None:
-        """Record how long the request failed, if it was retried and waited for at least a
-        second."""
+        """Log for how long the request was failing, if it was retried and that took a second or
+        longer."""
         if self._patience_s and self._num_retries:
             _record_wait(self._client, "outage", self._out_s())
 
@@ -474,7 +480,8 @@ class RequestRetries:
         return self._patience_s - self._out_s()
 
     def _out_s(self) -> float:
-        """Seconds for which the request has been failing; at least what it has waited."""
+        """Return for how many seconds the request has been failing, which is at least the time it
+        has waited between attempts."""
         return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
 
     def _report(self, error: ModelError, wait_s: float) -> None:
@@ -501,8 +508,8 @@ class RequestRetries:
 
 
 class AdaptiveConcurrencyLimiter:
-    """Allows ``max_in_flight`` requests at a time, first come, first served, and fewer after rate
-    limits. For one event loop.
+    """Limits how many requests are in flight at a time, first come, first served, and lowers the
+    limit after rate-limit errors. A limiter belongs to one event loop.
 
     The gate starts fully open. A rate limit halves its width, once for all requests that were in
     flight together, and pauses all requests for the time that the server asked for. Every success
@@ -527,16 +534,17 @@ class AdaptiveConcurrencyLimiter:
 
     @property
     def is_slowed(self) -> bool:
-        """Whether a rate limit pauses or narrows the gate."""
+        """True if a rate limit currently pauses requests or reduces their number."""
         return self._opens_at is not None or self._allowed < self._most
 
     @property
     def width(self) -> int:
-        """Maximum number of requests in flight now."""
+        """The number of requests that may be in flight at the moment."""
         return int(self._allowed)
 
     def opens_in_s(self) -> float:
-        """Seconds until the current pause ends; 0 if there is none."""
+        """Return how many seconds remain until the current pause ends, or 0 if requests are not
+        paused."""
         return (
             0.0
             if self._opens_at is None
@@ -544,14 +552,16 @@ class AdaptiveConcurrencyLimiter:
         )
 
     def enter(self) -> bool:
-        """Take a slot if one is free. Returns False if ``acquire`` must wait for it."""
+        """Take a slot for a request if one is free. Returns False if the caller must wait with
+        ``acquire``."""
         if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
             return False
         self.in_flight += 1
         return True
 
     async def acquire(self) -> int:
-        """Wait for a slot. Returns the round, to be passed to ``slow_down``."""
+        """Wait for a slot for a request. Returns the number of the current round, which the caller
+        passes to ``slow_down`` if the request meets a rate limit."""
         if not self.enter():
             await self._wait_for_slot()
         return self.round
@@ -562,13 +572,14 @@ class AdaptiveConcurrencyLimiter:
             self._admit()
 
     def speed_up(self) -> None:
-        """Record a success and widen the gate."""
+        """Record a successful request, and allow slightly more requests at a time."""
         self.passed += 1
         if self._allowed < self._most:
             self._allowed = min(self._most, self._allowed + self._step / self._allowed)
 
     def slow_down(self, round: int, pause_s: float) -> None:
-        """Record a rate limit of a request from ``round`` and admit no request for ``pause_s``."""
+        """Record that a request met a rate limit: halve the number of requests at a time, once for
+        each round, and start no request for ``pause_s`` seconds."""
         if round == self.round:
             self.round += 1
             self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
@@ -614,14 +625,15 @@ def _now_s() -> float:
 
 
 def _record_wait(client: Client, reason: str, wait_s: float) -> None:
-    """Log that a request waited for ``wait_s`` seconds, if that was long."""
+    """Log that a request waited for a number of seconds, if that was long."""
     if wait_s >= _LONG_WAIT_S:
         text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
         _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
 
 
 def _unexpected(client: Client, error: Exception) -> MalformedResponse:
-    """Return the error for an exception that no client should raise, and log its traceback."""
+    """Log the traceback of an exception that a client should not raise, and return the
+    MalformedResponse to raise instead."""
     text = " ".join(redacted(without_secrets(str(error))).split())[:200]
     bad = MalformedResponse(
         f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "
@@ -636,7 +648,7 @@ def _asked_s(error: ModelError) -> float:
 
 
 def priced(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
-    """Return ``reply`` with a usage that can be believed, and its cost at ``price``."""
+    """Return a reply with a usage that is plausible, and with its cost at the given price."""
     usage = believed(reply, request, window)
     cost = price.of(usage) if price is not None else dollars(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens

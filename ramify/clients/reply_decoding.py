@@ -1,4 +1,4 @@
-"""Decodes a server's replies within bounds, without blocking the event loop.
+"""Decode a server's replies within size limits, without blocking the event loop.
 
     body ── small ──────────────────▶ _decode_in_place ──▶ Reply
        └─── large ──▶ helper process: _decode_in_place ──▶ Reply
@@ -10,8 +10,8 @@ large if it has many bytes, or so many commas that decoding may take long.
 
 Every client that reads HTTP bodies uses ``decode_reply``. A format is a module such as
 ``chat_json.py``: its ``decode`` returns an object with ``choices``, ``error`` and ``num_items``,
-and its ``read`` turns that object into a reply. Not here: the limit on received bytes (see
-``http_client/http_transport.py``), and the meaning of the fields (see the formats).
+and its ``read`` turns that object into a reply. ``http_client/http_transport.py`` limits the
+received bytes, and the formats interpret the fields.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Undecodable(Exception):
 
 
 class NoReply(Exception):
-    """Raised if a response has no reply, or has an error in addition to the reply."""
+    """Raised if a response contains no reply, or an error in addition to the reply."""
 
     def __init__(self, code: int | None, *, has_error: bool, is_beside_reply: bool) -> None:
         super().__init__("no reply")
@@ -81,7 +81,7 @@ _FAILURES: dict[str, type[Exception]] = {
 async def decode_reply(
     format: ModuleType, body: bytes, model: str, bound: ReplySizeLimit, seconds: float = 0.0
 ) -> Reply:
-    """Return the reply in ``body``, which took ``seconds`` to arrive.
+    """Decode the body of a response to a reply. Large bodies are decoded in a helper process.
 
     Raises Undecodable or NoReply; ValueError if fields of the reply contradict each other;
     ServerFailed if the server aborted the reply; and MalformedResponse, which is not retried, if
@@ -101,7 +101,7 @@ async def decode_reply(
 
 
 def is_large(body: bytes) -> bool:
-    """True if decoding a body may take too long for the event loop."""
+    """Return True if decoding a body may take so long that it would block the event loop."""
     return len(body) > LARGE_BYTES or body.count(b",") > _LARGE_COMMAS
 
 
@@ -166,7 +166,7 @@ def _problem(what: str, number: int, most: int) -> str:
 
 
 def decode_in_helper(task: bytes, body: bytes) -> bytes:
-    """Decode ``body`` in a helper process."""
+    """Run in a helper process: decode the body of a response, and return the encoded result."""
     given = msgspec.msgpack.decode(task, type=_Task)
     format = importlib.import_module(given.format)
     return _encode(_decode_in_place(format, body, given.model, given.bound, given.seconds))

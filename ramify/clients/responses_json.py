@@ -1,11 +1,12 @@
-"""JSON of OpenAI's responses API: translate a ``Request`` to a body and a body to a ``Reply``.
+"""Translate between Ramify's types and the JSON of OpenAI's responses API: a ``Request`` becomes a
+body, and a body becomes a ``Reply``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"input": […], "max_output_tokens": 64, …}
     {"status": "completed", "output": [{"type": "message", …}]}  ->  Reply(Message("assistant", …))
 
-``openai.py`` chooses it for a base URL that ends in ``/responses``. The whole conversation is sent
-each time, and the server is asked to store nothing. The API has neither ``stop`` and ``seed`` nor
-token ids.
+``openai.py`` uses this API for a base URL that ends in ``/responses``. The whole conversation is
+sent each time, and the server is asked to store nothing. The API has neither ``stop`` and ``seed``
+nor token ids.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HAS_LAST_BODY = True
 
 
 class ResponsesApiResponse(msgspec.Struct):
-    """The fields of a server's response that are read."""
+    """The body of a response from OpenAI's responses API, with the fields that Ramify reads."""
 
     status: str | None = None
     output: list[dict[str, Any]] | None = None
@@ -39,13 +40,13 @@ class ResponsesApiResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[dict[str, Any]] | None:
-        """Return the items of the output. All formats call the server's reply ``choices``, as in
-        chat completions, so that one decoder can read them."""
+        """The items of the response's output. The property has the same name as in chat
+        completions, so that one decoder can read all formats."""
         return self.output
 
     @property
     def num_items(self) -> int:
-        """Number of output items plus the number of their parts."""
+        """The number of output items plus the number of their parts, which a size limit bounds."""
         items = self.output or []
         return len(items) + sum(
             len(parts)
@@ -59,13 +60,13 @@ _decoder = msgspec.json.Decoder(ResponsesApiResponse)
 
 
 def decode(body: bytes) -> ResponsesApiResponse:
-    """Decode a response. Raises msgspec.DecodeError."""
+    """Decode the body of a response. Raises msgspec.DecodeError if it has another form."""
     return decode_body(_decoder, body)
 
 
 class _StreamEvent(msgspec.Struct):
-    """One event of a stream. Its larger fields are decoded only if they are needed, because the
-    last event holds the whole response."""
+    """One event of a stream. Its larger fields are decoded only when needed, because the last event
+    holds the whole response."""
 
     type: str = ""
     delta: msgspec.Raw = msgspec.Raw()
@@ -82,7 +83,8 @@ _REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.
 
 
 class ResponseReplyStream:
-    """Assembles the events of one streamed response. The last event has the whole response."""
+    """Assembles a reply of the responses API from the events of a stream. The last event contains
+    the whole response."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -121,8 +123,10 @@ def _value(raw: msgspec.Raw) -> Any:
 
 
 def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
-    """Return the fields of the request's body. ``limit_field`` is ignored: it names the limit of
-    the reply in chat completions, and here that field is always ``max_output_tokens``."""
+    """Return the JSON fields of a request to the responses API.
+
+    ``limit_field`` is ignored: it names the limit of the reply in chat completions, and here that
+    field is always ``max_output_tokens``."""
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
@@ -147,8 +151,8 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
 
 
 def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: float) -> Reply:
-    """Return ``response`` as a ``Reply``. Raises ValueError if it contradicts itself or does not
-    say that it is complete, and ServerFailed if the server says that it failed."""
+    """Convert a decoded response to a ``Reply``. Raises ValueError if the response contradicts
+    itself or may be incomplete, and ServerFailed if the server says that it failed."""
     items = response.output or []
     parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
     text = "".join(text_in(part, "text") for part in parts)
@@ -192,7 +196,8 @@ def _items(request: Request, message: Message) -> list[dict[str, Any]]:
 
 
 def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a message. Raises ValueError if the message is not complete."""
+    """Return the content of a message as a list of parts. Raises ValueError if the message is not
+    complete."""
     if item.get("status") not in ("completed", "incomplete", None):
         raise ValueError(f"sent a message with status {item['status']!r:.60}: is it complete?")
     content = item.get("content")
@@ -202,7 +207,8 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finish(response: ResponsesApiResponse, has_calls: bool, model: str) -> tuple[Finish, str]:
-    """Return how the reply ended, and the server's reason if it is incomplete."""
+    """Return how the reply ended, and the server's reason if the reply was filtered or cut. Raises
+    ServerFailed if the server failed."""
     details = response.incomplete_details
     reason = str(details.get("reason")) if isinstance(details, dict) else ""
     is_cut = any(item.get("status") == "incomplete" for item in response.output or ())

@@ -1,4 +1,4 @@
-"""Parses what a model's reply asks for: code to run, a final answer, or neither.
+"""Parse a model's reply to find out what it asks for: code to run, a final answer, or neither.
 
 The parser is tolerant and reports what it ignored. It accepts fences marked ``repl``, ``python`` or
 ``py``, a last fence that was never closed, fences inside strings of the code, native tool calls,
@@ -83,7 +83,7 @@ _VARIABLE = lazy_pattern(r"FINAL_VAR\s*+\([^()\n]*+\)")
 
 
 class FinalAnswer(msgspec.Struct, frozen=True):
-    """A final answer given as text."""
+    """A final answer that a model gave as text in its reply, such as ``FINAL(42)``."""
 
     text: str
     variable: bool = False
@@ -92,7 +92,8 @@ class FinalAnswer(msgspec.Struct, frozen=True):
     """True if ``text`` is the answer itself, neither a variable name nor a Python literal."""
 
     def literal(self) -> Any:
-        """Return the text's value as JSON or a Python literal, or the text itself if it is neither.
+        """Parse the answer's text as JSON or as a Python literal, and return the value. Text that
+        is neither is returned unchanged.
 
         >>> FinalAnswer('{"a": [true, NaN]}').literal(), FinalAnswer("{1: (2,)}").literal()
         ({'a': [True, nan]}, {1: (2,)})
@@ -108,9 +109,11 @@ class FinalAnswer(msgspec.Struct, frozen=True):
             return self.text
 
     def untyped(self) -> Any:
-        """Return the answer's value when no answer type is given. The text is read as JSON or as a
-        Python literal, with two exceptions that stay text: ``None`` or ``null``, and a number that
-        Python or JSON would write differently, such as 3.10 or 1e5."""
+        """Return the value of the answer for a question that does not demand a type.
+
+        The text is read as JSON or as a Python literal, with two exceptions that stay text:
+        ``None`` or ``null``, and a number that Python or JSON would write differently, such as 3.10
+        or 1e5."""
         value = self.literal()
         if value is None:
             return self.text
@@ -120,15 +123,16 @@ class FinalAnswer(msgspec.Struct, frozen=True):
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces names such as ``true`` by the values that they stand for."""
+    """Replaces the names of JSON constants, such as ``true``, by their Python values in a syntax
+    tree."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
 def _argument(text: str) -> ast.expr | None:
-    """Return ``text`` as the expression in ``FINAL(text)``; several arguments as a tuple; None if
-    it is not Python."""
+    """Parse the text inside ``FINAL(…)`` as a Python expression; several arguments become a tuple.
+    Returns None if the text is not valid Python."""
     if len(text) > _MAX_LITERAL_CHARS or call_end(f"{text}\n)", 0) != len(text) + 1:
         return None
     try:
@@ -146,9 +150,11 @@ _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorE
 
 
 def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
-    """Return the code that computes an answer which the model wrote as an expression in its text,
-    such as ``FINAL(len(found))``: a tuple with one cell. Return an empty tuple if the answer is a
-    name, a literal or plain words."""
+    """Return the code that computes a final answer which the model wrote as an expression, such as
+    ``FINAL(len(found))``.
+
+    The code is a tuple with one cell. The tuple is empty if the answer is a name, a literal or
+    plain words."""
     if final is None or final.variable or final.as_is:
         return ()
     argument = _argument(final.text)
@@ -161,7 +167,8 @@ def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
 
 
 class ParsedAction(msgspec.Struct, frozen=True):
-    """The parsed content of one reply, in order of execution: run the codes, then answer."""
+    """What a model's reply asks for, in order of execution: first run the code cells, then give the
+    final answer."""
 
     codes: tuple[str, ...] = ()
     tool_call_ids: tuple[str, ...] = ()
@@ -174,16 +181,19 @@ class ParsedAction(msgspec.Struct, frozen=True):
     not an answer."""
 
     def is_in_our_form(self, text: str) -> bool:
-        """True if the whole of ``text``, from which this was parsed, needs no other reading: it has
-        code or an answer, and no marks of another system."""
+        """Return True if a reply needs no other interpretation: it contains code or an answer in
+        the expected form, and no marks of another system. ``text`` is the reply from which this
+        action was parsed."""
         is_understood = bool(self.codes) or self.final is not None
         return is_understood and ">>>" not in text and "<|channel|>" not in text
 
 
 def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Return the action that a model's message asks for. ``is_cut`` is True if the reply was
-    truncated at its token limit. Then an unclosed last code fence and every ``FINAL(…)`` in the
-    text are ignored, because the missing rest could have changed them."""
+    """Parse a model's message into the code to run and the final answer.
+
+    ``is_cut`` is True if the reply was truncated at its token limit. Then an unclosed last code
+    fence and every ``FINAL(…)`` in the text are ignored, because the missing rest could have
+    changed them."""
     codes, prose, ignored = _fenced(message.content, is_cut)
     final, is_closed = _final_text(prose)
     if len(codes) == 1 and final is None and (final := _json_answer(codes[0])):
@@ -205,14 +215,14 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def prose_of(text: str) -> str:
-    """Return the prose of ``text`` without code, thinking and ``FINAL_VAR(name)``, or the whole
-    text if it contains none of these."""
+    """Return the prose of a reply, without its code, its thinking and ``FINAL_VAR(name)``. If the
+    reply contains none of these, the whole text is returned."""
     codes, prose, _ = _fenced(text)
     return _VARIABLE.sub("", prose if codes else without_thinking(text)).strip()
 
 
 def without_thinking(text: str) -> str:
-    """Return ``text`` without its thinking blocks, and with plain newlines."""
+    """Remove the thinking blocks from a reply, and normalise its line ends."""
     text = text.replace("\r\n", "\n")
     if "<think>" not in text and "</think>" not in text:
         return text
@@ -220,14 +230,15 @@ def without_thinking(text: str) -> str:
 
 
 def fences(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (language, content, whether it was closed) of each fence that is not run."""
+    """Yield the code fences of a reply that will not be run, such as unmarked ones. Each is a tuple
+    of the fence's language, its content, and whether it was closed."""
     for part in _parts(text):
         if part.fence is not None and not part.is_code:
             yield part.language, part.body, part.closed
 
 
 class _Part(NamedTuple):
-    """A section of prose, or a fence, without the thinking in it."""
+    """A section of prose in a reply, or a code fence, without the thinking in it."""
 
     text: str
     fence: re.Match[str] | None = None
@@ -246,7 +257,7 @@ class _Part(NamedTuple):
 
 
 def _parts(text: str) -> list[_Part]:
-    """Return the prose and the fences of ``text`` in order, without its thinking."""
+    """Split a reply into its prose and its code fences, in order, and drop its thinking."""
     parts: list[_Part] = []
     start = position = 0
     has_thought, num_tries = False, 0
@@ -281,10 +292,12 @@ def _end_of_thought(text: str, start: int) -> int:
 
 
 def _end_of_strings(text: str, start: int) -> int:
-    """Return the index from which the search for code fences and tags can continue after an opening
-    ``FINAL(``; ``start`` is the index just after the parenthesis. Lines inside the call's string
-    literals are skipped if they look like a fence or a tag. Returns ``start`` if there are none, or
-    if the call is not valid Python."""
+    """Find the position after an opening ``FINAL(`` from which the search for code fences and tags
+    can continue.
+
+    ``start`` is the index just after the parenthesis. Lines inside the call's string literals are
+    skipped if they look like a fence or a tag. Returns ``start`` if there are none, or if the call
+    is not valid Python."""
     newline = text.find("\n", start)
     end = call_end(text, start) if newline >= 0 else None
     if end is None or end < newline:
@@ -297,9 +310,10 @@ def _end_of_strings(text: str, start: int) -> int:
 
 
 def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part, int, bool, bool]:
-    """Parse the code fence whose first line is ``opening``. Returns four values: the fence; the
-    index after it; whether the fence turned out to be part of the model's thinking; and whether a
-    thinking block has been seen so far."""
+    """Parse the code fence whose first line is ``opening``.
+
+    Returns four values: the fence; the index after it; True if the fence turned out to be part of
+    the model's thinking; and True if a thinking block has been seen so far."""
     start = position = checked = min(opening.end() + 1, len(text))
     kept = [text[opening.start() : start]]
     body: list[str] = []
@@ -335,7 +349,8 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
 
 
 def _may_span(text: str, start: int, end: int) -> bool:
-    """True if a string between ``start`` and ``end`` may span several lines, which is rare."""
+    """Return True if a section of code may contain a string that spans several lines, which is
+    rare."""
     return (
         text.find('"""', start, end) >= 0
         or text.find("'''", start, end) >= 0
@@ -345,8 +360,8 @@ def _may_span(text: str, start: int, end: int) -> bool:
 
 @functools.lru_cache(64)
 def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
-    """Return a pattern for lines that may end a fence opened by ``num`` times ``character``:
-    closing lines and thinking tags."""
+    """Return a pattern for the lines that may end a code fence: closing lines and thinking tags.
+    ``num`` is how often the opening line of the fence repeats ``character``."""
     return re.compile(
         rf"^(?:(?P<close>[ \t]{{0,{indent + 3}}}+{re.escape(character)}{{{num},}}+[ \t]*+$)"
         r"|[ \t]*+(?P<think><think>)|(?P<thought>[ \t]*+</think>[ \t]*+$))",
@@ -355,7 +370,8 @@ def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """Return (code of each fence, text outside all fences and thinking, ignored parts)."""
+    """Return the code of each fence of a reply, the text outside all fences and thinking, and notes
+    about the parts that were ignored."""
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []
@@ -380,13 +396,13 @@ def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]
 
 
 def _dedented(body: str, indent: int) -> str:
-    """Return ``body`` without the indentation of its fence, as Markdown does."""
+    """Remove the indentation of a code fence from its content, as Markdown does."""
     return re.sub(rf"^[ \t]{{1,{indent}}}+", "", body, flags=re.MULTILINE) if indent else body
 
 
 def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
-    """Return the last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, and whether it was
-    closed."""
+    """Return the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line, or None, and whether
+    its parenthesis was closed."""
     final, is_closed = None, True
     position = num_tries = 0
     while match := _FINAL.search(prose, position):
@@ -460,8 +476,8 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
 
 
 def answer_of(value: Any) -> FinalAnswer:
-    """Return the final answer of a tool call, whose argument is a JSON value. A text that would be
-    read as another value is quoted."""
+    """Convert the argument of a tool call that gives the final answer, a JSON value, to a
+    ``FinalAnswer``. A text that would be read as another value is quoted."""
     if isinstance(value, str) and FinalAnswer(value).literal() == value:
         return FinalAnswer(value)
     return FinalAnswer(repr(value))
