@@ -1,12 +1,12 @@
-"""The command that installs an optional extra beside the Ramify that runs.
+"""The command that installs an optional extra for the installation of Ramify that is running.
 
     install_command("ray")    pip install -e '/home/me/ramify[ray]'    from a clone, editable
                               pip install '/home/me/ramify[ray]'       from a folder or a wheel
                               pip install 'ramify[ray]'                from a package index
 
-A name alone would fail wherever no index has the package, and install another version elsewhere.
-Decides the command by what the installer recorded (``direct_url.json``, PEP 610). Not here: which
-package belongs to which extra (``pyproject.toml``).
+A package name alone would fail if no index has the package, and might install another version. So
+the command is derived from what the installer recorded (``direct_url.json``, PEP 610). Which
+package belongs to which extra is defined in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(*extras: str) -> str:
-    """Return the ``pip install`` line that adds ``extras`` to this installation."""
+    """Return the ``pip install`` command that adds optional extras to this installation."""
     from importlib import metadata  # takes 10 ms, and only errors need it
 
     try:
@@ -29,7 +29,8 @@ def install_command(*extras: str) -> str:
 
 
 def command_for(record: str | None, extras: tuple[str, ...]) -> str:
-    """Return the command for the text of a ``direct_url.json``, or None without that file."""
+    """Return the ``pip install`` command for an installation. ``record`` is the text of its
+    ``direct_url.json``, or None if there is no such file."""
     named = f"[{','.join(extras)}]"
     origin = json.loads(record) if record else {}
     url = urlsplit(origin.get("url", ""))

@@ -1,11 +1,11 @@
-"""Patterns that are compiled when they are first used.
+"""Regular expressions that are compiled when they are first used, so that programs start faster.
 
     _DATE = lazy_pattern(r"\\d{4}-\\d\\d-\\d\\d")
     _DATE.search(text)
 
-A hundred patterns take 15 ms to compile, which every start of a program would pay, and a question
-uses few of them. Use ``re.compile`` where a pattern is an argument of a function of ``re``, or
-where its type or identity matters: a match has the compiled pattern.
+A hundred patterns take 15 ms to compile, which every start of a program would pay, although few of
+them are used. Use ``re.compile`` if a pattern is passed to a function of ``re``, or if its type or
+identity matters: the ``re`` attribute of a match is the compiled pattern.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, cast
 
 
 class LazyPattern:
-    """Stands for a compiled pattern; compiles it at the first use of an attribute."""
+    """An object in place of a compiled regular expression, which it compiles at the first use of an
+    attribute."""
 
     def __init__(self, text: str, flags: int) -> None:
         self._text = text
@@ -28,5 +29,6 @@ class LazyPattern:
 
 
 def lazy_pattern(text: str, flags: int = 0) -> re.Pattern[str]:
-    """Like ``re.compile``, but an error in the pattern appears at its first use."""
+    """Return a regular expression that is compiled when it is first used. An error in the pattern
+    is only raised then."""
     return cast("re.Pattern[str]", LazyPattern(text, flags))

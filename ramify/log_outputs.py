@@ -1,16 +1,18 @@
-"""Handlers and formatters of log records: a terminal, a file, another process.
+"""Handlers and formatters for log records, which can go to a terminal, to a file, or to another
+process.
 
     Console         ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
     FileLogHandler  ``OUT/run.log``, of a run's process and its child processes
     Sender          the trainer, from a rollout worker
 
-Decides levels per room, the form of a line, and that a full disk or a closed terminal never ends a
-run. A line is one for a file, a short one for a terminal, or a JSON object:
+This module decides the log levels of each part of the package, and the form of a line. It also
+ensures that a full disk or a closed terminal never ends a run. A line has a long form for files, a
+short one for terminals, or is a JSON object:
 
     2026-11-22T09:15:00.123Z WARNING train my-run restart: worker 2 is lost  worker=2
     09:15:00 warning train restart: worker 2 is lost  worker=2
 
-Not here: what a record holds, and which handlers receive it (``logging.py``).
+What a record contains, and which handlers receive it, is decided by ``logging.py``.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ ROOMS = [
 
 
 def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
-    """Parse a setting such as ``engine=debug,info``. Returns the level for each room (a package
-    with its own logger; ``""`` stands for all), and one line for each part that is wrong."""
+    """Parse a setting of log levels such as ``engine=debug,info``. Returns the level for each part
+    of the package that has its own logger (``""`` for all others), and an error message for each
+    item that is wrong."""
     from difflib import get_close_matches
 
     levels: dict[str, int] = {}
@@ -73,9 +76,8 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
 
 
 def levels_from(level: int) -> dict[str, int]:
-    """Return the log level for each room, a package with its own logger; ``""`` stands for all
-    rooms. The level is ``level``, or a lower one where the variable ``RAMIFY_LOG`` asks for
-    more."""
+    """Return the log level for each part of the package that has its own logger, with ``""`` for
+    all others. It is ``level``, or a lower one if the variable ``RAMIFY_LOG`` asks for more."""
     levels, _ = levels_of(os.environ.get(VARIABLE, ""))
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
@@ -106,7 +108,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object."""
+    """Formats a log record as one JSON object, on one line."""
 
     def format(self, record: LogRecord) -> str:
         runs, process = runs_of(record), _process_of(record)
@@ -129,18 +131,19 @@ class JsonFormatter(logging.Formatter):
 
 
 def room_of(record: LogRecord) -> str:
-    """Return the room that a record belongs to: ``engine`` for the logger ``ramify.engine.x``."""
+    """Return the part of the package to which a log record belongs: ``engine`` for the logger
+    ``ramify.engine.x``."""
     return record.name.removeprefix("ramify.").partition(".")[0]
 
 
 def runs_of(record: LogRecord) -> tuple[str, ...]:
-    """Ids of the record's runs, outermost first."""
+    """Return the ids of the runs during which a log record was made, the outermost first."""
     given = vars(record)
     return (*given["outer_runs"], given["run"]) if given["run"] else ()
 
 
 def text_of(record: LogRecord) -> str:
-    """Message of a record on one line."""
+    """Return the message of a log record on one line."""
     return _one_line(record.getMessage())
 
 
@@ -173,12 +176,11 @@ def _printable(char: str) -> str:
 
 
 class _ComponentLogHandler(logging.Handler):
-    """A log handler with a separate level for each room, that is, for each package with a
-    logger."""
+    """A log handler with a separate level for each part of the package that has its own logger."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
-        """``levels`` maps the name of a room to its log level; ``""`` stands for all other
-        rooms."""
+        """Create a handler. ``levels`` maps the name of a logger, such as ``engine``, to its log
+        level; ``""`` is for all others."""
         super().__init__(min(levels.values(), default=INFO))
         self.levels = dict(levels)
         self.is_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
@@ -196,15 +198,16 @@ class FileLogHandler(_ComponentLogHandler):
     Several processes may append to the same file."""
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
-        """The file is created at the first record, and only its owner can read it. With ``waits``,
-        records are kept in memory until ``begin`` is called."""
+        """Create a handler for the file at ``path``. The file is created at the first record, and
+        only its owner can read it. With ``waits``, records are kept in memory until ``begin`` is
+        called."""
         super().__init__(levels_from(INFO))
         self.path = path
         self._fd: int | None = None
         self._held: list[LogRecord] | None = [] if waits else None
 
     def begin(self) -> None:
-        """Write the records that were held back, and from now on every record."""
+        """Write the records that were kept in memory, and from now on every new one."""
         held, self._held = self._held, None
         for record in held or ():
             self.handle(record)
@@ -222,7 +225,7 @@ class FileLogHandler(_ComponentLogHandler):
             os.write(self._fd, line.encode("utf-8", "backslashreplace") + b"\n")
 
     def close(self) -> None:
-        """Close the file. A later record opens it again, since ``logging.config`` closes all
+        """Close the file. A later record opens it again, because ``logging.config`` closes all
         handlers of a process."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
@@ -231,13 +234,13 @@ class FileLogHandler(_ComponentLogHandler):
 
 
 class ConsoleLogHandler(_ComponentLogHandler):
-    """Shows log records on a terminal: those that are marked to be shown, and in a short form those
-    that the log levels ask for."""
+    """Shows log records on a terminal: those that a command marks to be shown, and also those that
+    the log levels ask for, in a short form."""
 
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
     ) -> None:
-        """``show`` prints one line."""
+        """Create a handler that prints each line with ``show``."""
         super().__init__(levels or {})
         self.show = show
         self.hidden: set[str] = set()
@@ -263,7 +266,8 @@ class ConsoleLogHandler(_ComponentLogHandler):
 
 
 class ForwardedLogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A record on its way from another process, which may run model-written code."""
+    """A log record that is sent from one process to another. The sender may run code written by a
+    model, so the record contains plain data only."""
 
     room: str
     level: int
@@ -275,7 +279,7 @@ class ForwardedLogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ForwardingLogHandler(_ComponentLogHandler):
-    """Passes log records of level INFO and above to another process."""
+    """Sends log records of level INFO and above to another process."""
 
     def __init__(self, send: Callable[[ForwardedLogRecord], None]) -> None:
         super().__init__(levels_from(INFO))

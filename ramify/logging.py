@@ -1,4 +1,5 @@
-"""The ``ramify`` logger tree: one logger per room; records have an event, fields and a run's id.
+"""Logging for the whole package. Each part of the package has a logger below ``ramify``, and a
+record contains the name of an event, fields and the id of a run.
 
     log = ComponentLogger("clients")                        the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
@@ -13,13 +14,14 @@ around it, such as the training run of a rollout), ``fields`` (a dict) and ``sho
 command prints it without ``-v``). Secrets are removed before any handler sees the record, also from
 exceptions. A call whose level no handler takes costs two comparisons.
 
-``RAMIFY_LOG=engine=debug,train=info`` (or ``RAMIFY_LOG=debug``) writes records to stderr, in
-library code too; ``RAMIFY_LOG_FORMAT=json`` writes them, and run logs, as JSON lines. A wrong part
-is reported in one line and ignored: a setting for diagnosis must not stop a run. Progress (see
-progress.py) is recorded only by ``progress=info``.
+``RAMIFY_LOG=engine=debug,train=info`` (or ``RAMIFY_LOG=debug``) writes records to stderr, also when
+Ramify is used as a library; ``RAMIFY_LOG_FORMAT=json`` writes them, and run logs, as JSON lines. A
+part of the setting that is wrong is reported in one line and ignored, because a setting for
+diagnosis must not stop a run. Progress (see ``progress.py``) is recorded only with
+``progress=info``.
 
-Not here: the events of a run (see types/event.py), and the lines, files and levels of the handlers
-(``log_outputs.py``).
+The events of a run are defined in ``types/event.py``; lines, files and levels are handled in
+``log_outputs.py``.
 """
 
 from __future__ import annotations
@@ -68,14 +70,14 @@ _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", defaul
 
 
 class LogRedactionFilter(logging.Filter):
-    """Gives each record its runs, removes secrets from it and bounds its length. It changes the
-    record itself, since the application's handlers receive the same one."""
+    """Removes secrets from each log record, limits its length, and adds the ids of the current
+    runs. It changes the record itself, since the application's handlers receive the same one."""
 
     def filter(self, record: LogRecord) -> bool:
         secrets = SecretRedactor()
 
         def plain(value: Any) -> Any:
-            """A field as JSON can hold it: a number, or text without secrets."""
+            """Return a field in a form that JSON can hold: a number, or text without secrets."""
             if value is None or isinstance(value, bool | int):
                 return value
             if isinstance(value, float):
@@ -122,15 +124,16 @@ _outputs.addHandler(logging.NullHandler(OFF))  # without a handler, Python print
 
 
 class ComponentLogger:
-    """The logger of one room, a part of the package such as ``train``. ``shown=True`` marks a
-    record that a command prints without ``-v``."""
+    """The logger of one part of the package, such as ``train``. A record logged with ``shown=True``
+    is printed by commands even without ``-v``."""
 
     def __init__(self, room: str) -> None:
         self.room = room
         self._logger = logging.getLogger(f"ramify.{room}")
 
     def wants(self, level: int) -> bool:
-        """True if a record of ``level`` goes anywhere: ask before preparing expensive fields."""
+        """Return True if any handler takes records of this level. Ask before computing expensive
+        fields."""
         return level >= _outputs.level or self._logger.isEnabledFor(level)
 
     def debug(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
@@ -162,14 +165,14 @@ class ComponentLogger:
     def warn(
         self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
     ) -> None:
-        """Issue a Python warning, and log it as the event ``warning``, which the current run's
-        journal keeps."""
+        """Issue a Python warning, and log it as the event ``warning``, which is also recorded in
+        the journal of the current run."""
         fields = {"category": category.__name__}
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
         warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: ForwardedLogRecord, process: str) -> None:
-        """Emit a record of another process here, under its own run."""
+        """Log a record that was received from another process, under its own run."""
         fields = {**sent.fields, "process": process}
         current = _runs.get() or _process_runs
         with _given(_runs, (*current, *(run for run in sent.runs if run not in current))):
@@ -185,8 +188,8 @@ class ComponentLogger:
         error: BaseException | None = None,
         depth: int = 1,
     ) -> str:
-        """Pass a record to all handlers, and return its message as they see it. ``depth`` is the
-        number of calls between this class and the place of the record."""
+        """Pass a record to all handlers, and return its message with secrets removed. ``depth`` is
+        the number of calls between this class and the code that logs."""
         logger = self._logger
         path, line, function, _ = logger.findCaller(stacklevel=depth + 2)
         trace = (type(error), error, error.__traceback__) if error is not None else None
@@ -201,8 +204,8 @@ class ComponentLogger:
 
 
 class _PlainRecords(logging.NullHandler):
-    """Passes records of plain ``logging.getLogger("ramify.…")`` calls, such as a plug-in's, to the
-    attached handlers."""
+    """Passes records of plain ``logging.getLogger("ramify.…")`` calls, such as those of a plug-in,
+    to the attached handlers."""
 
     def handle(self, record: LogRecord) -> bool:
         if not hasattr(record, "is_filtered"):
@@ -232,7 +235,7 @@ def in_run(
     *,
     all_threads: bool = False,
 ) -> Iterator[None]:
-    """Add the id of a run to all log records of this block, and of the tasks and threads that
+    """Add the id of a run to all log records of a ``with`` block, and of the tasks and threads that
     inherit its context. ``on_warning`` is called with the text of each warning. With
     ``all_threads``, records of threads that inherit no context get the id too; use it if this
     process has only one run."""
@@ -249,20 +252,20 @@ def in_run(
 
 
 def in_outermost_run() -> contextlib.AbstractContextManager[None]:
-    """Log the records of this block under the outermost run alone. Use it for an event that
+    """Log the records of a ``with`` block under the outermost run alone. Use this for an event that
     concerns the outermost run, but was noticed by a run inside it, such as a rollout of a training
     run."""
     return _given(_runs, (_runs.get() or _process_runs)[:1])
 
 
 def collect_warnings() -> None:
-    """From now on, keep the texts of warnings that are logged outside of a run, for the next run of
-    this context."""
+    """Begin to keep the texts of warnings that are logged outside of a run, for the next run that
+    starts in this context."""
     _collected.set([])
 
 
 def take_collected() -> list[str]:
-    """Return the warnings that have been kept for the next run, and forget them."""
+    """Return the warnings that were kept for the next run, and forget them."""
     collected = _collected.get() or []
     texts = collected.copy()
     collected.clear()
@@ -282,7 +285,8 @@ def _tell_run(text: str) -> None:
 
 @contextlib.contextmanager
 def attached(handler: Handler) -> Iterator[None]:
-    """While the block runs, send all log records of Ramify to ``handler`` too."""
+    """Send all log records of Ramify to a handler while a ``with`` block runs, in addition to other
+    handlers."""
     attach(handler)
     try:
         yield
@@ -291,14 +295,13 @@ def attached(handler: Handler) -> Iterator[None]:
 
 
 def attach(handler: Handler) -> None:
-    """Send all log records of Ramify to ``handler`` too, until ``detach`` is called and whatever
-    levels the application sets. A handler whose level is not set does not cause records below INFO
-    to be created."""
+    """Send all log records of Ramify to a handler until ``detach`` is called, whatever levels the
+    application sets. A handler without a level gets records of INFO and above."""
     _set_handlers([*_outputs.handlers, handler])
 
 
 def detach(handler: Handler) -> None:
-    """Stop sending log records to ``handler``. Does nothing if the handler is not attached."""
+    """Stop sending log records to a handler. Does nothing if the handler is not attached."""
     _set_handlers([other for other in _outputs.handlers if other is not handler])
 
 
@@ -308,8 +311,9 @@ def _set_handlers(handlers: list[Handler]) -> None:
 
 
 def configure(show: Callable[[str], None], verbosity: int = 0) -> None:
-    """Attach the console of this process, replacing an earlier one. ``verbosity`` is the number of
-    ``-v``: 1 for INFO, 2 for DEBUG. A wrong ``RAMIFY_LOG`` is reported by ``show``."""
+    """Show log records on the console of this process, replacing an earlier setting. ``verbosity``
+    is the number of ``-v`` options: 1 for INFO, 2 for DEBUG. ``show`` prints a line; it also
+    reports a wrong ``RAMIFY_LOG``."""
     levels, problems = levels_of(os.environ.get(VARIABLE, ""))
     if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
         show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
@@ -329,7 +333,7 @@ def configure(show: Callable[[str], None], verbosity: int = 0) -> None:
 
 
 def current_console() -> ConsoleLogHandler | None:
-    """The console that ``configure`` attached."""
+    """Return the console handler that ``configure`` attached, or None."""
     return next((each for each in _outputs.handlers if isinstance(each, ConsoleLogHandler)), None)
 
 
@@ -344,9 +348,10 @@ def _to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
-    """The log file of the run ``id``, for all threads and child processes of this process. It
-    takes records of INFO and above, and more if ``RAMIFY_LOG`` asks for more. Nothing is written
-    before its ``begin``, so that a run with a wrong configuration leaves no file."""
+    """Write the log records of a run to a file, for all threads and child processes of this
+    process, while a ``with`` block runs. The file gets records of INFO and above, and more if
+    ``RAMIFY_LOG`` asks for more. Nothing is written before its ``begin`` is called, so that a run
+    with a wrong configuration leaves no file."""
     file = FileLogHandler(path, waits=True)
     variables = {_FILE_VARIABLE: str(path.absolute()), _RUN_VARIABLE: id}
     before = {name: os.environ.get(name) for name in variables}
@@ -364,9 +369,9 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
 
 
 def join_run(process: str) -> None:
-    """Write the log records of this child process to the log of the run that started it, under the
-    name ``process``. Nothing is written if no run started this process, or if the run's folder is
-    not on this machine."""
+    """Write the log records of this child process to the log of the run that started it, marked
+    with the name ``process``. Nothing is written if no run started this process, or if the run's
+    folder is not on this machine."""
     global _process, _process_runs
     file = Path(os.environ.get(_FILE_VARIABLE, ""))
     if file.name:

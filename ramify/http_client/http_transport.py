@@ -714,8 +714,8 @@ class ResponseReader:
         return taken
 
     def close(self) -> None:
-        """Release the parser. It and this object refer to each other, so neither would be freed
-        promptly."""
+        """Release the parser, so that memory is freed promptly: the parser and this object refer to
+        each other."""
         self._parser = None
 
     def feed(self, data: bytes) -> None:

@@ -114,8 +114,8 @@ class ServerConnectionManager:
 
 
 class HttpServerConnection(web.RequestHandler):
-    """A connection that aiohttp serves, with limits on the size of a request's head and on the time
-    that the head may take."""
+    """An aiohttp connection with limits on the size of a request's head, and on the time until the
+    head has arrived."""
 
     def __init__(
         self,

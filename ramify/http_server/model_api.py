@@ -1,5 +1,5 @@
-"""The interface between the HTTP APIs of one model and the model that answers: a request in the
-format of an API, the model, and what all APIs share.
+"""The interface between the HTTP APIs of one model and the model that answers their requests, with
+functions that all these APIs share.
 
     body ── completions.read ────┐                                 ┌─ body
             responses_api.read ──┼─> ModelApiExchange ─ request ─> ServedModel ─ replies ─> exchange
@@ -114,8 +114,8 @@ class ToolChoice(msgspec.Struct, frozen=True):
     """If False, a reply with more than one tool call is an error."""
 
     def check(self, reply: Reply) -> None:
-        """Raise RequestRejected if a reply does not call the tools that it must, or calls
-        others."""
+        """Raise RequestRejected if a reply does not call a tool although it must, or calls one that
+        is not allowed."""
         called = [call.name for call in reply.message.tool_calls]
         others = [name for name in called if self.names and name not in self.names]
         problem = ""
@@ -224,9 +224,9 @@ def check_top_logprobs(number: int | None) -> int:
 
 
 def schema_in(format: Any, where: str) -> dict[str, Any] | None:
-    """Return the JSON schema in the response format of a request to either API of OpenAI, or None
-    if the reply may be any text. ``where`` names the field for errors. Raises RequestRejected for
-    another format."""
+    """Return the JSON schema in the response format of a request to either OpenAI API, or None if
+    the reply may be any text. ``where`` names the field for errors. Raises RequestRejected if the
+    response format is not supported."""
     kind = format.get("type") if isinstance(format, dict) else None
     if format is None or kind == "text":
         return None

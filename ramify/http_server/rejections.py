@@ -35,8 +35,8 @@ _ANTHROPIC_KINDS = {
 
 
 class RequestRejected(Exception):
-    """Raised to answer a request with an error response. The text of the exception is what the
-    client gets to read."""
+    """Raised to answer a request with an error response. The text of the exception is the message
+    for the client."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class RequestRejected(Exception):
         return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, http: web.Request | None = None) -> web.Response:
-        """Return the response to a rejected request, in the format of the API that the request
-        uses, or of OpenAI's without a request."""
+        """Return the error response, in the format of the API that the request ``http`` uses.
+        Without a request, the format is OpenAI's."""
         is_anthropic = http is not None and asks_anthropic(http)
         body = self.anthropic_body() if is_anthropic else self.body()
         headers = (

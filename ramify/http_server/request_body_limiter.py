@@ -1,5 +1,5 @@
-"""Reception of request bodies, with limits on their total size in memory and on how long each may
-take.
+"""This module reads the bodies of requests, with limits on their total size in memory and on how
+long each may take.
 
     async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
         request = decode(body)

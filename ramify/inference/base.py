@@ -59,19 +59,19 @@ class InferenceClient(Client, Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the policy whose weights answer now."""
+        """The version of the weights that the engine uses now."""
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the engine's weights by ``weights`` with the given version number, and clear
-        everything that was cached under the old ones. A reply in progress continues under the new
-        weights; its ``versions`` records which tokens each version sampled."""
+        """Replace the engine's weights with ``weights``, whose version number is ``version``, and
+        clear everything that was cached under the old ones. A reply in progress continues under the
+        new weights; its ``versions`` records which tokens each version sampled."""
         ...
 
     async def fingerprint(self) -> str | None:
-        """Return a fingerprint of the weights that answer now, which is equal for equal weights. It
-        is computed as in ``models.fingerprint``. None if the engine stores its weights in another
-        layout."""
+        """Return a fingerprint of the weights that the engine uses now. It is equal for equal
+        weights, and computed as in ``models.fingerprint``. None if the engine stores its weights in
+        another layout."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:

@@ -1,4 +1,5 @@
-"""Maps: one question asked of every row of a table, as one stored run of many small trees.
+"""Maps, which ask the same question about every row of a table. Each map is stored as one run that
+consists of many small ones.
 
     rows ──> RowQuestionMaker ─┬─> RowAnsweringMethod ──> MapJournal ──> MapOutput, in order
              (template)        │   plain call or session       ▲
@@ -25,8 +26,8 @@ one worker: an engine that answers parts | | `ray_data_stage.py` | a worker as a
 Data pipelines | | `shared_budget.py` | one budget and one rate limit for all workers | | `api.py` |
 `ramify.map` and `ramify.amap` |
 
-A row that needs a session is an ordinary run, which the map's journal names. There are two places
-for extensions: a new way of answering a row is a `RowAnsweringMethod` in `means_of`, and several
-processes share a budget through the `shared` ledger of their ledgers. Not here: how one question
-is answered (`ramify/engine`).
+A row that needs a session is answered by an ordinary run, which the map's journal names. There are
+two ways to extend maps: a new way of answering a row is a `RowAnsweringMethod` in `means_of`, and
+several processes share a budget through the `shared` ledger of their ledgers. How a single question
+is answered is defined in `ramify/engine`.
 """

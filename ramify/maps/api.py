@@ -1,9 +1,10 @@
-"""``ramify.map`` and ``ramify.amap``: one question asked of every row of a table.
+"""The functions ``ramify.map`` and ``ramify.amap``, which ask the same question about every row of
+a table.
 
     result = ramify.map("Is this a complaint?", "tickets.jsonl", "openai:gpt-5-mini", out="a.jsonl")
     table = ramify.map("Is {subject} urgent?", frame, "openai:gpt-5-mini", answer_type=bool).table
 
-Not here: the command (``ramify/cli/map_command.py``) and the work (``map_run.py``).
+The command is in ``ramify/cli/map_command.py``, and the work is done by ``map_run.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ UNLIMITED = 10**15
 
 
 def budget_of(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
-    """Return the limits of all rows together. If ``max_cost`` is None, the limit is 5 dollars for a
-    model that has a price."""
+    """Return the limits for all rows of a map together. If ``max_cost`` is None, the limit is 5
+    dollars for a model that has a price."""
     return Limits(
         max_calls=UNLIMITED if max_calls is None else max_calls,
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
@@ -42,9 +43,9 @@ def _path_of(out: str | Path | None) -> Path | None:
 
 
 def make_worker_rlm_factory(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
-    """Return a function that creates the RLM of a worker on another machine. Raises ConfigError if
-    the model is not given by name: a model object may hold a key, and cannot be sent to another
-    process."""
+    """Return a function with which a worker on another machine creates its RLM. Raises ConfigError
+    if the model is not given by name, because a model object may hold a key and cannot be sent to
+    another process."""
     names = [model] if isinstance(model, str) else model
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -81,7 +82,8 @@ async def amap(
     store: RunStore | None = None,
     **options: Any,
 ) -> MapResult:
-    """Ask ``question`` of each row of ``rows``, on the caller's event loop.
+    """Ask a question about each row of a table, and return the answers. This is the version of
+    ``map`` for asynchronous code.
 
     question      a question, for which each row is the context, or a template over columns:
                   ``"Is {subject} a complaint?"``
@@ -156,7 +158,7 @@ async def _map_on_ray(
     store: RunStore | None,
     options: dict[str, Any],
 ) -> MapResult:
-    """Ask the question of each row on a Ray cluster."""
+    """Ask a question about each row of a table, with workers on a Ray cluster."""
     from ramify.maps.ray_map import RayMapRun
 
     paths = [rows] if isinstance(rows, str | Path) else rows
@@ -173,8 +175,8 @@ async def _map_on_ray(
 
 
 def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
-    """Ask ``question`` of each row of ``rows`` and wait for all answers. The options are those of
-    ``amap``, which does the same on the caller's event loop.
+    """Ask a question about each row of a table, wait for all answers, and return them. The options
+    are those of ``amap``, the version for asynchronous code.
 
     >>> model = testing.ScriptedClient(lambda messages: "yes")
     >>> ramify.map("Is this a question?", ["Why?"], model).table

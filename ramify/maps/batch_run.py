@@ -1,16 +1,17 @@
-"""The rows of a map that go through a provider's batch API: at half the price, within a day.
+"""This module answers the rows of a map through a provider's batch API, at half the price and
+within a day.
 
     rows that one request answers ── reserve all ── split ──┐
                                                             ▼
     {"b"} each request ── {"w"} key ── upload ── {"u"} id ── wait ── {"r"} {"x"} {"e"} ── {"v"}
                              └── killed here: the provider's list is searched for the key
 
-Each line is written before it is acted on, so the same command finds every batch again after a
-kill at any moment, and uploads nothing twice. A row without a result, since its batch expired or
-the provider failed, is put into a further batch, at most three times. When all batches are
-collected, the rows have their replies in the journal, and the map continues as after any
-interruption: it reads the answers, repairs those that do not fit a schema by direct calls, and
-writes its output. Not here: the providers' interfaces (``ramify/clients/batches.py``).
+Each line of the journal is written before what it describes is done, so the same command finds
+every batch again after a kill at any moment, and uploads nothing twice. A row without a result,
+because its batch expired or the provider failed, is put into a further batch, at most three times.
+When the results of all batches have been downloaded, the replies are in the journal, and the map
+continues as after any interruption: it reads the answers, repairs those that do not fit a schema by
+direct calls, and writes its output. The providers' interfaces are in ``ramify/clients/batches.py``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ OnStop = Callable[[str, Any], None]
 
 
 class BatchQuestion(msgspec.Struct, frozen=True):
-    """A question that will be uploaded in a batch."""
+    """A question of a map that will be uploaded as one request of a batch."""
 
     row: int
     """The first row that asks it."""
@@ -97,7 +98,8 @@ class BatchQuestion(msgspec.Struct, frozen=True):
 
 
 class MapBatchJobs:
-    """All batches of one map: those of earlier starts, and those that are uploaded now."""
+    """All batches of one map: those that earlier starts of it uploaded, and those that are uploaded
+    now."""
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class MapBatchJobs:
         retry_failed: bool,
         max_rows: int | None,
     ) -> None:
-        """Collects only the batches of earlier starts if ``uploads`` is false. Raises ConfigError
-        if the model has no batch API."""
+        """Prepare to upload and download batches. If ``uploads`` is False, only the results of
+        earlier batches are downloaded. Raises ConfigError if the model has no batch API."""
         self._calls = calls
         self._journal = journal
         self._recorded = recorded
@@ -139,8 +141,8 @@ class MapBatchJobs:
 
     @property
     def waiting(self) -> list[tuple[str, int]]:
-        """The batches that are not collected yet, each as (id, number of requests without a
-        result)."""
+        """The batches whose results have not been downloaded yet: the id of each, and the number of
+        its requests without a result."""
         return [(each.id, len(each.waiting)) for each in self._batches.values()]
 
     @property
@@ -148,15 +150,15 @@ class MapBatchJobs:
         return self._api.provider
 
     def halt(self) -> None:
-        """Stop waiting. The batches remain at the provider."""
+        """Stop waiting for batches. They continue at the provider."""
         self._halted.set()
 
     async def run(
         self, on_stop: OnStop, meanwhile: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Upload the rows that are not in a batch yet, and collect all batches, while ``meanwhile``
-        runs. ``on_stop`` is called with the reason if the map must stop early. Raises ConfigError
-        before anything is uploaded if the budget does not cover all rows."""
+        """Upload the rows that are not in a batch yet, and wait for the results of all batches,
+        while ``meanwhile`` runs. ``on_stop`` is called with the reason if the map must stop early.
+        Raises ConfigError before anything is uploaded if the budget does not cover all rows."""
         self._on_stop = on_stop
         for batch in self._batches.values():
             for _, amount in batch.waiting.values():
@@ -172,7 +174,7 @@ class MapBatchJobs:
                 await self._prepare()
 
     async def _prepare(self) -> None:
-        """Upload the rows that are not in a batch, if the budget covers them now."""
+        """Upload the rows that are not in a batch yet, if the budget covers them now."""
         if not self._uploads:
             return
         num, most = await self._needed()
@@ -186,8 +188,8 @@ class MapBatchJobs:
     # --- what is uploaded -------------------------------------------------------------------------
 
     async def _needed(self) -> tuple[int, BudgetAmount]:
-        """Return the number of requests to upload, and an upper bound on the resources that they
-        use together."""
+        """Return the number of requests to upload, and an upper bound on the tokens and costs of
+        all of them."""
         num, most = 0, BudgetAmount()
         for each in self._rows():
             num, most = num + 1, most.plus(each.most)
@@ -196,7 +198,8 @@ class MapBatchJobs:
         return num, most
 
     def _rows(self) -> Iterator[BatchQuestion]:
-        """Yield each question that one request answers and that is neither known nor in a batch."""
+        """Yield each question that a single request can answer, and that is neither answered nor in
+        a batch."""
         taken = {
             digest_to_int(self._first(offset).digest)
             for batch in self._batches.values()
@@ -276,7 +279,7 @@ class MapBatchJobs:
             await self._create(batch, lines)
 
     def _prepared(self, rows: list[BatchQuestion]) -> OpenBatch:
-        """Record a batch that is about to be uploaded, and return it."""
+        """Record in the journal that a batch will be uploaded, and return the batch."""
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
@@ -303,7 +306,7 @@ class MapBatchJobs:
 
     async def _create(self, batch: OpenBatch, lines: list[bytes]) -> None:
         """Upload a batch, and record its id. If the provider's reply is lost, the batch may exist
-        there all the same."""
+        there nevertheless, so it is searched for."""
         sent, failed = batch.sent, 0
         while not batch.id and not self._halted.is_set():
             try:
@@ -322,7 +325,8 @@ class MapBatchJobs:
         self._accepted(batch)
 
     async def _find(self, batch: OpenBatch) -> None:
-        """Search the provider's list for a batch whose upload was interrupted, and note its id."""
+        """Search the provider's list for a batch whose upload was interrupted, and set its id if it
+        is found."""
         sent = batch.sent
         found = await self._steadily(
             lambda: self._api.candidates(sent.key, sent.num, sent.at), "the list of batches"
@@ -352,7 +356,8 @@ class MapBatchJobs:
             self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
 
     def _give_up(self, batch: OpenBatch, why: str) -> None:
-        """End a batch that the provider has refused as a whole. Its rows were not asked."""
+        """Record that the provider has refused a whole batch, whose rows were therefore not asked,
+        and stop the map."""
         self._end(batch, why, why)
         self._on_stop(why, "failed")
         self.halt()
@@ -378,7 +383,7 @@ class MapBatchJobs:
             waited += 1
 
     async def _find_or_create(self, batch: OpenBatch) -> None:
-        """Find the batch at the provider if an earlier process uploaded it; otherwise upload it
+        """Find a batch at the provider if an earlier process uploaded it; otherwise upload it
         now."""
         await self._find(batch)
         if batch.id:
@@ -425,8 +430,8 @@ class MapBatchJobs:
         return True
 
     async def _take(self, batch: OpenBatch, result: BatchResult, found: _Collected) -> None:
-        """Record the result of one row. A result that is already recorded is ignored, since a
-        repeated download has it again."""
+        """Record the result of one row. A result that is already recorded is ignored, because a
+        repeated download contains it again."""
         key, _, digits = result.custom_id.rpartition("-")
         number = int(digits) if digits.isascii() and digits.isdigit() else -1
         if key != batch.sent.key or number not in batch.waiting:
@@ -467,8 +472,8 @@ class MapBatchJobs:
         error: ModelError,
         found: _Collected,
     ) -> None:
-        """Record a row without a reply. It is asked again in a later batch, or has failed for
-        good."""
+        """Record that a row got an error instead of a reply. The row is asked again in a later
+        batch, or has failed for good."""
         if isinstance(error, Refused):
             self._client.adapt(error)
             if error.needs_key:
@@ -502,8 +507,8 @@ class MapBatchJobs:
         self.ended.add(number)
 
     def _end(self, batch: OpenBatch, status: str, why: str) -> None:
-        """Record the end of a batch. Each row without a result is recorded as a failed attempt,
-        which may be tried again."""
+        """Record that a batch has ended. Each row without a result is recorded as a failed attempt,
+        which may be repeated."""
         error = ServerFailed(why)
         for offset, _ in list(batch.waiting.values()):
             self._missed(batch, self._first(offset), error, may_return=True)
@@ -515,8 +520,8 @@ class MapBatchJobs:
     async def _steadily(
         self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
     ) -> _Value | None:
-        """Await ``ask()``, and repeat it after transient failures. Returns None if the map stops
-        first. If ``is_patient``, a network failure never ends the attempts."""
+        """Await the result of ``ask()``, and repeat it after transient failures. Returns None if
+        the map is stopped first. If ``is_patient``, a network failure never ends the attempts."""
         failed = 0
         while not self._halted.is_set():
             try:
@@ -557,7 +562,7 @@ class MapBatchJobs:
 
 
 class _Collected(msgspec.Struct):
-    """What was found while the results of one batch were collected, apart from the replies."""
+    """What was found while the results of one batch were downloaded, apart from the replies."""
 
     num_cancelled: int = 0
     cause: Refused | None = None
@@ -565,7 +570,7 @@ class _Collected(msgspec.Struct):
 
 
 def batch_client(calls: DirectCalls) -> BatchCapableClient:
-    """Return the client of the model. Raises ConfigError if it has no batch API."""
+    """Return the client of a map's model. Raises ConfigError if the client has no batch API."""
     client = calls.client
     if not isinstance(client, BatchCapableClient):
         raise ConfigError(
@@ -576,7 +581,7 @@ def batch_client(calls: DirectCalls) -> BatchCapableClient:
 
 
 async def _together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines concurrently. If one fails, the others are cancelled."""
+    """Run coroutines at the same time. If one of them fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -587,6 +592,6 @@ async def _together(*works: Coroutine[Any, Any, None]) -> None:
 
 
 def _wait_s(waited: int) -> float:
-    """Return the seconds to wait before the next look at a batch. ``waited`` is the number of
-    earlier waits."""
+    """Return how many seconds to wait before the state of a batch is requested again. ``waited`` is
+    the number of earlier waits."""
     return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 1.5 ** min(waited, 20))

@@ -1,14 +1,14 @@
-"""What a whole map will cost and take, from a sample of its rows.
+"""Estimates of what a whole map will cost and how long it will take, from a sample of its rows.
 
     sample of n rows ──> cost, seconds and characters of each ──> line through them
     characters of all questions ──> dollars = the line, summed over all, with its interval
 
 Equal rows are asked once, so the sum is over the distinct questions. The time has two bounds: the
-replies' time at the map's concurrency, and this process's CPU time. If the sample is several times
-as large as the concurrency, the rate of its later part is measured instead. The first row is asked
-alone and does not count for the time: it imports what requests need, and it connects. Reading the
-whole table takes CPU time as well, which a sample of a few rows does not show. Not here: which
-rows are in the sample (``map_run.py``).
+time of the replies with the map's number of concurrent requests, and the CPU time of this process.
+If the sample is several times as large as that number, the rate of its later part is measured
+instead. The first row is asked alone and does not count for the time, because it imports what
+requests need, and connects. Reading the whole table takes CPU time as well, which a sample of a few
+rows does not show. The rows of the sample are chosen by ``map_run.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_BLOCKS = 8
 
 
 class EstimatedAmount(msgspec.Struct, frozen=True):
-    """An amount with its 95 % interval."""
+    """An estimated amount with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -36,8 +36,8 @@ class EstimatedAmount(msgspec.Struct, frozen=True):
 
 
 class MeasuredRow(msgspec.Struct, frozen=True):
-    """The measured cost and time of one question of the sample. Questions are listed in the order
-    in which they ended."""
+    """The measured cost and time of one question of a sample. Lists of them are in the order in
+    which the questions ended."""
 
     chars: int
     """Characters of the question and of what the model reads of the row."""
@@ -103,9 +103,9 @@ def estimate(
 def total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
-    """Estimate the sum of a value over all questions from its values in a sample. A line through
-    the sample predicts the value from a question's size. ``size_of_all`` is the sum of the sizes of
-    all ``num_all`` questions."""
+    """Estimate the sum of a value, such as the cost, over all questions, from its values in a
+    sample. A line fitted to the sample predicts the value of a question from its size.
+    ``size_of_all`` is the sum of the sizes of all ``num_all`` questions."""
     num = len(values)
     mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
     spread = math.fsum((size - mean_size) ** 2 for size in sizes)

@@ -1,13 +1,13 @@
-"""Reads the tables of other libraries (Arrow, pandas, polars, ``datasets``) as rows, and adds the
-answers to such a table as new columns.
+"""Support for tables of other libraries (Arrow, pandas, polars, ``datasets``): maps read their
+rows, and add the answers to them as new columns.
 
     frame ──> RowSource(columns=("id", "text"), …)
     table.extend([0, 2], {"answer": ["yes", "no"], "error": [None, None]}, {"answer": "string"})
           ──> rows 0 and 2 of the frame, with two more columns
 
 The given columns are never rebuilt from Python values, so they keep their types: categories, time
-zones, small integers, missing values. Each library is imported only when one of its tables is
-given. Not here: files and lists (``row_loader.py``).
+zones, small integers, missing values. Each library is imported only if one of its tables is given.
+Files and lists are read by ``row_loader.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Types = Mapping[str, str | None]
 
 
 def table_of(rows: Any) -> RowSource | None:
-    """Return the rows of a table of Arrow, pandas, polars or ``datasets``; None if ``rows`` is
+    """Return the rows of a table of Arrow, pandas, polars or ``datasets``, or None if ``rows`` is
     something else. Raises SourceError if the table cannot be read row by row."""
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
         raise SourceError("rows cannot be read from a LazyFrame: give rows.collect()")
@@ -79,8 +79,8 @@ def _arrow(table: Any) -> RowSource:
 
 
 def arrow_table(columns: Columns, types: Types) -> Any:
-    """Return columns as an Arrow table. A column without a single JSON type gets the Arrow type of
-    its values. If the values have several types, they become texts."""
+    """Convert columns to an Arrow table. A column without a single JSON type gets the Arrow type of
+    its values. If the values have several types, they are converted to text."""
     import pyarrow
 
     def array(name: str, values: Sequence[Any]) -> Any:

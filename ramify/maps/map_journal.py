@@ -1,4 +1,5 @@
-"""The journal of a map: one file, ``ROOT/maps/ID.jsonl``, with a few short lines for each row.
+"""The journal of a map, in which each request and reply is recorded: one file,
+``ROOT/maps/ID.jsonl``, with a few short lines for each row.
 
     {"map":{…},"crc":"…"}                                       once: what is asked of every row
     {"q":[5,7,0.31,"DIGEST",null,"text of the row",66,8192,0.012],"crc":"…"}    a first request
@@ -12,11 +13,11 @@
     {"w":[0,"KEY",2000,…]}                 the requests since the last such line are now uploaded
     {"u":[0,"batch_123"]} {"v":[0,…]}      the provider has the batch; all its results are here
 
-A question (5 above) is asked once, for all rows that ask the same. A line is written before it is
-acted on: a request before it is sent, with what is reserved for it, so that the journal of a killed
-map says what may have been paid. A direct answer is two lines with 150 bytes beside its texts. One
-map has one writer, as a run has. Not here: what the lines of a whole journal mean
-(``map_journal_state.py``).
+A question (5 above) is asked once, for all rows that ask the same. A line is written before what it
+describes is done: a request before it is sent, with what is reserved for it, so that the journal of
+a killed map says what may have been paid. A direct answer is two lines with 150 bytes in addition
+to its texts. Only one process writes the journal of a map, as with a run. What the lines of a whole
+journal mean is decided in ``map_journal_state.py``.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ RAY_MAPS = "ray_maps"
 
 
 class RayMapMetadata(msgspec.Struct, frozen=True):
-    """Says which columns and which spending record belong to a map on a Ray cluster, whose rows are
-    in its output files."""
+    """What the journal says about a map on a Ray cluster, whose rows are in its output files: the
+    columns, and the file that records what was spent."""
 
     record: str
     """Name of the file in ``ROOT/ray_maps`` that says what is spent (see shared_budget.py)."""
@@ -75,7 +76,7 @@ class RayMapMetadata(msgspec.Struct, frozen=True):
 
 
 class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first line of a map's journal: what is asked of every row."""
+    """The first line of a map's journal, which says what is asked about every row."""
 
     id: str
     key: str
@@ -102,7 +103,7 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MapContinued(msgspec.Struct, frozen=True, array_like=True):
-    """Records that a map was begun or continued, and with which limits."""
+    """A journal line recording that a map was begun or continued, and with which limits."""
 
     at: float
     """Unix time."""
@@ -117,7 +118,8 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """The first request for a question, or the first of a new attempt after the row had failed."""
+    """A journal line with the first request for a question, or the first one of a new attempt after
+    the row had failed."""
 
     number: int
     """Number of the question, from 0."""
@@ -137,8 +139,8 @@ class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """A further request for the same question: a repair of a reply that does not fit the answer
-    type, or a repetition of a failed attempt."""
+    """A journal line with a further request for the same question: a repair of a reply that does
+    not fit the answer type, or a repetition of a failed attempt."""
 
     number: int
     turn: int
@@ -150,7 +152,8 @@ class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
-    """The journal line that holds the model's reply to a direct call."""
+    """A journal line with the model's reply to a direct call, which is a request without a
+    session."""
 
     number: int
     turn: int
@@ -165,7 +168,7 @@ class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
-    """Records that a direct request failed."""
+    """A journal line recording that a direct request failed, and what it may have cost."""
 
     number: int
     turn: int
@@ -176,7 +179,7 @@ class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
-    """Records that a run has begun to answer a row."""
+    """A journal line recording that a run, with a session, has begun to answer a row."""
 
     number: int
     row: int
@@ -187,8 +190,8 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a question whose answer is not in a reply line: a run answered it, or it
-    failed."""
+    """A journal line recording that a question has ended although no line has a reply to it: a run
+    answered it, or it failed."""
 
     number: int
     stop: str
@@ -203,14 +206,14 @@ class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EqualRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row that asks a question which an earlier row has asked."""
+    """A journal line recording that a row asks the same question as an earlier row."""
 
     number: int
     row: int
 
 
 class BatchSent(msgspec.Struct, frozen=True, array_like=True):
-    """Records that a batch is about to be uploaded."""
+    """A journal line recording that a batch is about to be uploaded."""
 
     part: int
     """Number of the batch in this map, from 0."""
@@ -224,7 +227,7 @@ class BatchSent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
-    """Records that the provider has received a batch, and under which id."""
+    """A journal line recording that the provider has received a batch, and the batch's id there."""
 
     part: int
     id: str
@@ -232,7 +235,8 @@ class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
-    """Records that every request of a batch has a reply, an error or an end in the journal."""
+    """A journal line recording that a batch is finished: the journal has a reply, an error or an
+    end for each of its requests."""
 
     part: int
     status: str
@@ -240,7 +244,7 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the journal. One field has its content, and ``crc`` its checksum."""
+    """One line of a map's journal. One field has the content, and ``crc`` its checksum."""
 
     map: MapHeader | None = None
     c: MapContinued | None = None
@@ -259,13 +263,14 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def first_request_line(self) -> FirstRequestLine | None:
-        """The first request of a question, whether it is sent at once or in a batch."""
+        """The first request for a question, if this line has one, whether it is sent at once or in
+        a batch."""
         return self.q or self.b
 
 
 def read_count_table(usage: Usage) -> tuple[int, ...]:
-    """Return the usage of one request as a tuple: the token counts, then the number of calls with
-    unknown usage, without zeros at the end."""
+    """Return the usage of one request in the short form of the journal: the token counts, then the
+    number of calls with unknown usage, without zeros at the end."""
     counts = [
         usage.input_tokens,
         usage.output_tokens,
@@ -280,7 +285,7 @@ def read_count_table(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Return the usage for the counts in a line, as ``read_count_table`` wrote them."""
+    """Convert the counts in a journal line, as ``read_count_table`` wrote them, back to a usage."""
     if not counts:
         return Usage()
     given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))
@@ -292,7 +297,7 @@ def digest_text(digest: bytes) -> str:
 
 
 def digest_to_int(text: str) -> int:
-    """Return a digest as a number, which takes less memory than a text."""
+    """Convert a digest from text to a number, which takes less memory."""
     return int.from_bytes(base64.urlsafe_b64decode(text + "=="), "big")
 
 
@@ -300,7 +305,7 @@ _decode = msgspec.json.Decoder(MapLine).decode
 
 
 class MapJournal:
-    """A map's journal that is open for writing."""
+    """A map's journal that is open for writing. Only one process can open it at a time."""
 
     def __init__(
         self,
@@ -310,8 +315,8 @@ class MapJournal:
         temporary: Any = None,
         fsync: Fsync = os.fsync,
     ) -> None:
-        """``temporary`` is the folder of a temporary journal, which is deleted when the journal is
-        closed."""
+        """Create a journal that writes to the open file ``fd``. ``temporary`` is the folder of a
+        temporary journal, which is deleted when the journal is closed."""
         self.path = path
         self._file = LineWriter(path, fd, FsyncFlusher(fsync), chain)
         self._secrets = SecretRedactor()
@@ -320,8 +325,7 @@ class MapJournal:
         """Numbers that questions have."""
 
     def number_of(self, number: int) -> int:
-        """Return the number of a question: ``number`` itself, or the next free number if it is
-        -1."""
+        """Return the number of a question: the given number, or the next free one if it is -1."""
         if number >= 0:
             return number
         self.num_questions += 1
@@ -330,11 +334,12 @@ class MapJournal:
     @property
     def trouble(self) -> StoreError | None:
         """The error that made the journal use its reserved disk space, such as a full disk, or
-        None. The map should then stop."""
+        None. After such an error, the map should stop."""
         return self._file.trouble
 
     def append(self, line: MapLine) -> int:
-        """Write ``line`` and return its offset. Raises StoreError."""
+        """Write a line, and return the offset at which it begins. Raises StoreError if it cannot be
+        written."""
         # A loop over the four would take as long as encoding the line.
         is_paid = (
             line.r is not None or line.e is not None or line.w is not None or line.u is not None
@@ -342,7 +347,7 @@ class MapJournal:
         return self._file.append(encode_line(line, self._secrets), flushes=is_paid)
 
     def line_at(self, offset: int) -> MapLine:
-        """Read the line that begins at ``offset``."""
+        """Read the line that begins at a byte offset of the journal."""
         size = 1 << 10
         while b"\n" not in (data := self._file.read(offset, size)):
             if len(data) < size:
@@ -359,16 +364,16 @@ class MapJournal:
 
 
 class MapStore:
-    """The journals of maps in the folder of a store."""
+    """The folder of a run store in which the journals of maps are."""
 
     def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
-        """``root`` is the folder of the store, and ``fsync`` flushes an open file to its disk."""
+        """Use the store in the folder ``root``. ``fsync`` flushes an open file to its disk."""
         self.root = root
         self.folder = root / "maps"
         self._fsync = fsync
 
     def create(self, header: MapHeader) -> MapJournal:
-        """Create the journal of a new map."""
+        """Create the journal of a new map, and open it for writing."""
         keep_reserve(self.root)
         path = make_folder(self.folder, self._fsync) / f"{header.id}.jsonl"
         try:
@@ -387,8 +392,8 @@ class MapStore:
         return journal
 
     def reopen(self, path: Path) -> MapJournal:
-        """Open the journal of an earlier map to continue it. An incomplete last line is cut
-        off. Raises RunInUse while another process writes it."""
+        """Open the journal of an earlier map to continue the map. An incomplete last line is cut
+        off. Raises RunInUse while another process writes the journal."""
         keep_reserve(self.root)
         try:
             fd = open_locked(path, 0)
@@ -407,15 +412,15 @@ class MapStore:
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
     def headers(self) -> Iterator[tuple[Path, MapHeader]]:
-        """Yield the path of each journal and the header in it, newest first. Journals that cannot
-        be read are left out."""
+        """Yield the path of each journal and the header in it, the newest first. Journals that
+        cannot be read are omitted."""
         for path in self.paths():
             if (header := read_header(path)) is not None:
                 yield path, header
 
     def path(self, name: str) -> Path | None:
         """Return the path of the journal of one map. ``name`` is the map's id or the beginning of
-        it. Returns None if no map matches, and raises UnknownRun if several do."""
+        the id. Returns None if no map matches, and raises UnknownRun if several do."""
         found = [path for path in self.paths() if path.stem.startswith(name)]
         exact = [path for path in found if path.stem == name]
         if len(found) > 1 and not exact:
@@ -434,7 +439,8 @@ def temporary_journal(header: MapHeader) -> MapJournal:
 
 
 def read_header(path: Path) -> MapHeader | None:
-    """Return the header of a journal; None if it has none yet, or none that can be read."""
+    """Return the header of a map's journal, or None if it has no header yet, or none that can be
+    read."""
     for line in lines(path):
         try:
             return _decode(line).map
@@ -444,8 +450,8 @@ def read_header(path: Path) -> MapHeader | None:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
-    """Yield (offset, line) from ``offset``, checked. Raises StoreError at the first damaged
-    line."""
+    """Yield the lines of a map's journal with their offsets, from the line that begins at
+    ``offset``. Each line is checked. Raises StoreError at the first damaged line."""
     chain = ChecksumChain()
     for number, line in enumerate(lines(path, offset), start=1):
         # The first line after an offset continues a line that is not read here.
@@ -465,12 +471,13 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
 
 
 def read_map_line_at(path: Path, offset: int) -> MapLine:
-    """Read the line that begins at ``offset``."""
+    """Read the line that begins at a byte offset of a map's journal."""
     with open(path, "rb") as file:
         file.seek(offset)
         return _decode(file.readline())
 
 
 def new_map_id(key: str) -> str:
-    """Return a new id, such as ``20261126-211500-map-1a2b3c4d5e``."""
+    """Return a new id for a map, such as ``20261126-211500-map-1a2b3c4d5e``. Its last part is
+    derived from ``key``."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-map-{key[:10]}"

@@ -1,10 +1,11 @@
-"""What the journal of a map says: which questions are answered, where, and what was spent.
+"""The state of a map according to its journal: which questions are answered, where the answers are,
+and what was spent.
 
     MapJournalState(path)   answered: digest ──> offset of the reply      a million rows: 200 MB
                             open:     questions with a request or run that has no end
                             usage, cost: with the upper bound of each request that was in flight
 
-Not here: writing (``map_journal.py``), and what is done with it (``map_run.py``).
+The journal is written by ``map_journal.py``, and ``map_run.py`` continues a map from its state.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ramify.types.message import Message, Reply, Usage
 
 
 class OpenQuestion(msgspec.Struct):
-    """A question that was asked and has no end on record."""
+    """A question that was asked and whose end is not in the journal."""
 
     number: int
     replies: list[int] = []
@@ -39,7 +40,7 @@ class OpenQuestion(msgspec.Struct):
 
 
 class OpenBatch(msgspec.Struct):
-    """A batch that was uploaded, or may have been, and that is not collected."""
+    """A batch that was uploaded, or may have been, and whose results are not complete."""
 
     sent: BatchSent
     waiting: dict[int, tuple[int, BudgetAmount]]
@@ -50,13 +51,14 @@ class OpenBatch(msgspec.Struct):
 
 
 def amount_of(first: FirstRequestLine) -> BudgetAmount:
-    """Return the calls, tokens and dollars that are reserved for a request."""
+    """Return how many calls, tokens and dollars are reserved for a request."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
 
 
 class MapJournalState:
-    """The state of a map, built from its lines in order."""
+    """The state of a map: its answers, open questions, batches and costs. It is built from the
+    lines of the journal in order."""
 
     def __init__(self) -> None:
         self.header: MapHeader | None = None
@@ -92,7 +94,8 @@ class MapJournalState:
 
     @classmethod
     def read(cls, path: Path) -> MapJournalState:
-        """Read a whole journal, and charge what was in flight at its end."""
+        """Read a whole journal, and return the state of its map. Requests without a reply at its
+        end are charged with the most that they may have cost."""
         recorded = cls()
         for offset, line in read_lines(path):
             recorded.add(offset, line)
@@ -152,14 +155,14 @@ class MapJournalState:
             del self.batches[line.v.part]
 
     def _send(self, sent: BatchSent) -> None:
-        """Record that the prepared requests were uploaded as one batch."""
+        """Record that the prepared requests were, or will be, uploaded as one batch."""
         batch = self.batches[sent.part] = OpenBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
         self.num_batches = sent.part + 1
         self._prepared = {}
 
     def _collected(self, number: int) -> bool:
-        """Note that a question has a result. Return whether it was in a batch."""
+        """Record that a question has a result. Returns True if the question was in a batch."""
         part = self._batch_of.pop(number, None)
         if part is not None:
             del self.batches[part].waiting[number]
@@ -177,14 +180,14 @@ class MapJournalState:
         return question
 
     def _saw(self, row: int) -> None:
-        """Note that all rows up to ``row`` were read. A start that only asked a sample does not
-        count."""
+        """Record that all rows up to ``row`` were read. This is not recorded for a start that only
+        asked a sample."""
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 
     def _opened(self, number: int) -> OpenQuestion:
-        """Mark a question as open again, and return it. A reply that counted as its answer becomes
-        one of its earlier replies."""
+        """Mark a question as open again, and return it. The reply that was regarded as its answer
+        becomes one of its earlier replies."""
         digest = self.digests[number]
         found = self.open.get(digest)
         if found is None:
@@ -212,7 +215,7 @@ class MapJournalState:
 
 
 def recorded_reply(line: MapLine) -> Reply:
-    """Return the reply that a line records."""
+    """Return the reply that a line of the journal records."""
     assert line.r is not None
     message = Message("assistant", line.r.text, line.r.reasoning)
     usage = usage_of(line.r.counts)

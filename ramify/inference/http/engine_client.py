@@ -108,8 +108,8 @@ class EngineClient(Protocol):
     url: str
 
     async def facts(self) -> ServerInfo:
-        """Ask the server what it is and supports. Raises ConfigError if the server has another
-        version of the protocol, or cannot receive weights."""
+        """Ask the server for its version and capabilities. Raises ConfigError if the server has
+        another version of the protocol, or cannot receive weights."""
         ...
 
     async def healthy(self) -> None:
@@ -148,9 +148,10 @@ class EngineClient(Protocol):
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk of new weights. After the last chunk, the server answers as ``version``,
-        and everything cached under older weights is cleared. Raises EngineStateConflict if the
-        chunk holds differences from weights that the server does not have."""
+        """Send one chunk of new weights. After the last chunk, the server uses the new weights as
+        ``version``, and everything cached under older weights is cleared. Raises
+        EngineStateConflict if the chunk holds differences from weights that the server does not
+        have."""
         ...
 
     async def sleep(self, level: int) -> None:

@@ -99,8 +99,8 @@ class EngineMembership:
         return ready
 
     async def news(self, timeout_s: float) -> bool:
-        """Wait until an engine is ready, is in use again, or is given up. Returns False if nothing
-        of this happens within ``timeout_s`` seconds."""
+        """Wait until an engine is ready, is in use again, or is given up. Returns False if none of
+        these happens within ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()

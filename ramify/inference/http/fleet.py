@@ -167,9 +167,9 @@ class EngineFleet:
     def experts_of(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return, for each sampled token, the experts of a mixture-of-experts model that predicted
-        it, which are those that processed the token before. All are empty if the run does not ask
-        for experts, or if a pause ended the reply and the engine reports none. Raises
+        """Return the experts of a mixture-of-experts model that predicted each sampled token, which
+        are those that processed the token before it. All are empty if the run does not ask for
+        experts, or if a pause ended the reply and the engine reports none. Raises
         MalformedResponse."""
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
@@ -218,9 +218,10 @@ class EngineFleet:
     # --- who is asked
 
     def pick(self, tree: Hashable) -> EngineClient:
-        """Return the server for a call of a tree of calls. It is the server that answered the tree
-        before; a new tree gets the one with the fewest requests in flight, and among equals the one
-        with the fewest trees. Raises ServerFailed if no server is left."""
+        """Return the server that should answer the next call of a tree of calls. It is the server
+        that answered earlier calls of the tree. A new tree gets the server with the fewest requests
+        in flight, and among equals the one with the fewest trees. Raises ServerFailed if no server
+        is left."""
         if not self.alive:
             raise self.none_left()
         server = self.trees.get(tree)
@@ -252,9 +253,9 @@ class EngineFleet:
                 self.membership.expect(url)
 
     async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``act`` with every server, at the same time. Raises EnginesDropped if some servers
-        were lost, otherwise EngineStateConflict if one is in another state (either may be why
-        others refuse), otherwise the first error."""
+        """Call ``act`` with every server at the same time. Raises EnginesDropped if some servers
+        were lost, otherwise EngineStateConflict if a server is in another state, because either may
+        be the cause of other errors. Otherwise raises the first error."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
@@ -284,8 +285,8 @@ class EngineFleet:
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def is_gone(self, server: EngineClient, error: Exception) -> bool:
-        """Return True if a server no longer answers after it caused an error. Such a server is
-        dropped, and its loss is logged."""
+        """Return True if a server that caused an error no longer answers. Such a server is dropped,
+        and its loss is logged."""
         if server not in self.alive:
             return True
         process = self._processes.get(server.url)
@@ -325,8 +326,8 @@ class EngineFleet:
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def take_back(self) -> None:
-        """Add the servers that have come back to those in use. If this process updates the weights,
-        it calls this before it sends them, so that the servers get them, too."""
+        """Put the servers that have come back into use again. A process that updates the weights
+        calls this before it sends them, so that these servers receive them, too."""
         back = self.membership.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self._older |= {server.url for server in back}

@@ -64,7 +64,7 @@ class HttpEngines:
 
     @property
     def version(self) -> int:
-        """The version of the weights with which all engines answer."""
+        """The version of the weights that all engines use now."""
         return self.sync.version
 
     @property
@@ -74,8 +74,8 @@ class HttpEngines:
 
     @property
     def takes_checkpoint_names(self) -> bool:
-        """True if the engines expect tensors under the names that a checkpoint uses, and False if
-        under those of a model in memory."""
+        """True if the engines expect tensors under the names used in a checkpoint, and False if
+        they expect the names of a model in memory."""
         return self.fleet.spec.engine != "ramify"
 
     @property
@@ -309,8 +309,8 @@ class HttpEngines:
         await self.sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
-        """Send the current weights to servers that came back. ``version`` is the version with which
-        the other servers already answer. Returns False if no server needed the weights."""
+        """Send the current weights to servers that came back. ``version`` is their version, which
+        the other servers already use. Returns False if no server needed the weights."""
         assert isinstance(weights, list)
         return await self.sync.rejoin(weights, version)
 

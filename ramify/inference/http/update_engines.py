@@ -66,16 +66,16 @@ class EngineWeightSync:
         self._fleet.membership.record_update()
 
     async def update(self, sources: list[LazyWeight], version: int) -> None:
-        """Send all weights to every engine, which then answers as ``version``. ``sources`` has one
-        ``LazyWeight`` per tensor. Raises TrainError with the last good version if an engine does
-        not accept them."""
+        """Send all weights to every engine, which then uses them as ``version``. ``sources`` has
+        one ``LazyWeight`` per tensor. Raises TrainError with the last good version if an engine
+        does not accept them."""
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.record_update()
 
     async def rejoin(self, sources: list[LazyWeight], version: int) -> bool:
-        """Send the current weights to engines that came back. ``version`` is the version with which
-        the other engines already answer. Returns False if no engine needed the weights."""
+        """Send the current weights to engines that came back. ``version`` is their version, which
+        the other engines already use. Returns False if no engine needed the weights."""
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False

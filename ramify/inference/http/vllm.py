@@ -1,4 +1,5 @@
-"""vLLM behind HTTP, and `ramify serve-policy`, which has the same routes and reports more.
+"""Clients of vLLM servers and of `ramify serve-policy`, which has the same HTTP routes and reports
+more about each reply.
 
     ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0;
                    prompt_logprobs to score
@@ -7,10 +8,10 @@
     memory    POST /sleep?level=… ─ /wake_up?tags=weights ─ (weights) ─ /wake_up?tags=kv_cache
               GET  /is_sleeping
 
-vLLM needs VLLM_SERVER_DEV_MODE=1 and ``--logprobs-mode processed_logprobs``, for sleeping also
-``--enable-sleep-mode``, and for the weight sync methods of this package the one file that is loaded
-inside it (``inside/ramify_in_vllm.py``). ``engine_process.py`` sets all of them when it starts
-vLLM.
+vLLM needs VLLM_SERVER_DEV_MODE=1 and ``--logprobs-mode
+processed_logprobs``, to sleep also ``--enable-sleep-mode``, and to receive weights from Ramify the
+one module that it loads itself (``inside/ramify_in_vllm.py``). ``engine_process.py`` sets all of
+them when it starts vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ROUTES = (
 
 
 class VllmEngineClient(BaseEngineClient):
-    """Client of one vLLM server. Implements ``EngineClient``."""
+    """A client of one vLLM server, with the interface of ``EngineClient``."""
 
     _model = ""
 
@@ -137,7 +138,8 @@ class VllmEngineClient(BaseEngineClient):
             return False
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Return the request fields that determine the engine's random numbers."""
+        """Return the request fields that determine the random numbers with which the engine
+        samples."""
         return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
@@ -165,8 +167,8 @@ class VllmEngineClient(BaseEngineClient):
     async def _about_model(
         self, about: dict[str, Any]
     ) -> tuple[str, int | None, str, tuple[int, ...]]:
-        """Return the model's dtype, vocabulary size (None if unknown) and log-probability mode, and
-        the sleep levels that the server supports."""
+        """Return the dtype of the server's model, its vocabulary size (None if unknown), its
+        log-probability mode, and the sleep levels that the server supports."""
         if "ramify_protocol" in about:
             return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
         server_info = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
@@ -180,8 +182,8 @@ class VllmEngineClient(BaseEngineClient):
         )
 
     async def takes_id(self, id: int) -> bool:
-        """Whether ``id`` is in its vocabulary, for a server that does not report its vocabulary
-        size."""
+        """Return True if a token id is in the server's vocabulary. This is tested with a request,
+        because vLLM does not report the size of its vocabulary."""
         try:
             await self._api.post(
                 "/v1/completions",
@@ -194,7 +196,8 @@ class VllmEngineClient(BaseEngineClient):
 
 
 class RamifyEngineClient(VllmEngineClient):
-    """Client of `ramify serve-policy --weight-transfer`."""
+    """A client of `ramify serve-policy --weight-transfer`, whose routes are those of vLLM with a
+    few additions."""
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/version", self._spec.probe_s)
@@ -209,15 +212,16 @@ class RamifyEngineClient(VllmEngineClient):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        """Nothing to do: the server pauses by itself during an update, and running requests then
+        """Do nothing, because the server pauses by itself during an update. Running requests then
         continue where they stopped."""
 
     async def resume(self) -> None:
-        """Nothing to do: the end of an update resumes the engine."""
+        """Do nothing, because the end of an update resumes the server."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk, and begin and end the update, in a single request. vLLM itself needs
-        three requests, and most delta syncs have only one chunk."""
+        """Send one chunk of new weights, and begin and end the update, in a single request. vLLM
+        itself needs three requests, and most updates that send only differences have a single
+        chunk."""
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 
@@ -250,7 +254,7 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
 
 
 def _routed(answer: dict[str, Any]) -> Any:
-    """Return the experts that a reply reports for its tokens. vLLM 0.21 reports the prompt's tokens
-    in a separate field, which is joined with the others."""
+    """Return the experts that a reply reports for its tokens. vLLM 0.21 reports those of the prompt
+    in a separate field, which is put before the others."""
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

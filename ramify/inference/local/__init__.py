@@ -1,7 +1,7 @@
-"""The engine in this process: connecting it by a model name, ``local:FOLDER`` or the name of a
-packaged policy.
+"""The inference engine that runs in this process. It is selected by a model name: ``local:FOLDER``,
+or the name of a policy that comes with the package.
 
-Importing this package imports no tensor library; connecting does.
+Importing this package imports no tensor library; ``connect`` does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ramify.trained_policy_settings import packaged_policy
 
 
 def check_local_model(name: str) -> None:
-    """Raise ConfigError if a model of this process, ``local:FOLDER`` or a packaged policy, or a
-    package that it needs is missing. No weights are read, and no tensor library is imported."""
+    """Raise ConfigError if a model that should run in this process is missing, or a package that it
+    needs. No weights are read, and no tensor library is imported."""
     need_train_extra(f"model '{name}'")
     from ramify.models.model_config_files import check_tokenizer, model_folder
 
@@ -22,8 +22,9 @@ def check_local_model(name: str) -> None:
 
 
 def connect(name: str, **_connection: object) -> Client:
-    """An engine in this process, for ``local:…`` or the name of a packaged policy. Raises
-    ConfigError if the model or a package that it needs is missing.
+    """Load a model and return a client of an engine that runs it in this process. ``name`` is
+    ``local:FOLDER``, or the name of a policy that comes with the package. Raises ConfigError if the
+    model or a package that it needs is missing.
 
     Example:
         client = inference.connect("local:checkpoints/mine")

@@ -1,16 +1,16 @@
-"""CUDA graphs of the steps in which every sequence decodes one token.
+"""CUDA graphs of the inference engine's decoding steps, in which every sequence gets one token.
 
-A step of a small model is some 800 kernels. On a GPU it takes ten times as long to launch them one
-by one as to run them. A CUDA graph records the launches once and repeats them with a single call,
-always with the same shapes and the same memory:
+One step of a small model consists of some 800 kernels. On a GPU it takes ten times as long to
+launch them one by one as to run them. A CUDA graph records the launches once and repeats them with
+a single call, always with the same shapes and the same memory:
 
     step ── round up to a ``CudaGraphShape`` ── copy inputs ── replay the shape's graph ── logits
 
-Rounding up adds rows. Each repeats the first token of the step, so it writes the same keys and
-values to the same place of the cache, and its logits are dropped. A shape that occurs for the first
-time runs kernel by kernel, and is recorded when it occurs again.
+Rounding up adds rows. Each of them repeats the first token of the step, so it writes the same keys
+and values to the same place of the cache, and its logits are dropped. A shape that occurs for the
+first time runs kernel by kernel, and is recorded when it occurs again.
 
-Not here: steps that also compute prompts (``model_runner.py`` runs them kernel by kernel).
+Steps that also compute prompts have no graph; ``model_runner.py`` runs them kernel by kernel.
 
 Legend: T tokens of the padded step, n slots, K key-value heads, V vocabulary.
 """
@@ -39,7 +39,7 @@ Record = Callable[[Callable[[], Tensor]], Replay]
 
 
 class CudaGraphShape(NamedTuple):
-    """The sizes that are fixed in a graph."""
+    """The sizes of a decoding step that are fixed in a CUDA graph."""
 
     tokens: int
     slots: int
@@ -49,7 +49,8 @@ class CudaGraphShape(NamedTuple):
 
     @classmethod
     def of(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
-        """Return the smallest recorded shape that holds ``step``."""
+        """Return the shape with which a step is computed: its sizes, rounded up so that few shapes
+        occur."""
         slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
         length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
@@ -57,13 +58,13 @@ class CudaGraphShape(NamedTuple):
 
 
 class DecodeGraphs:
-    """Recorded CUDA graphs of decoding steps, one per step shape. All of them use the same KV
-    cache."""
+    """The CUDA graphs of decoding steps, one per shape, which are recorded when needed. All of them
+    use the same KV cache."""
 
     def __init__(self, model: DenseModel, cache: KeyValueCache, record: Record) -> None:
-        """``record`` records a computation and returns a function that repeats it: a
-        ``CudaGraphRecorder`` on a GPU. On a CPU, pass a function that returns the computation
-        itself."""
+        """Create an empty collection of graphs. ``record`` records a computation and returns a
+        function that repeats it: a ``CudaGraphRecorder`` on a GPU. On a CPU, pass a function that
+        returns the computation itself."""
         self._model = model
         self._cache = cache
         self._record = record
@@ -72,8 +73,8 @@ class DecodeGraphs:
         self._weights: tuple[int, ...] = ()
 
     def logits(self, step: EngineStep) -> Tensor:
-        """Return fp32 logits [n, V] after each token of a step without prompt spans. The next call
-        overwrites them."""
+        """Run a step without prompt tokens, and return the fp32 logits [n, V] after each of its
+        tokens. The next call overwrites them."""
         self._check_weights()
         shape = CudaGraphShape.of(step, self._cache)
         given = _packed(step, shape)
@@ -108,7 +109,7 @@ class DecodeGraphs:
         return self._replays[shape]()
 
     def _compute(self, shape: CudaGraphShape) -> Tensor:
-        """Compute the fp32 logits [T, V] of a shape's current inputs."""
+        """Compute the fp32 logits [T, V] for the current inputs of a shape."""
         packed = self._inputs[shape]
         ids_T, positions_T, slots_T, last_n = torch.split(
             packed, [shape.tokens] * 3 + [shape.slots]
@@ -117,7 +118,8 @@ class DecodeGraphs:
         return self._model.logits(self._model.hidden(ids_T, positions_T, attend))
 
     def _check_weights(self) -> None:
-        """Drop all graphs if a weight has moved, since they read it at its address."""
+        """Drop all graphs if a weight has moved in memory, since the graphs read weights at fixed
+        addresses."""
         weights = tuple(each.data_ptr() for each in self._model.parameters())
         if weights != self._weights:
             self._drop()
@@ -129,8 +131,7 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs that share one pool of memory, since only one of them runs at a time.
-    Implements ``Record``."""
+    """Records CUDA graphs. They share one pool of memory, since only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -156,7 +157,8 @@ class CudaGraphRecorder:
 
 
 class _PaddedStep:
-    """Attention of a padded step. Implements ``dense.CausalAttentionFunction``."""
+    """The attention of a step to which rows were added up to a fixed shape. Implements
+    ``dense.CausalAttentionFunction``."""
 
     def __init__(
         self,
@@ -178,8 +180,8 @@ class _PaddedStep:
 
 
 def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
-    """Join ids [T], positions [T], slots [T] and the last position of each slot [n] in one tensor,
-    so that a single copy brings them to the device."""
+    """Join the ids [T], positions [T] and slots [T] of a step's tokens and the last position of
+    each slot [n] in one tensor, so that a single copy brings them to the device."""
     num_more = shape.tokens - len(step.slots)
     ids, positions, slots = (
         [*each, *[each[0]] * num_more] for each in (step.ids, step.positions, step.slots)
@@ -192,6 +194,6 @@ def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
 
 
 def _rounded(number: int) -> int:
-    """Round up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    """Round a number up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
     power = 1 << max(number - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power

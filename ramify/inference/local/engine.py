@@ -1,13 +1,13 @@
-"""The inference engine: steps one after the other, each over all sequences that can continue, in a
-separate thread.
+"""The inference engine that runs in this process. It computes one step after the other, each for
+all sequences that can continue, in a separate thread.
 
     waiting ─ admit ─▶ slots ─ step: one token per decoding slot, ─▶ runner ─▶ logits
        ▲                       prompts in chunks                                 │
        └── preempted if memory is short      finished ◀─ stop? ─ append ◀─ draw ─┘
 
 A sequence that was preempted, or whose cache was cleared because the weights changed, is recomputed
-from its ids and continues sampling. What it samples therefore does not depend on what happened to
-its cache or on what else was in the batch.
+from its token ids and continues sampling. So what a sequence samples does not depend on what
+happened to its cache, nor on what else was in the batch.
 
 ``LocalEngine`` is synchronous and single-threaded. ``EngineThread`` steps it while there is work,
 and runs calls from other threads between two steps:
@@ -46,7 +46,7 @@ _LEAST_CAPACITY = 128
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """Limits on what the engine may use."""
+    """The limits of an engine: numbers of sequences and tokens, and memory."""
 
     slots: int
     """Maximum number of concurrent sequences."""
@@ -61,7 +61,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 class LocalEngine:
-    """Continuous batching of many sequences over one model."""
+    """An engine with continuous batching: it generates many sequences at once with one model, and
+    admits a new sequence as soon as there is room."""
 
     def __init__(self, runner: ModelRunner, room: EngineLimits, version: int = 0) -> None:
         self.version = version
@@ -83,7 +84,7 @@ class LocalEngine:
 
     @property
     def pressure(self) -> CachePressure:
-        """Load on the cache. May be read from any thread."""
+        """The load on the engine's KV cache. It may be read from any thread."""
         num_running = sum(owner is not None for owner in list(self._slots.owner))
         used_bytes = num_running * self._slots.capacity * self.runner.bytes_per_token
         return CachePressure(
@@ -91,8 +92,8 @@ class LocalEngine:
         )
 
     def add(self, generation: Generation) -> None:
-        """Queue a sequence whose prompt and reply fit the window. Raises Refused if the cache could
-        never hold it."""
+        """Queue a sequence. Its maximum length is reduced to what the cache can hold. Raises
+        Refused if the cache could never hold the prompt and one token."""
         most = self._most_tokens()
         if generation.num_prompt >= most:
             error = Refused(
@@ -106,18 +107,19 @@ class LocalEngine:
         self._waiting.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """Remove the sequence before the next step; its cached prefix stays available to others."""
+        """Remove a sequence before the next step. Its cached prefix stays available to other
+        sequences."""
         generation.cancelled = self._has_cancelled = True
 
     def forget(self, version: int) -> None:
-        """Clear all caches: the weights have changed and are now called ``version``."""
+        """Clear all caches, because the weights have changed and now have this version number."""
         self.version = version
         self._slots.forget()
         self.runner.forget()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Run one pass through the model; returns the sequences that ended with it."""
+        """Run one pass through the model, and return the sequences that ended with it."""
         started = time.thread_time()
         self._drop_cancelled()
         self._make_room()
@@ -140,8 +142,8 @@ class LocalEngine:
         return finished
 
     def sleep(self) -> None:
-        """Release the memory of the KV cache; the next sequence allocates it again. Running
-        sequences wait, and are recomputed."""
+        """Release the memory of the KV cache, until the next sequence needs it. Running sequences
+        go back to the queue, and are recomputed later."""
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
@@ -151,11 +153,11 @@ class LocalEngine:
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def wake(self) -> None:
-        """Allocate the memory that an engine begins with."""
+        """Allocate as much memory for the KV cache as a new engine does."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 
     def drain(self) -> list[Generation]:
-        """Remove and return all sequences, for example after a failure, and clear all caches."""
+        """Remove and return all sequences, and clear all caches, for example after a failure."""
         generations = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
         self._waiting.clear()
         for slot in self._slots.running():
@@ -190,8 +192,8 @@ class LocalEngine:
         return finished
 
     def _planned(self) -> EngineStep:
-        """The next step: one token of each decoding sequence, and as many prompt tokens as
-        allowed."""
+        """Return what the next step computes: one token of each decoding sequence, and as many
+        prompt tokens as the limits allow."""
         step = EngineStep()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
@@ -208,8 +210,8 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Admit waiting sequences in order of arrival; one that waits for a sibling's prompt lets
-        others pass."""
+        """Admit waiting sequences in order of arrival. A sequence that waits until another one has
+        computed the same prompt lets others pass."""
         passed: list[Generation] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
@@ -222,9 +224,10 @@ class LocalEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Adapt the number and length of the cache slots to the running sequences and the next ones
-        in the queue. If memory allows the full length for all slots, each slot gets it. Otherwise
-        the engine uses fewer slots, and more again once sequences are short enough."""
+        """Adapt the number and length of the cache's slots, each of which holds one sequence, to
+        the running sequences and the next ones in the queue. If memory allows the full length for
+        all slots, each slot gets it. Otherwise the engine uses fewer slots, and more again once
+        sequences are short enough."""
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
@@ -250,7 +253,8 @@ class LocalEngine:
             self._resize(self._fitting(capacity), capacity)
 
     def _rounded(self, num_tokens: int) -> int:
-        """The next power of two, at most the longest possible sequence."""
+        """Round a number of tokens up to a power of two, but at most to the longest possible
+        sequence."""
         return min(1 << max(num_tokens - 1, 1).bit_length(), self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
@@ -260,7 +264,7 @@ class LocalEngine:
         self._waiting.extendleft(reversed(lost))
 
     def _fitting(self, capacity: int) -> int:
-        """How many slots of ``capacity`` fit into memory."""
+        """Return how many slots of ``capacity`` tokens fit into memory."""
         if not self.runner.bytes_per_token:
             return self.room.slots
         return max(
@@ -269,7 +273,7 @@ class LocalEngine:
         )
 
     def _most_tokens(self) -> int:
-        """The longest sequence that window and memory allow."""
+        """Return the length of the longest sequence that the context window and memory allow."""
         if not self.runner.bytes_per_token:
             return self.room.window
         return min(self.room.window, self.room.cache_bytes // self.runner.bytes_per_token)
@@ -289,7 +293,7 @@ class LocalEngine:
         return owner
 
     def __iter__(self) -> Iterator[Generation]:
-        """All sequences, running ones first."""
+        """Yield all sequences: the running ones first, then those that wait."""
         yield from (owner for owner in self._slots.owner if owner is not None)
         yield from self._waiting
 
@@ -299,8 +303,8 @@ Done = Callable[[Generation, BaseException | None], None]
 
 
 class EngineThread:
-    """Runs ``engine`` in a thread, which starts with the first call. It is a daemon thread, so it
-    does not keep the program from exiting."""
+    """A thread that runs the steps of an engine. It starts with the first call. It is a daemon
+    thread, so it does not keep the program from exiting."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -312,7 +316,8 @@ class EngineThread:
         self._is_paused = False
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Run ``function`` between two steps. Raises RuntimeError after ``close``."""
+        """Run a function in the engine's thread, between two steps, and return a future of its
+        result. Raises RuntimeError if the thread was closed."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -327,8 +332,8 @@ class EngineThread:
         return future
 
     def add(self, generation: Generation, done: Done) -> None:
-        """Queue ``generation``. ``done`` is called in the engine's thread when it has ended, or
-        with the error that prevented it."""
+        """Queue a sequence. When it has ended, ``done`` is called in the engine's thread with the
+        sequence and None, or with the error that prevented it."""
 
         def run() -> None:
             try:
@@ -341,7 +346,8 @@ class EngineThread:
         self._put(run)
 
     def cancel(self, generation: Generation) -> None:
-        """Remove ``generation`` before the next step; its ``done`` is not called."""
+        """Remove a sequence before the next step, without calling the callback that was given for
+        it."""
 
         def run() -> None:
             if self._done.pop(generation, None) is not None:
@@ -351,9 +357,9 @@ class EngineThread:
             self._put(run)
 
     def pause(self, *, abort: bool = False) -> None:
-        """Stop stepping until ``resume``. Running sequences keep their slots, and calls from
-        other threads still run. With ``abort``, running sequences end at once with the end
-        ``abort``, and their ``done`` is called."""
+        """Stop generating until ``resume`` is called. Running sequences keep their caches, and
+        functions passed to ``call`` still run. With ``abort``, running sequences end at once, with
+        ``abort`` as the reason, and their callbacks are called."""
         with self._wake:
             self._is_paused = True
         if abort:
@@ -365,8 +371,8 @@ class EngineThread:
             self._wake.notify()
 
     def close(self) -> None:
-        """End the thread after its current step; sequences that have not ended by then fail.
-        Idempotent."""
+        """End the thread after its current step. Sequences that have not ended by then fail. A
+        second call has no effect."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()

@@ -1,10 +1,12 @@
-"""One request inside the engine: its prompt, what it has sampled so far, and when it ends.
+"""One request inside the inference engine: its prompt, what was sampled so far, when it ends, and
+how tokens are sampled.
 
-A generation does not know its slot or what is cached of it, so a preempted one only loses time.
+A generation does not depend on the part of the cache that it uses, so a preempted one only loses
+time.
 
-To sample, one uniform number per row selects the token by inverting the cumulative distribution
-(one exponential per vocabulary entry would cost more than the rest of the draw). The number comes
-from the request's own generator, so what a request samples does not depend on the rest of the
+One uniform random number per row selects a token by inverting the cumulative distribution (drawing
+an exponential variate per vocabulary entry would cost more than the rest of sampling). The number
+comes from the request's own generator, so what a request samples does not depend on the rest of the
 batch.
 
     temperature t > 0     log p = log_softmax(logits / t)
@@ -33,7 +35,7 @@ MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e9
 
 
 class SamplingSettings(msgspec.Struct, frozen=True):
-    """Sampling settings of one request."""
+    """The settings with which the tokens of one request are sampled."""
 
     temperature: float = 1.0
     """0 takes the likeliest id. A value below ``MIN_TEMPERATURE`` counts as that."""
@@ -58,7 +60,8 @@ TokenLogprobs = tuple[tuple[int, float], ...]
 
 
 class NextTokenPerRow(NamedTuple):
-    """One sampled token per row."""
+    """The tokens that one step sampled, one for each row of logits, with their
+    log-probabilities."""
 
     ids: list[int]
     logprobs: list[float]
@@ -75,8 +78,9 @@ def draw(
     *,
     fixed: bool = False,
 ) -> NextTokenPerRow:
-    """Sample one token per row of fp32 logits, using one number in [0, 1) per row. ``fixed``:
-    compute in fixed shapes."""
+    """Sample one token per row of fp32 logits, using one random number in [0, 1) per row. With
+    ``fixed``, computations have fixed shapes, so that a row's result does not depend on the number
+    of rows."""
     logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
     device = logits_nV.device
     # From pinned memory, so that the host does not wait here for the logits.
@@ -99,7 +103,8 @@ def draw(
 
 
 def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
-    """The likeliest ids of the distribution that a token is drawn from."""
+    """Return the likeliest ids, with log-probabilities, of the distribution from which a token is
+    drawn."""
     ids = top_k_top_p_ids(logprobs_V, settings) if settings.truncates else None
     among = logprobs_V if ids is None else logprobs_V[ids].log_softmax(-1)
     values, places = among.topk(min(settings.top_logprobs, len(among)))
@@ -139,8 +144,8 @@ def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
 
 
 def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
-    """The ids that remain after top-k and then top-p, likeliest first; at least one. Among equally
-    likely ids the lower come first."""
+    """Return the ids that remain after top-k and then top-p, the likeliest first. At least one
+    remains. Among equally likely ids, lower ones come first."""
     order = logprobs_V.argsort(descending=True, stable=True)
     if settings.top_k:
         order = order[: settings.top_k]
@@ -171,7 +176,8 @@ character."""
 
 
 class Generation:
-    """Prompt and reply of one request."""
+    """The state of one request inside the engine: its prompt, the reply so far, and why the reply
+    ended."""
 
     def __init__(
         self,
@@ -185,8 +191,9 @@ class Generation:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Two generations with the same ``seed`` draw the same random numbers. ``stop`` are texts
-        that end the reply; ``decode`` turns ids into text to find them."""
+        """Create a generation that has sampled nothing. Two generations with the same ``seed`` draw
+        the same random numbers. A reply ends with one of the texts in ``stop``, which are found by
+        turning ids into text with ``decode``."""
         self.ids = list(prompt_ids)
         """Prompt ids, then sampled ids."""
         self.num_prompt = len(self.ids)
@@ -222,12 +229,14 @@ class Generation:
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...] | None:
-        """For each sampled token the ids it was drawn from; None if nothing was truncated."""
+        """For each sampled token, the ids among which it was drawn. None if no ids were
+        excluded."""
         return tuple(self._kept) or None
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens; empty if no token was sampled."""
+        """The versions of the weights that sampled each part of the reply. Empty if no token was
+        sampled."""
         if not self._versions:
             return ()
         ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
@@ -244,7 +253,7 @@ class Generation:
         version: int,
         top: TokenLogprobs | None = None,
     ) -> None:
-        """Append one sampled token; sets ``end`` if it is the last."""
+        """Append a sampled token, and set ``end`` if it is the last one."""
         self.ids.append(id)
         if version != self._version:
             self._version = version
@@ -262,7 +271,8 @@ class Generation:
             self.end = "length"
 
     def _stop_text(self) -> str:
-        """The stop text that the last token completed; of several, the one that begins first."""
+        """Return the stop text that the last token completed, or an empty string. Of several texts,
+        the one that begins first is returned."""
         assert self._decode is not None
         tail = self._decode(self.sampled[-self._tail :])
         matches = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]

@@ -1,10 +1,11 @@
-"""The KV cache of all slots, in one tensor, and attention over it.
+"""The KV cache of the inference engine, in one tensor, and attention over it.
 
     kv[0 or 1, layer, slot, head, position, :]        keys or values
 
-With a single tensor, copying the beginning of a slot to another is one operation. Rows of positions
-are contiguous, so one ``index_copy_`` each writes the keys and the values of a step. Memory starts
-as zeros: a masked position may hold any finite number, but never NaN.
+Each slot of the cache holds one sequence. With a single tensor, copying the beginning of a slot to
+another is one operation. Rows of positions are contiguous, so a step's keys are written by one
+``index_copy_``, and its values by another. Memory starts as zeros: a masked position may hold any
+finite number, but never NaN.
 
 Legend: L layers, S slots, K key-value heads, C positions per slot, d head size; T tokens of a step,
 n slots up to the last that decodes, g query heads per key head.
@@ -23,7 +24,7 @@ from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
 
 
 class CacheLayout(NamedTuple):
-    """Shape and type of a model's keys and values."""
+    """The shape and data type of the keys and values that a model caches."""
 
     num_layers: int
     heads: int
@@ -35,12 +36,12 @@ class CacheLayout(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one position of one slot."""
+        """The number of bytes that one token takes in the cache."""
         return 2 * self.num_layers * self.heads * self.size * self.dtype.itemsize
 
 
 class KeyValueCache:
-    """Keys and values of ``num_slots`` x ``capacity`` tokens."""
+    """The cached keys and values of ``num_slots`` sequences of up to ``capacity`` tokens each."""
 
     def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
         self.layout = layout
@@ -66,8 +67,8 @@ class KeyValueCache:
         """Per layer, keys and values by slot and head, [S K, C, d]."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """For each pair of a slot and a position, return the index of the cache row of its first
-        head."""
+        """Return the index of the cache row that holds the first head of a token, for each given
+        pair of a slot and a position."""
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
@@ -78,12 +79,13 @@ class KeyValueCache:
         return (rows_T[:, None] + heads * self.capacity).flatten()
 
     def write(self, layer: int, write_at: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Write keys and values of T tokens to the rows ``write_at`` [T K]."""
+        """Write the keys and values of T tokens of one layer to the rows with the indices
+        ``write_at`` [T K]."""
         for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
             rows.index_copy_(0, write_at, new.reshape(-1, self.size))
 
     def move_slot(self, change: SlotMove) -> None:
-        """Copy or swap the first positions of two slots."""
+        """Copy or swap the first tokens of two slots."""
         source, target = (
             self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target)
         )
@@ -95,7 +97,8 @@ class KeyValueCache:
             target.copy_(saved)
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> KeyValueCache:
-        """A new cache whose first slots hold the contents of this cache's slots ``stay``."""
+        """Return a new cache of another size. Its first slots have the contents of those slots of
+        this cache that ``stay`` lists."""
         new = KeyValueCache(self.layout, num_slots, capacity)
         width = min(self.capacity, capacity)
         for index, slot in enumerate(stay):
@@ -104,8 +107,8 @@ class KeyValueCache:
 
 
 class PrefillDecodeAttention:
-    """Causal attention for one step of the engine: first the decoding tokens, then the longer
-    spans. Implements ``dense.CausalAttentionFunction``."""
+    """Causal attention for one step of the engine: first for the tokens of decoding sequences, then
+    for longer spans of prompts. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
@@ -130,8 +133,7 @@ class PrefillDecodeAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _rows_of(self, step: EngineStep) -> Tensor:
-        """Return the indices of the cache rows to which a step writes its keys and values, [T
-        K]."""
+        """Return the indices [T K] of the cache rows to which a step writes its keys and values."""
         rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
             rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
@@ -139,11 +141,12 @@ class PrefillDecodeAttention:
 
 
 class _FirstSlots:
-    """Attention in the first n slots, with one query token per slot. It reads the first ``length``
-    positions of each slot."""
+    """Attention in the first n slots of the cache, with one query token per slot. It reads the
+    first ``length`` positions of each slot."""
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """``last_n`` is the position of each slot's query token, on the cache's device."""
+        """Prepare attention for query tokens at the positions ``last_n``, one per slot. The tensor
+        must be on the cache's device."""
         self._cache = cache
         self._n, self._length = len(last_n), length
         hidden_nT = torch.arange(length, device=last_n.device) > last_n[:, None]
@@ -176,23 +179,24 @@ class _FirstSlots:
 
 
 class DecodeAttention:
-    """Attention for decoding: each decoding slot has one query token. It runs over the whole block
-    of slots up to the last one that decodes, and drops the results of the other slots."""
+    """Attention for a step in which each decoding sequence has one query token. It runs over the
+    whole block of slots up to the last one that decodes, and drops the results of the other
+    slots."""
 
     def __init__(
         self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
     ) -> None:
-        """``slots_T`` is the slot of each token; None if token i is in slot i. A slot may occur
-        repeatedly with the same token. ``last_n`` is the last position that each slot attends to,
-        and ``length`` the number of positions that are read. All tensors are on the cache's
-        device."""
+        """Prepare attention for one query token per decoding slot. ``slots_T`` is the slot of each
+        token, or None if token i is in slot i; a slot may occur repeatedly with the same token.
+        ``last_n`` is the last position to which each slot attends, and ``length`` is the number of
+        positions that are read. All tensors must be on the cache's device."""
         self._n = len(last_n)
         self._attend = _FirstSlots(cache, last_n, length)
         self._slots = slots_T
 
     @classmethod
     def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodeAttention:
-        """Prepare attention for the decoding tokens of ``step``."""
+        """Prepare attention for the decoding tokens of a step."""
         device = cache.kv.device
         num_slots = step.slots[-1] + 1
         length = max(step.positions) + 1
@@ -215,8 +219,8 @@ class DecodeAttention:
 
 
 class _Chunk:
-    """Causal attention for several consecutive tokens of one sequence. They attend to their slot of
-    the cache, up to their own position."""
+    """Causal attention for several consecutive tokens of one sequence. They attend to the
+    sequence's cache, up to their own position."""
 
     def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:
         self.length = len(span.ids)

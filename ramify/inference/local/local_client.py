@@ -1,15 +1,15 @@
-"""The engine in this process as a ``Client``: messages in, a reply with its exact token ids and
-log-probabilities out.
+"""A client of the inference engine in this process. It takes messages, and returns replies with
+their exact token ids and log-probabilities.
 
     client = LocalClient(load("folder"))
     sampling = Sampling(max_tokens=64, temperature=1.0, seed=7)
     reply = await client.complete(Request(messages, sampling))
     await client.update(policy, version)      # the trainer's weights, shared or copied
 
-Ids are extended and never rendered twice: if a request brings the ids of its beginning (``known``),
-only the messages after them are rendered. The same request with the same seed gives the same reply,
-whatever else is in the batch. The seed is combined with the call's id and the prompt's length, so
-that the turns and calls of one run draw different numbers.
+Token ids are extended and never computed twice from messages: if a request contains the ids of its
+beginning (``known``), only the messages after them are converted. The same request with the same
+seed gives the same reply, whatever else is in the batch. The seed is combined with the call's id
+and the prompt's length, so that the turns and calls of one run draw different numbers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """Client that answers with a policy of this process. One instance serves any number of runs and
-    event loops."""
+    """A client that answers with a policy loaded in this process. One instance serves any number of
+    runs and event loops."""
 
     def __init__(
         self,
@@ -65,12 +65,14 @@ class LocalClient:
         reuse: bool = True,
         fixed_shapes: torch.dtype | None = None,
     ) -> None:
-        """``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
+        """Create a client for ``policy``, with an engine that starts at the first request.
+
+        ``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
         tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
-        GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, cached prefixes of
-        one request do not serve another. ``fixed_shapes``: precision of products in
-        fixed shapes (``models/batch_invariant_forward.py``), which give the same bits in any batch;
-        None: the fastest shapes."""
+        GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, the cached prefix
+        of one request is not used for another. ``fixed_shapes``: if not None, matrix products are
+        computed in fixed shapes and in this precision, so that replies have the same bits in any
+        batch (``models/batch_invariant_forward.py``)."""
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
         """Name -> weight, filled by the first weight sync. These stay the same tensor objects,
@@ -103,8 +105,8 @@ class LocalClient:
         return self.engine.version
 
     def report_routes(self) -> None:
-        """From now on, replies report the experts of a mixture. Raises ConfigError for any other
-        model."""
+        """Let replies report the experts that a mixture-of-experts model uses for each token, from
+        now on. Raises ConfigError if the model has no experts."""
         routers = MixtureRouters.of(self.policy.model)
         if routers is None:
             raise ConfigError(f"{self.name} has no experts whose choice could be reported")
@@ -113,12 +115,12 @@ class LocalClient:
         self.experts = mixture_shape(self.policy.model)
 
     async def pressure(self) -> CachePressure:
-        """Load on the KV cache."""
+        """Return the load on the KV cache."""
         return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
-        """One reply. Raises Refused if the prompt does not fit. Cancelling the task frees its slot
-        before the next step."""
+        """Return one reply to a request. Raises Refused if the prompt does not fit the context
+        window. If the task is cancelled, the sequence is removed before the engine's next step."""
         started = time.perf_counter()
         with working("rendering"):
             generation = self._generation(request)
@@ -129,7 +131,7 @@ class LocalClient:
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> Generation:
-        """Sample a continuation of the token ids ``ids``, and return it when it has ended. Its
+        """Sample a continuation of a list of token ids, and return it when it has ended. Its
         ``end`` is ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the context
         window."""
         if len(ids) >= self.window:
@@ -139,10 +141,11 @@ class LocalClient:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
-        """The message as it grows, some twenty times a second, and finally what ``complete``
-        returns.
+        """Yield the message of a reply as it grows, some twenty times a second, and finally the
+        whole reply.
 
-        Text that may turn out to begin a stop text, and incomplete characters, are held back.
+        A text at the end that may be the beginning of a stop text, and incomplete characters, are
+        held back until more is known.
         """
         started = time.perf_counter()
         generation = self._generation(request)
@@ -162,8 +165,8 @@ class LocalClient:
             finished.cancel()
 
     async def update(self, weights: object, version: int) -> None:
-        """Switch to ``weights``: a ``Policy``, a module or a state dict. Nothing is copied if it is
-        the module that already answers.
+        """Replace the weights with those of a ``Policy``, a module or a state dict. Nothing is
+        copied if the client already answers with the same module.
 
         All caches are cleared; a reply in progress is recomputed under the new weights and
         continues. Raises ConfigError, which names the first difference, if the weights do not fit.
@@ -174,17 +177,18 @@ class LocalClient:
         return await self.run(partial(fingerprint, self.policy.model))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of each of ``ids`` except the first, given the ids
-        before it."""
+        """Return the log-probability of each token except the first, given the tokens before it, at
+        temperature 1."""
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Run ``function`` in the engine's thread between two steps. Code that changes the weights
-        in place must run there."""
+        """Run a function in the engine's thread, between two steps, and return its result. Code
+        that changes the weights in place must run there."""
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
     def pause(self, *, abort: bool = False) -> None:
-        """Stop sampling until ``resume``; see ``EngineThread.pause``."""
+        """Stop sampling until ``resume`` is called. With ``abort``, replies in progress end at
+        once."""
         self._thread.pause(abort=abort)
 
     def resume(self) -> None:
@@ -197,17 +201,17 @@ class LocalClient:
         await self.run(partial(self._sleep, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Allocate the memory again. Weights that were not kept are ``missing`` until ``take`` has
-        brought all of them."""
+        """Allocate the memory again that ``sleep`` has released. Weights that were dropped are
+        listed in ``missing`` until ``take`` has received all of them."""
         await self.run(partial(self._wake, tags))
 
     @property
     def missing(self) -> list[str]:
-        """Weights that were dropped and have not been sent since."""
+        """The names of the weights that were dropped and have not been received since."""
         return self._sleeping_weights.missing
 
     def device_memory_usage(self) -> dict[str, int]:
-        """Bytes of ``weights`` and ``kv_cache`` in use on the compute device."""
+        """Return how many bytes the ``weights`` and the ``kv_cache`` use on the compute device."""
         return {
             "weights": self._sleeping_weights.num_bytes,
             "kv_cache": self.engine.runner.cache_bytes,
@@ -216,20 +220,21 @@ class LocalClient:
     async def take(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
-        """Copy the pieces of a weight sync into the weights, between two steps.
+        """Copy the weights sent by a trainer into the model, between two steps of the engine.
 
-        Call ``forget`` once all pieces have arrived; with ``version`` this happens at once if no
-        weight is ``missing``. Raises ValueError, which names the first tensor that is not this
-        model's, or FullWeightsRequiredError for a part of a tensor that is ``missing``.
+        After all weights have arrived, caches must be cleared with ``forget``. If ``version`` is
+        given, this happens at once unless weights are still ``missing``. Raises ValueError, which
+        names the first tensor that is not this model's, or FullWeightsRequiredError for a part of a
+        tensor that is ``missing``.
         """
         await self.run(partial(self._take_pieces, pieces, version))
 
     async def forget(self, version: int) -> None:
-        """Clear all caches: the weights have changed and are now called ``version``."""
+        """Clear all caches, because the weights have changed and now have this version number."""
         await self.run(partial(self.engine.forget, version))
 
     async def close(self) -> None:
-        """End the engine's thread. The policy stays usable."""
+        """End the engine's thread. The policy can still be used."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
 
     def _generation(self, request: Request) -> Generation:
@@ -388,8 +393,8 @@ class LocalClient:
             self.engine.forget(version)
 
     def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
-        """The weight of this name. Raises ValueError if its shape or type differs from
-        ``tensor``."""
+        """Return the model's weight with a given name. Raises ValueError if there is none, or if
+        its shape or type differs from that of ``tensor``."""
         weight = self._weights.get(name)
         if weight is None:
             raise ValueError(

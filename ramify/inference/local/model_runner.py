@@ -1,6 +1,7 @@
-"""The model interface of the engine: a step of tokens in, logits out, and a cache of slots.
+"""Model runners, which connect the inference engine to a model: a runner gets the tokens of one
+step, and returns their logits. It also holds the KV cache.
 
-A model gets the fastest runner that gives its own results:
+A model gets the fastest runner that gives the same results as the model itself:
 
     DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on
                            a CPU, small models run as a ``PreparedDecoder``; on a GPU, steps that
@@ -55,14 +56,16 @@ from ramify.models.trunk import TransformersTrunk
 
 
 class FixedShapeRunner:
-    """Model runner in which every operation has a fixed shape. Implements ``ModelRunner``."""
+    """A model runner in which every operation has a fixed shape, so that a token's logits do not
+    depend on the batch. Implements ``ModelRunner``."""
 
     is_fixed = True
     routers: MixtureRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
-        """``products`` is the precision of matrix products, which the trainer also uses."""
+        """Create a runner for ``model``. ``products`` is the precision of matrix products, which
+        must be that of the trainer."""
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
         self._model = model
@@ -91,7 +94,7 @@ class FixedShapeRunner:
         self._cache = self._cache.resized(stay, num_slots, padded(capacity))
 
     def forget(self) -> None:
-        """Nothing to do: slots are written before they are read."""
+        """Do nothing, because every position of the cache is written before it is read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -102,8 +105,9 @@ class FixedShapeRunner:
     def _logits(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
     ) -> Tensor:
-        """Run ``tokens``, given as (slot, position, id), through the model in blocks. Return fp32
-        logits [n, V] after the tokens whose indices are in ``rows``."""
+        """Run tokens through the model in blocks. Each token is given as its slot of the cache, its
+        position and its id. Returns the fp32 logits [n, V] after the tokens whose indices are in
+        ``rows``."""
         with self._precision():
             h_TD = torch.cat(
                 [
@@ -132,7 +136,8 @@ class FixedShapeRunner:
 
 
 class _CachedBlock:
-    """Attention of one block over the cache. Implements ``dense.CausalAttentionFunction``."""
+    """The attention of one block of tokens over the KV cache. Implements
+    ``dense.CausalAttentionFunction``."""
 
     def __init__(self, cache: KeyValueCache, slots: list[int], positions: list[int]) -> None:
         self._cache = cache
@@ -155,7 +160,8 @@ class _CachedBlock:
 
 
 class ModuleRunner:
-    """Runs a transformers module."""
+    """A model runner for any transformers module. It computes one sequence at a time, with the
+    cache of transformers."""
 
     bytes_per_token = cache_bytes = 0
     is_fixed = False
@@ -234,7 +240,7 @@ class ModuleRunner:
 
     @torch.inference_mode()
     def _try_out(self) -> None:
-        """Find out what the cache supports, by comparing logits."""
+        """Find out which operations the model's cache supports, by comparing logits."""
         vocabulary = self._module.config.get_text_config().vocab_size
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
@@ -258,7 +264,8 @@ class ModuleRunner:
 
 
 class _Memory:
-    """Contents of a slot: the ids that went into it, and transformers' cache of them."""
+    """The contents of a slot: the token ids that were computed, and the cache that transformers
+    made of them."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -270,7 +277,7 @@ class _Memory:
         return other
 
     def cut(self, length: int, can_cut: bool) -> bool:
-        """Keep only the first ``length`` tokens; False if that is not possible."""
+        """Keep only the first ``length`` tokens. Returns False if the cache cannot be cut there."""
         if length == len(self.ids):
             return True
         if not can_cut or self.cache is None:
@@ -284,7 +291,8 @@ class _Memory:
 
 
 class ModelRunner(Protocol):
-    """A model with a cache of slots."""
+    """The interface between the engine and a model: it computes steps, and holds a cache with a
+    slot for each sequence."""
 
     bytes_per_token: int
     """Cache bytes per token; 0 if the cache is not allocated in advance."""
@@ -301,12 +309,12 @@ class ModelRunner(Protocol):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache uses now; 0 if that is not known."""
+        """The number of bytes that the cache uses now, or 0 if that is not known."""
         ...
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        """Compute ``step`` into the cache. Returns fp32 logits [n, V] after each decoding token and
-        after each span that is ``wanted``, in order."""
+        """Compute a step, and store its keys and values in the cache. Returns fp32 logits [n, V]
+        after each decoding token and after each span for which ``wanted`` is True, in order."""
         ...
 
     def move_slot(self, change: SlotMove) -> None:
@@ -314,20 +322,23 @@ class ModelRunner(Protocol):
         ...
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        """Allocate new slots, the first of which take over the contents of the slots ``stay``."""
+        """Change the number and length of the cache's slots. The first new slots have the contents
+        of the old slots that ``stay`` lists."""
         ...
 
     def forget(self) -> None:
-        """Mark everything cached as outdated: it will not be read again."""
+        """Mark everything that is cached as outdated, so that it is not read again."""
         ...
 
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        """fp32 logits [T, V] after each of ``ids``, without touching the slots."""
+        """Return the fp32 logits [T, V] after each of the given ids, without using the engine's
+        cache."""
         ...
 
 
 class DecoderModel(Protocol):
-    """A model over one token axis, such as ``models.dense.DenseModel``."""
+    """A language model that computes all tokens of a step as one sequence of rows, such as
+    ``models.dense.DenseModel``."""
 
     def hidden(
         self,
@@ -346,7 +357,7 @@ class DecoderModel(Protocol):
 
 
 class FlatRunner:
-    """Model runner that computes all spans of a step in one pass."""
+    """A model runner that computes all tokens of a step in one pass."""
 
     is_fixed = False
     routers: MixtureRouters | None = None
@@ -355,8 +366,8 @@ class FlatRunner:
     def __init__(
         self, decoder: DecoderModel, layout: CacheLayout, record: Record | None = None
     ) -> None:
-        """``record`` records and repeats steps that only decode (``decode_graphs.py``). If it is
-        None, they run like all others."""
+        """Create a runner with an empty cache. ``record`` records and repeats steps that only
+        decode (``decode_graphs.py``). If it is None, they run like all others."""
         self._decoder = decoder
         self._layout = layout
         self._record = record
@@ -391,7 +402,7 @@ class FlatRunner:
         self._set_cache(self._cache.resized(stay, num_slots, capacity))
 
     def forget(self) -> None:
-        """Nothing to do: slots are written before they are read."""
+        """Do nothing, because every position of the cache is written before it is read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -426,8 +437,8 @@ class _PreparedRunner(FlatRunner):
 
 def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
     """Return the fastest runner that gives the same results as ``model``. With ``fixed_shapes``,
-    return the runner that computes in fixed shapes; the value is the precision of its matrix
-    products. Raises ConfigError if the model cannot compute in fixed shapes."""
+    return the runner that computes in fixed shapes, with matrix products in that precision. Raises
+    ConfigError if the model cannot compute in fixed shapes."""
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
@@ -444,7 +455,7 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
 
 
 class _ModuleDecoder:
-    """A transformers module as a ``DecoderModel``."""
+    """A wrapper that makes a transformers module a ``DecoderModel``."""
 
     def __init__(self, trunk: TransformersTrunk) -> None:
         self._trunk = trunk
@@ -466,7 +477,8 @@ class _ModuleDecoder:
 
 @torch.inference_mode()
 def _flat(module: Any) -> FlatRunner | None:
-    """The one-pass runner; None if the module does not support it."""
+    """Return a runner that computes a module's steps in one pass, or None if the module does not
+    support it."""
     try:
         trunk = TransformersTrunk(module)
     except ConfigError:
@@ -482,8 +494,8 @@ def _flat(module: Any) -> FlatRunner | None:
 
 
 def _agrees(runner: FlatRunner, module: Any) -> bool:
-    """Whether two sequences that are computed in parts and side by side get the same logits as when
-    each is computed alone."""
+    """Return True if two sequences that are computed in parts and side by side get the same logits
+    as when each is computed alone."""
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)

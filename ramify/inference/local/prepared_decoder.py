@@ -1,17 +1,17 @@
-"""A small ``DenseModel`` as the engine computes it on a CPU: the same function in half the
-operations, over prepared copies of the weights.
+"""A faster way to compute a small ``DenseModel`` on a CPU: the same function in half the
+operations, with prepared copies of the weights.
 
-In small models, starting an operation costs more than its arithmetic. So q, k and v are one
-product, as are gate and up; weights are stored as products read them; and what can be multiplied
-into a weight beforehand is:
+In small models, starting an operation costs more than its arithmetic. So the products for queries,
+keys and values are joined into one, as are those for gate and up; weights are stored in the order
+in which products read them; and what can be multiplied into a weight beforehand is:
 
     norms           their weight is part of the next matrix; a step only multiplies by 1 / rms
     scale           d ** -0.5 is part of the queries' norm or matrix
     rotation        the halves of a head are interleaved, so it is one complex product
 
-``DenseModel`` has the same numbers except for rounding. The copies are made again when a weight was
-changed in place or replaced, and after ``forget``. Not here: the definition of the model
-(``models/dense.py``), and attention (``kv_cache.py``).
+``DenseModel`` gives the same numbers except for rounding. The copies are made again when a weight
+was changed in place or replaced, and after ``forget``. The model itself is defined in
+``models/dense.py``, and attention in ``kv_cache.py``.
 
 Legend: T tokens, N rows of them, D width, M width of the MLP, H query heads, K key-value heads, d
 head size, V vocabulary.
@@ -35,11 +35,13 @@ _KEPT_SIZES = 16
 
 
 class PreparedDecoder:
-    """Implements ``model_runner.DecoderModel``."""
+    """A small model with prepared copies of its weights, for fast decoding on a CPU. Implements
+    ``model_runner.DecoderModel``."""
 
     @staticmethod
     def suits(model: DenseModel) -> bool:
-        """Whether the model is small, in fp32 and on a CPU."""
+        """Return True if a model is small, in fp32 and on a CPU, so that prepared copies of its
+        weights make it faster."""
         parameters = list(model.parameters())
         return sum(each.nbytes for each in parameters) <= _MOST_BYTES and all(
             each.device.type == "cpu" and each.dtype == torch.float32 for each in parameters
@@ -57,7 +59,7 @@ class PreparedDecoder:
         self._rooms: dict[int, _Workspace] = {}
 
     def forget(self) -> None:
-        """Drop the copies: a weight may have changed without notice."""
+        """Drop the copies of the weights, because a weight may have changed without notice."""
         self._seen, self._layers, self._output_DV = [], [], torch.empty(0)
 
     def hidden(
@@ -68,8 +70,8 @@ class PreparedDecoder:
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the last norm: [T, D] for all tokens, or [N, D] for the
-        tokens at the indices ``rows_N``. Falls back to the original model while the copies of its
-        weights are out of date."""
+        tokens at the indices ``rows_N``. If there can be no prepared copies of the weights, the
+        original model computes them."""
         if not self._is_prepared():
             return self._model.hidden(ids_T, positions_T, attend, rows_N)
         room = self._workspace(len(ids_T))
@@ -98,7 +100,7 @@ class PreparedDecoder:
         return torch.mm(h_ND, self._output_DV) if self._layers else self._model.logits(h_ND)
 
     def _is_prepared(self) -> bool:
-        """Renew the prepared copies if the weights have changed. Returns False if there can be no
+        """Prepare the copies again if the weights have changed. Returns False if there can be no
         copies, because weights are computed (adapters) or have another type or device by now."""
         weights: list[Any] = [each.weight for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
@@ -191,8 +193,8 @@ def _prepared(layer: Any, shape: DenseShape) -> _PreparedLayer:
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
-    """The rows of each head in the order 0, d/2, 1, d/2 + 1, …, so that a rotated pair is one
-    complex number."""
+    """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, …, so that the two numbers that are
+    rotated together are one complex number."""
     halves = rows.view(-1, 2, size // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
@@ -247,11 +249,13 @@ class _Workspace:
         self._eps = torch.full((), shape.norm_eps)
 
     def norm(self, h_TD: Tensor) -> Tensor:
-        """``h_TD`` divided by the root mean square of each row; overwritten by the next call."""
+        """Return ``h_TD`` with each row divided by its root mean square. The next call overwrites
+        the result."""
         return torch.mul(h_TD, self._inverse_rms(h_TD, self._rms), out=self._normed)
 
     def norm_heads(self) -> Tensor:
-        """Divides queries and keys by the root mean square of each head, in place."""
+        """Divide queries and keys by the root mean square of each head, in place, and return
+        them."""
         return self._rotated.mul_(self._inverse_rms(self._rotated, self._head_rms))
 
     def _inverse_rms(self, x: Tensor, out: Tensor) -> Tensor:

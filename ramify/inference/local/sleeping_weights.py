@@ -1,13 +1,14 @@
-"""A model's weights, released while the engine sleeps: moved to main memory, or dropped.
+"""The weights of a model while its engine sleeps: their memory is released, and they are moved to
+main memory or dropped.
 
     give_back(keep=True)  ── wake                            the weights are back
     give_back(keep=False) ── wake ── every tensor arrives    until then ``missing`` names those
                                                              without values
 
-Parameters stay the same objects, so that other holders of the model and tied matrices are not
-affected. Buffers stay.
+Parameters stay the same objects, so that other users of the model, and matrices that share their
+weights, are not affected. Buffers of the model stay.
 
-Not here: the KV cache (see ``engine.py``), and who sends weights (see ``serve/weight_routes.py``).
+The KV cache is released in ``engine.py``, and weights are received in ``serve/weight_routes.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 
 class SleepingWeights:
-    """The weights of one model, which can be released and restored. Belongs to the engine's
-    thread."""
+    """The weights of one model, whose memory can be released and allocated again. Used only in the
+    engine's thread."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -39,17 +40,17 @@ class SleepingWeights:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the tensors whose values were dropped and have not arrived since."""
+        """The names of the tensors whose values were dropped and have not been received since."""
         return list(self._missing.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights on the compute device."""
+        """The number of bytes that the weights use on the compute device."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def give_back(self, *, keep: bool) -> None:
-        """Free the memory of all weights. With ``keep`` they move to main memory; if they already
-        are in main memory, they stay."""
+        """Release the memory of all weights. With ``keep`` they move to main memory; weights that
+        are already in main memory then stay."""
         parameters = dict(self._model.named_parameters())
         self._device = next(iter(parameters.values())).device
         if self._away is not None or (keep and self._device.type == "cpu"):
@@ -64,7 +65,8 @@ class SleepingWeights:
                 ctypes.CDLL(None).malloc_trim(0)  # otherwise it keeps the freed memory
 
     def wake(self) -> None:
-        """Allocate the memory again, and restore the weights that were kept. Idempotent."""
+        """Allocate the memory again, and restore the weights that were kept. A second call has no
+        effect."""
         away, self._away = self._away, None
         for name, each in (away or {}).items():
             parameter = self._model.get_parameter(name)
@@ -75,9 +77,10 @@ class SleepingWeights:
                 parameter.data = each.to(self._device)
 
     def lacks(self, parameter: Tensor) -> bool:
-        """Whether the values of ``parameter`` are missing, under any of its names."""
+        """Return True if the values of a parameter are missing, under whichever name they were
+        dropped."""
         return id(parameter) in self._missing
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record that all values of ``parameter`` have arrived."""
+        """Record that all values of a parameter have been received."""
         self._missing.pop(id(parameter), None)

@@ -1,19 +1,21 @@
-"""A step of the engine (the input of one pass through the model), and the slots that its tokens are
-computed in: which generation occupies which slot, and what each slot still caches of earlier ones.
+"""The steps of the inference engine, and the slots of its KV cache: which sequence uses which slot,
+and what each slot still caches of earlier sequences.
 
-A slot is a row of the KV cache. Running slots are close together at the front, so that a step reads
-one block of the cache; idle slots behind them keep what was computed in them:
+A step is the input of one pass through the model. A slot is a row of the KV cache, for one
+sequence. Running slots are close together at the front, so that a step reads one block of the
+cache; idle slots behind them keep what was computed in them:
 
     slot     0     1     2     3     4     5     6
              run   run   run   —     idle  idle  empty
                                └ one hole is tolerated: its call may soon be back
 
-A new request takes over the idle slot whose tokens are all a prefix of it (the next turn of a call
-whose children have answered). Otherwise it copies the longest prefix that any slot shares with it
-(a sibling under the same prompt) into an empty slot or the least recently used idle one. Calls that
-wait for children count as used whenever a child sends a request.
+A new request takes over the idle slot whose tokens are all a prefix of the request (it is then the
+next turn of a call whose children have answered). Otherwise it copies the longest prefix that any
+slot shares with it (such as that of a sibling with the same prompt) into an empty slot or the least
+recently used idle one. Calls that wait for children count as used whenever a child sends a request.
 
-This file decides; ``SlotMove`` tells the cache what to do. Legend: S slots, C tokens per slot.
+This module decides about slots; a ``SlotMove`` tells the cache what to do. Legend: S slots, C
+tokens per slot.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class SlotTokenSpan(NamedTuple):
-    """Consecutive tokens of one slot."""
+    """Several consecutive tokens of one sequence, to be computed in its slot of the cache."""
 
     slot: int
     start: int
@@ -40,14 +42,14 @@ class SlotTokenSpan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """The position after the last token of the span."""
         return self.start + len(self.ids)
 
 
 @dataclasses.dataclass(slots=True)
 class EngineStep:
-    """One token of each decoding slot, stored in columns since there are many, followed by some
-    longer spans."""
+    """The input of one pass through the model: one token of each decoding sequence, stored in
+    columns since there are many, and some longer spans of prompts."""
 
     slots: list[int] = dataclasses.field(default_factory=list)
     """Ascending."""
@@ -68,7 +70,8 @@ _HOLES = 0.25
 
 
 class SlotMove(msgspec.Struct, frozen=True):
-    """Copy tokens [0, length) of slot ``source`` to ``target``, or swap the two slots."""
+    """An instruction to copy the first ``length`` tokens of one slot of the cache to another, or to
+    swap two slots."""
 
     kind: Literal["copy", "swap"]
     source: int
@@ -78,10 +81,12 @@ class SlotMove(msgspec.Struct, frozen=True):
 
 
 class SlotTable:
-    """Bookkeeping of all slots."""
+    """A record of which sequence uses which slot of the KV cache, and of the tokens that each slot
+    holds."""
 
     def __init__(self, num_slots: int, capacity: int, *, reuse: bool = True) -> None:
-        """Without ``reuse``, cached prefixes of one request do not serve another."""
+        """Create a table of empty slots. Without ``reuse``, the cached prefix of one request is not
+        used for another."""
         self.num_slots = num_slots
         self.capacity = capacity
         self.owner: list[Generation | None] = [None] * num_slots
@@ -94,13 +99,13 @@ class SlotTable:
         self._reuse = reuse
 
     def running(self) -> list[int]:
-        """Slots of running generations, ascending."""
+        """Return the slots of running sequences, in ascending order."""
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
-        """Give a generation a slot, or return None if it has to wait. Returns the slot and what to
-        copy from other slots. The slot's entry in ``length_S`` is then the number of tokens that
-        need not be computed."""
+        """Assign a slot to a sequence, and return the slot and what to copy from other slots.
+        Returns None if the sequence has to wait. The slot's entry in ``length_S`` is then the
+        number of tokens that need not be computed."""
         self._touch_parents(generation.affinity)
         ids = np.asarray(generation.ids, dtype=np.int32)
         ready_S, coming = self._shared(ids)
@@ -123,13 +128,13 @@ class SlotTable:
         return slot, changes
 
     def computed(self, step: EngineStep) -> None:
-        """Record that the keys and values of a step's tokens are in their slots."""
+        """Record that the keys and values of a step's tokens are now in their slots."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end
 
     def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """Add one more token, not yet computed, to each of ``slots`` at the given positions."""
+        """Record one more token, not yet computed, for each of the given slots."""
         # A token beyond the capacity is skipped: the slot is enlarged and rewritten before it is
         # computed.
         if max(positions) >= self.capacity:
@@ -140,21 +145,22 @@ class SlotTable:
         self._tokens_SC[slots, positions] = tokens
 
     def release(self, slot: int) -> None:
-        """Free the slot of a finished generation; its cached prefix stays until the slot is
+        """Free the slot of a sequence that has ended. Its cached prefix stays until the slot is
         needed."""
         self.owner[slot] = None
         self._tokens_SC[slot, int(self.length_S[slot]) :] = -1
         self._use(slot)
 
     def forget(self) -> None:
-        """Mark everything cached as outdated. Running generations keep their slots."""
+        """Mark everything that is cached as outdated. Running sequences keep their slots."""
         self.length_S[:] = 0
         for slot, owner in enumerate(self.owner):
             if owner is None:
                 self._tokens_SC[slot] = -1
 
     def compact(self) -> list[SlotMove]:
-        """Move running slots forward until there are few holes between them."""
+        """Move running slots forward until there are few holes between them. Returns the moves, for
+        the cache."""
         changes = []
         running = self.running()
         while running and running[-1] + 1 - len(running) > _HOLES * len(running):
@@ -166,7 +172,7 @@ class SlotTable:
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
         """Change the number of slots and their capacity, in tokens per slot. Returns the old slots
-        that stay, in their new order, and the generations that lost their slot.
+        that stay, in their new order, and the sequences that lost their slot.
 
         Running slots are kept before idle ones, and recently used slots before others. What an idle
         slot holds beyond the new capacity is forgotten.
@@ -199,9 +205,9 @@ class SlotTable:
         return stay, lost
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """Compare the ids of a new request (``wanted``) with the contents of every slot. Returns
-        how many computed tokens of each slot are a prefix of them, and how many the best slot will
-        have once its running generation is computed.
+        """Compare the ids of a new request with the contents of every slot. Returns how many tokens
+        of the request each slot has computed, from the beginning, and how many the best slot will
+        have once its running sequence is computed.
 
         The last token is always left to compute, since its logits are needed.
         """
@@ -213,7 +219,8 @@ class SlotTable:
         return np.minimum(same_S, self.length_S), int(same_S.max())
 
     def _target(self, source: int, shared: int) -> int | None:
-        """The slot for a generation that can reuse ``shared`` tokens of slot ``source``."""
+        """Return the slot for a sequence that can reuse ``shared`` tokens of slot ``source``, or
+        None if no slot is free."""
         if self.owner[source] is None and shared and shared == self.length_S[source]:
             return source
         idle = [slot for slot, owner in enumerate(self.owner) if owner is None]
@@ -223,8 +230,8 @@ class SlotTable:
         return min(others, key=lambda slot: (self.length_S[slot] > 0, self._used_S[slot], slot))
 
     def _touch_parents(self, affinity: str) -> None:
-        """Mark the parents of a call as used: call ``0.2.1`` keeps ``0.2`` and ``0``, which wait
-        for it."""
+        """Mark the slots of a call's parents as used, since they wait for the call: call ``0.2.1``
+        keeps those of ``0.2`` and ``0``."""
         parents = set(_parents(affinity))
         if parents:
             for slot, owner in enumerate(self.owner):

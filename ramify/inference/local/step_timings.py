@@ -1,12 +1,11 @@
-"""The CPU time of an engine's steps, grouped by the amount of work:
+"""Measurement of the CPU time that an engine's steps take, grouped by the amount of work in a step.
 
     timings.note(sequences=12, read=0, cpu_s=0.0061)
     timings.taken()  ──▶  [EngineStepTotals(sequences=16, reads=False, steps=311, tokens=3702,
                                             read=0, cpu_s=1.42), …]
 
-CPU time is the same whether or not other processes use the machine; wall-clock time is not. Readers
-of stored metrics import this file, so it needs neither numpy nor torch. Not here: what a step
-computes (see ``slots.py``).
+CPU time is the same whether or not other processes use the machine; wall-clock time is not.
+Programs that read stored metrics import this module, so it needs neither numpy nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 
 
 class EngineStepTotals(msgspec.Struct, kw_only=True):
-    """Totals of all steps of one kind."""
+    """The totals of all steps with about the same number of sequences."""
 
     sequences: int
     """Upper bound on the sequences that got a token; more than half as many did. A power of two, or
@@ -32,13 +31,15 @@ class EngineStepTotals(msgspec.Struct, kw_only=True):
 
 
 class EngineStepTimingRecorder:
-    """Step timings of one engine. Recorded in its thread, read in any."""
+    """Records the CPU time of one engine's steps. The engine's thread records, and any thread may
+    read."""
 
     def __init__(self) -> None:
         self._timings: dict[tuple[int, bool], EngineStepTotals] = {}
 
     def note(self, sequences: int, read: int, cpu_s: float) -> None:
-        """Record one step."""
+        """Record one step: the number of sequences that got a token, the number of prompt tokens,
+        and the CPU seconds."""
         bound = 1 << (sequences - 1).bit_length() if sequences else 0
         key = (bound, read > 0)
         timing = self._timings.get(key)
@@ -50,6 +51,6 @@ class EngineStepTimingRecorder:
         timing.cpu_s += cpu_s
 
     def taken(self) -> list[EngineStepTotals]:
-        """The totals since the last call."""
+        """Return the totals since the last call, and begin new ones."""
         timings, self._timings = self._timings, {}
         return [timings[key] for key in sorted(timings)]

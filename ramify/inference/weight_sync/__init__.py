@@ -1,4 +1,5 @@
-"""Ways to send weights from a trainer to engines in other processes, by name; see ``base.py``."""
+"""The methods by which a trainer sends new weights to inference engines in other processes, by
+name. ``base.py`` defines their interface."""
 
 from ramify.plugins import Registry
 

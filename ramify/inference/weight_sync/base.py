@@ -1,34 +1,36 @@
-"""Weight sync from a trainer to engines in other processes. Each method has a trainer half and an
-engine half, in one small file.
+"""The interface of weight syncs, which send weights from a trainer to inference engines in other
+processes, and what all of them share. Each method has a trainer half and an engine half, in one
+small module.
 
     trainer   sources ── WeightSync.chunks ──▶ WeightChunk.info ── HTTP ──▶ engine
                              │ bytes                                          │
                              └── memory, a file, a broadcast, a GPU handle ───┴─▶
                                  WeightReceiver.unpack_chunk ──▶ WeightPiece, WeightPiece, …
 
-HTTP carries names, shapes and the location of the bytes, in the form of vLLM's weight transfer
-(``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a weight sync holds at most two
-chunks, whatever the model's size. Every sync is verified: it ends with the fingerprint check and
-the canary (``train/selfcheck.py``).
+HTTP requests contain names, shapes and the location of the bytes, in the form of vLLM's weight
+transfer (``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a weight sync holds at most
+two chunks, whatever the model's size. Every update is verified: it ends with a comparison of
+fingerprints and a test of the replies (``train/selfcheck.py``).
 
 A custom method is named ``module:Class``; an engine accepts it if it was started with the same
 name.
 
-``sources`` converts the training layout into what an engine needs: adapters added, shards gathered,
-precision changed.
+The function ``sources`` converts the layout used in training into what an engine needs: adapters
+added, shards gathered, precision changed.
 
     sources(module, dtype)      one tensor at a time, computed when the weight sync asks for it
 
 Names and shapes are those of a checkpoint in Hugging Face's layout. Engines load it into their own
-compute layout (fused, split over GPUs, packed). An output matrix that is tied to the embeddings is
-one tensor; each engine ties its own, and the canary detects one that did not.
+compute layout (fused, split over GPUs, packed). An output matrix that shares its weights with the
+embeddings is one tensor; each engine shares its own, and the test of the replies detects an engine
+that did not.
 
 Files and folders that hold weights exist as long as the process that made them, which holds a lock
 on each. An unlocked one belongs to a trainer that was killed, and the next trainer that opens a
 weight sync removes it (``sweep``). Locks are used instead of process ids, because process ids are
 reused.
 
-Not here: which requests are sent when (see ``inference/http``).
+Which requests are sent when is decided in ``inference/http``.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ Info = Mapping[str, Any]
 
 
 class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
-    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling it
+    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling the object
     computes that sum."""
 
     base: Callable[[], Tensor]
@@ -74,7 +76,8 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
 
 
 class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
-    """A tensor that is not trained, and that is elsewhere. Calling it gathers it."""
+    """A frozen tensor that is stored elsewhere, for example in shards. Calling the object gathers
+    it."""
 
     gather: Callable[[], Tensor]
     stamp: Hashable
@@ -85,14 +88,14 @@ class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
 
 
 def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add an adapter to its base matrix: base + scale * b @ a. Trainer and engine both call this,
-    so that they round alike."""
+    """Add a low-rank adapter to its base matrix: base + scale * b @ a. Trainer and engine both call
+    this function, so that their results are rounded in the same way."""
     return base + (scale * b @ a).to(base.dtype)
 
 
 class LazyWeight(NamedTuple):
-    """One tensor of the trained policy, in the form that an engine needs. Nothing is gathered or
-    cast until ``full`` is called.
+    """One tensor of the trained policy, in the form that an engine needs. It is gathered and
+    converted only when ``full`` is called.
 
     Example:
         LazyWeight("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
@@ -116,7 +119,7 @@ class LazyWeight(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """What an engine receives: a whole tensor, or new values for some positions of one.
+    """What an engine receives: a whole tensor, or new values for some positions of a tensor.
 
     Example:
         WeightPiece("norm.weight", tensor)                       # a whole tensor, [hidden size]
@@ -136,7 +139,7 @@ class WeightPiece(NamedTuple):
 
 
 class WeightChunk(msgspec.Struct, eq=False):
-    """One part of a sync.
+    """One part of a weight update, with the information about it that engines receive by HTTP.
 
     Example:
         WeightChunk(info={"names": ["embed"]}, is_last=False)    # what every engine receives
@@ -151,33 +154,35 @@ class WeightChunk(msgspec.Struct, eq=False):
 
 
 class WeightSync(Protocol):
-    """The trainer's half of a weight sync. Belongs to one trainer; call ``open`` first."""
+    """A way to send weights to engines; this is the half that runs in the trainer. It belongs to
+    one trainer; call ``open`` first."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        """The setup information for each engine. Raises ConfigError if this machine does not
-        support the method."""
+        """Prepare to send weights, and return the information that each engine needs to receive
+        them. Raises ConfigError if this machine does not support the method."""
         ...
 
     def join(self) -> None:
-        """Wait for the engines to connect, if both sides have to meet. Runs in a thread while the
-        engines receive their setup information."""
+        """Wait for the engines to connect, if the method needs a connection. Called in a thread
+        while the engines get the information that ``open`` returned."""
         ...
 
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """The weights of ``version``, in order. A chunk's bytes stay valid until the next chunk but
-        one is requested. ``whole``: send everything, as if no engine had any weights."""
+        """Yield the weights with this version number in chunks, in order. The bytes of a chunk stay
+        valid until the next chunk but one is requested. With ``whole``, all weights are sent, as if
+        no engine had any."""
         ...
 
     def close(self) -> None:
-        """Free all resources. Idempotent."""
+        """Free all resources. A second call has no effect."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """The engine's half of a weight sync, made by ``WeightSync.receiver`` from the setup
-    information.
+    """The half of a weight sync that runs in an engine. It is created by ``WeightSync.receiver``
+    from the information that the trainer sent first.
 
     Example:
         for piece in receiver.unpack_chunk(chunk.info):
@@ -185,27 +190,28 @@ class WeightReceiver(Protocol):
     """
 
     def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
-        """The pieces of one chunk; a tensor is valid until the next one is requested. Raises
-        ValueError for an incomplete chunk, and FullWeightsRequiredError if it builds on weights
-        that this engine does not have."""
+        """Yield the tensors of one chunk. A tensor is valid until the next one is requested. Raises
+        ValueError for an incomplete chunk, and FullWeightsRequiredError if the chunk holds
+        differences from weights that this engine does not have."""
         ...
 
     def finished(self, version: str) -> None:
-        """Called once all chunks of a sync were taken."""
+        """Finish an update, after all of its chunks have been received."""
         ...
 
     def close(self) -> None: ...
 
 
 class FullWeightsRequiredError(ValueError):
-    """A chunk builds on weights that the engine does not have; all weights must be sent."""
+    """Raised when a chunk holds differences from weights that the engine does not have, so that all
+    weights must be sent."""
 
 
 def in_chunks(
     sources: Iterable[LazyWeight], chunk_bytes: int
 ) -> Iterator[tuple[list[LazyWeight], bool]]:
-    """Group ``sources``, in order, into chunks of ``chunk_bytes``: (the sources of a chunk, whether
-    it is the last). A larger tensor is a chunk by itself."""
+    """Group tensors, in order, into chunks of at most ``chunk_bytes`` bytes. Yields each chunk
+    together with a flag that is True for the last one. A larger tensor is a chunk by itself."""
     chunk: list[LazyWeight] = []
     room = chunk_bytes
     for source in sources:
@@ -219,8 +225,8 @@ def in_chunks(
 
 
 def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str, Any]:
-    """Describe tensors as vLLM's update request does: their names, precisions and shapes. The
-    weights' version is added."""
+    """Describe tensors as vLLM's update request does, by their names, precisions and shapes, and
+    add the version of the weights."""
     return {
         "names": [source.name for source in sources],
         "dtype_names": [str(source.dtype).removeprefix("torch.") for source in sources],
@@ -230,8 +236,8 @@ def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str,
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Lay out parts of the given sizes in one buffer. Returns the aligned start of each part, and
-    the length of the buffer in bytes."""
+    """Compute where parts of the given sizes begin in one buffer. Returns the aligned start of each
+    part, and the length of the buffer, in bytes."""
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
@@ -240,8 +246,8 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
-    """Views of the tensors that ``info`` describes, in a buffer of bytes [N]. Raises ValueError if
-    they do not fit."""
+    """Yield views of the tensors in a buffer of bytes [N], given their names, precisions and
+    shapes. Raises ValueError if they do not fit into the buffer."""
     try:
         weight_update_info = list(
             zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
@@ -267,10 +273,10 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
 def reserve(
     handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE
 ) -> None:
-    """Make the file of ``handle`` at least ``length`` bytes long.
+    """Make an open file at least ``length`` bytes long. ``handle`` is its descriptor.
 
-    Raises OSError if there is not enough space. Otherwise a later write through a mapping would end
-    in a signal.
+    Raises OSError if there is not enough space. Without this reservation, a later write through a
+    memory mapping would kill the process with a signal.
     """
     if allocate is not None:
         allocate(handle, 0, length)
@@ -285,7 +291,8 @@ def reserve(
 
 
 def fill(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
-    """Copy ``sources`` one after the other into a buffer of bytes [N]; returns the length used."""
+    """Copy tensors one after the other into a buffer of bytes [N], and return how many bytes were
+    used."""
     sizes = [source.num_bytes for source in sources]
     starts, length = offsets(sizes)
     for source, start, size in zip(sources, starts, sizes, strict=True):
@@ -300,14 +307,15 @@ _WHOLE = (Tensor, nn.Parameter)
 
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
-    """Return the weight sources of named parameters, in precision ``dtype``. A sharded parameter
-    (DTensor) is gathered on demand, so all ranks have to request tensors in the same order."""
+    """Return parameters in the form in which they are sent to engines, in precision ``dtype``. A
+    sharded parameter (DTensor) is gathered on demand, so all ranks have to request tensors in the
+    same order."""
     return [source(name, tensor, dtype) for name, tensor in named]
 
 
 def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> LazyWeight:
-    """Return the weight source of one parameter. With ``make``, the source is a tensor of the same
-    shape that is computed from the parameter, such as the parameter with its adapter added."""
+    """Return one parameter in the form in which it is sent to engines. If ``make`` is given, the
+    tensor that it returns is sent instead, such as the parameter with its adapter added."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = stamp_of(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
@@ -322,9 +330,9 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
-    """Return a value that changes whenever a frozen parameter is written to; None for any other
-    tensor. Torch's version counter is not reliable for trained parameters: its fused AdamW writes
-    without counting (2.13)."""
+    """Return a value that changes whenever a frozen parameter is written to, or None for any other
+    tensor. Torch's version counter is not reliable for trained parameters, because its fused AdamW
+    does not count its writes (2.13)."""
     if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
     local = tensor if type(tensor) in _WHOLE else getattr(tensor, "_local_tensor", tensor)
@@ -340,8 +348,7 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
 
 def as_checkpoint(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
     """Rename weights as checkpoints of the transformers model ``model`` do, for engines that load
-    checkpoint names. A tensor that holds all experts of a layer is split into one for each
-    expert."""
+    checkpoint names. A tensor with all experts of a layer is split into one tensor per expert."""
     from ramify.models.stored_weights import disk_tensors
 
     for each in given:
@@ -357,8 +364,8 @@ def as_checkpoint(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeigh
 
 
 class _SplitSource:
-    """A tensor that is sent in parts, one after the other. The whole tensor is kept in memory from
-    the first part to the last."""
+    """A tensor that is sent in parts, one after the other. It is kept in memory from the first part
+    to the last."""
 
     def __init__(self, model: Any, whole: LazyWeight, num_parts: int) -> None:
         self._model = model
@@ -393,7 +400,7 @@ def new_name() -> str:
 
 
 def hold_file(path: Path) -> int:
-    """Create a file, lock it, and return its descriptor."""
+    """Create a file, lock it, and return its descriptor, which holds the lock."""
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -417,7 +424,7 @@ def hold_folder(below: Path) -> tuple[Path, int]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files and folders in ``folder`` whose makers have exited."""
+    """Remove files and folders of weight syncs in ``folder`` whose processes have exited."""
     for path in folder.glob(f"{PREFIX}{_HELD}*"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -1,10 +1,11 @@
-"""Broadcast in buckets, from the trainer to all engines at once: gloo between CPUs, NCCL between
-GPUs.
+"""Weight sync by broadcast from the trainer to all engines at once, in large buffers: over gloo
+between CPUs, over NCCL between GPUs.
 
 The process group is separate from any group among the trainer's ranks. Rank 0 is the trainer: it
-opens a listener, and its setup information holds the ticket with which an engine connects. The
-group's members prove the ticket's key before the first tensor. Every wait is bounded by
-``timeout_s``, so an engine that dies in the middle fails the sync instead of blocking it.
+opens a listener, and the information that engines get first contains a ticket with which they
+connect. The members of the group prove that they have the ticket's key before the first tensor is
+sent. Every wait is limited by ``timeout_s``, so an engine that dies in the middle fails the update
+instead of blocking it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class GlooSync:
-    """Weight sync by broadcast between CPUs. Implements ``WeightSync``."""
+    """Weight sync by broadcast from the trainer's CPU to those of all engines."""
 
     backend: ClassVar[str] = "gloo"
 
@@ -54,8 +55,8 @@ class GlooSync:
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 120,
     ) -> None:
-        """``address`` is this machine's address as the engines reach it; ``port`` 0 takes a free
-        port."""
+        """Create the trainer's half of this weight sync. ``address`` is the address at which
+        engines reach this machine; with ``port`` 0, a free port is used."""
         self._address = address
         self._port = port
         self._chunk_bytes = chunk_bytes
@@ -114,8 +115,8 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Broadcast a buffer to all engines. If an engine is gone, close the group and raise
-        RuntimeError; otherwise engines that have not begun to receive would wait until the
+        """Broadcast a buffer to all engines. If an engine is gone, the group is closed and
+        RuntimeError raised; otherwise engines that have not begun to receive would wait until the
         timeout."""
         try:
             _broadcast(self._group, buffer)
@@ -142,7 +143,7 @@ class GlooSync:
 
 
 class NcclSync(GlooSync):
-    """Weight sync by broadcast between GPUs."""
+    """Weight sync by broadcast from the trainer's GPU to those of all engines."""
 
     backend: ClassVar[str] = "nccl"
 
@@ -152,8 +153,8 @@ class NcclSync(GlooSync):
 
 
 class BroadcastReceiver:
-    """Engine half of the weight syncs over gloo and NCCL. Creating one joins the trainer's process
-    group, so the trainer must be waiting in ``join``. Implements ``WeightReceiver``."""
+    """The engine's half of the weight syncs over gloo and NCCL. Creating one joins the trainer's
+    process group, so the trainer must be waiting in ``join``. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info, backend: str) -> None:
         _need(backend)
@@ -200,8 +201,8 @@ class BroadcastReceiver:
 
 
 class _Buffer:
-    """One buffer for all chunks, since each has arrived before the next begins: allocating memory
-    costs more than a copy."""
+    """A buffer that is used for all chunks, because allocating memory costs more than a copy. Each
+    chunk has arrived before the next one begins."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -225,7 +226,7 @@ def _need(backend: str) -> None:
 
 
 class _GroupSpec(NamedTuple):
-    """One member's view of the group."""
+    """What one member of the process group must know to join it, such as its rank."""
 
     backend: str
     rank: int
@@ -237,7 +238,7 @@ class _GroupSpec(NamedTuple):
 
 def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
     """Form the process group of the trainer and the engines. Raises TrainError if a member does not
-    have ``key``."""
+    have the secret key."""
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo

@@ -1,9 +1,9 @@
-"""CUDA IPC, for engines on the trainer's own GPU: memory handles travel over HTTP, and no byte is
-copied twice.
+"""Weight sync over CUDA IPC, for engines on the trainer's own GPU: engines open the trainer's GPU
+memory by handles that are sent over HTTP.
 
 A handle consists of bytes and numbers, sent as base64 and JSON, so nothing is unpickled. The
-trainer holds each chunk's memory until the next chunk but one is requested. No test here covers
-this file: it needs a GPU that two processes share.
+trainer holds each chunk's memory until the next chunk but one is requested. No test covers this
+module, because it needs a GPU that two processes share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class CudaIpcSync:
-    """Weight sync by shared GPU memory. Implements ``WeightSync``."""
+    """Weight sync by GPU memory that the trainer shares with engines on the same GPU."""
 
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -42,7 +42,7 @@ class CudaIpcSync:
         return [{"weight_sync": "cuda_ipc"}] * num_engines
 
     def join(self) -> None:
-        """Nothing to do: the sides need not meet."""
+        """Do nothing, because trainer and engines need no connection."""
 
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
@@ -68,7 +68,7 @@ class CudaIpcSync:
 
 
 class CudaIpcReceiver:
-    """Receiver of ``CudaIpcSync``. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync over CUDA IPC. Implements ``WeightReceiver``."""
 
     def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         arguments = [

@@ -1,5 +1,5 @@
-"""Weight sync of only what changed since the engines' last weights: tensors, values within them, or
-low-rank adapters. Everything is sent if the engines' weights are not known.
+"""Weight sync that sends only what changed since the engines' last weights: tensors, values within
+tensors, or low-rank adapters. Everything is sent if the engines' weights are not known.
 
     a tensor with the stamp of the last sync    not sent, not read
     equal to what the engines have              not sent
@@ -9,17 +9,18 @@ low-rank adapters. Everything is sent if the engines' weights are not known.
     with a low-rank adapter                     the adapter: engines keep the base matrix, and add
                                                 the adapter as the trainer does
 
-The bytes travel by another weight sync (``by``). The trainer keeps a copy of what the engines have,
-in their precision. Each sync names the one it builds on; an engine with other weights (it was
-restarted, or missed a sync) says so and gets everything.
+The bytes are transported by another weight sync (``by``). The trainer keeps a copy of what the
+engines have, in their precision. Each update names the one before it, from which it contains the
+differences; an engine with other weights (it was restarted, or missed an update) reports that and
+gets everything.
 
-Many small tensors are compared, copied and described as one, since the overhead of each exceeds
-the cost of its bytes:
+Many small tensors are compared, copied and described as one, since the overhead of each exceeds the
+cost of its bytes:
 
     trainer   norm.1 norm.2 …  ── TensorBundles ──▶ '::together-0' [N], table: names, shapes
     engine    '::together-0', table  ── apart ──▶ norm.1, norm.2, …
 
-Differences are those of bits: equal bits are equal, also for NaN; the two zeros differ.
+Values are compared bit by bit: two NaNs with the same bits are equal, and the two zeros differ.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ _KINDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, flat."""
+    """Return the bits of a tensor's values as a flat tensor of integers."""
     return tensor.contiguous().view(-1).view(_KINDS[tensor.element_size()])
 
 
 def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
-    """Positions at which the bits differ, in order. On a CPU, numpy takes a third of PyTorch's
-    time."""
+    """Return the positions at which two tensors differ, in order. On a CPU, numpy takes a third of
+    PyTorch's time."""
     if now_N.is_cuda:
         return (now_N != had_N).nonzero()[:, 0]
     return torch.from_numpy(np.flatnonzero(now_N.numpy() != had_N.numpy()))
@@ -80,13 +81,13 @@ def differing_parts(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> lis
 
 
 def differing_share(now_N: Tensor, had_N: Tensor) -> float:
-    """Share of differing values in a sample."""
+    """Return the share of differing values in a sample of two tensors."""
     return int(torch.count_nonzero(_sample(now_N) != _sample(had_N))) / SAMPLE
 
 
 def _sample(bits_N: Tensor) -> Tensor:
-    """Values from all over the tensor, in runs of neighbours: loading a page is expensive, and the
-    values next to the first are then free."""
+    """Return values from all over the tensor, in runs of neighbours: loading a page of memory is
+    expensive, and the values next to the first are then free."""
     return bits_N[: len(bits_N) // _RUNS * _RUNS].view(_RUNS, -1)[:, : SAMPLE // _RUNS]
 
 
@@ -94,8 +95,8 @@ _PREFIX = "::together-"
 
 
 class TensorBundles:
-    """Small tensors of one precision that are sent together. It remembers the values that the
-    engines already have, so that only changed tensors are sent."""
+    """Small tensors of one precision that are sent together. The object remembers the values that
+    the engines already have, so that only changed tensors are sent."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -106,9 +107,9 @@ class TensorBundles:
     def changed(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
-        """Join the tensors whose current values the engines lack into one. Returns this tensor, and
-        a table of the names and shapes with which the engines split it again; None if they lack
-        nothing.
+        """Join the tensors whose current values the engines do not have into one tensor. Returns
+        this tensor, and a table of the names and shapes with which the engines split it again.
+        Returns None if the engines have all values.
 
         ``sources`` are then recorded as what the engines have, and all earlier tensors are
         forgotten.
@@ -145,7 +146,7 @@ class TensorBundles:
 
 def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
     """Split a bundle, in which small tensors are concatenated, into its tensors. ``table`` has
-    their names and shapes. Raises ValueError if it does not describe the bundle."""
+    their names and shapes. Raises ValueError if the table does not fit the bundle."""
     try:
         names, shapes = table["names"], table["shapes"]
         parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])
@@ -156,7 +157,7 @@ def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of all values, one tensor after the other: [N]."""
+    """Return a copy of the values of all tensors, one tensor after the other: [N]."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
@@ -173,7 +174,7 @@ _MOST_TOGETHER = 1024
 
 
 class DeltaSync:
-    """Weight sync that sends differences. Implements ``WeightSync``."""
+    """Weight sync that sends only the differences from the weights that the engines have."""
 
     def __init__(
         self,
@@ -184,7 +185,8 @@ class DeltaSync:
         layers: bool = False,
         **options: Any,
     ) -> None:
-        """``by`` names the weight sync that transports the bytes, and ``options`` are its options.
+        """Create the trainer's half of this weight sync. ``by`` names the weight sync that
+        transports the bytes, and ``options`` are its options.
 
         With ``places``, single values within tensors are sent if that takes fewer bytes. With
         ``adapters``, low-rank adapters are sent as such, and engines keep the base matrices in main
@@ -293,7 +295,7 @@ class DeltaSync:
                 yield from changed or [source]
 
     def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
-        """Return what the engines lack of one tensor; empty if they lack nothing."""
+        """Return what must be sent of one tensor. Empty if the engines have the current values."""
         if source.adapted is not None and self._adapters:
             return self._adapter(source, source.adapted)
         return self._difference(source)
@@ -311,8 +313,8 @@ class DeltaSync:
     def _joined(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
-        """Join those of some small tensors that have changed into one tensor. The list is empty if
-        none has changed."""
+        """Join those of several small tensors that have changed into one tensor. The list is empty
+        if none has changed."""
         changed = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
         if changed is None:
             return []
@@ -353,7 +355,8 @@ class DeltaSync:
         yield _source(name + _B, b)
 
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
-        """Positions that differ; None if the tensor is to be sent whole."""
+        """Return the positions whose values have changed, or None if the tensor should be sent
+        whole."""
         num = now_N.numel()
         if num > _SMALL and differing_share(now_N, had_N) > 2 * _FEW:  # a sample is enough
             return None
@@ -368,7 +371,8 @@ class DeltaSync:
 
 
 class DeltaReceiver:
-    """Receiver of ``DeltaSync``. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync that sends differences. Implements
+    ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         inner = info["by"]
@@ -428,7 +432,7 @@ class DeltaReceiver:
 
 
 def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
-    """Whether a tensor is unchanged since the last sync, judged by its change marker
+    """Return True if a tensor is unchanged since the last update, judged by its change marker
     (``stamp``)."""
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
@@ -446,8 +450,8 @@ def _source(name: str, tensor: Tensor) -> LazyWeight:
 
 
 def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix in the engine's precision if that loses nothing, as for a checkpoint stored in
-    it."""
+    """Return a matrix in the engine's precision if that loses nothing, as for a checkpoint stored
+    in that precision. Otherwise return it unchanged."""
     short = base.to(dtype)
     return short if torch.equal(short.to(base.dtype), base) else base
 

@@ -1,4 +1,5 @@
-"""Weight sync by safetensors files with an atomic pointer, for engines that see the trainer's disk.
+"""Weight sync by safetensors files, for engines that can read the trainer's disk. A small file,
+which is replaced atomically, points to the newest weights.
 
     FOLDER/v000012/model-00001.safetensors …      the weights of one version, never changed
     FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can
@@ -6,18 +7,19 @@
     FOLDER/current.json                           the newest complete version: written to another
                                                   file and renamed, last of all
 
-The pointer holds each file's length and a checksum: a file that was torn by a full disk or a kill
-is rejected by name before any of its tensors is used. The last two versions stay. The older one
-makes room for the next version; in memory it is overwritten if no process has it open. Other files
-in FOLDER are not touched. A temporary folder, used if none is given, is removed when the weight
-sync is closed; that of a trainer that was killed is removed by the next one (``base.py``).
+The pointer contains the length and a checksum of each file: a file that was cut off by a full disk
+or a kill is rejected by name before any of its tensors is used. The last two versions stay. The
+older one makes room for the next version; in memory it is overwritten if no process has it open.
+Other files in FOLDER are not touched. A temporary folder, used if none is given, is removed when
+the weight sync is closed; that of a trainer that was killed is removed by the next one
+(``base.py``).
 
-A file is written sequentially and read from one mapping:
+A file is written sequentially and read through a memory mapping:
 
     8 bytes: header length │ header: JSON, name -> dtype, shape, offsets │ the tensors in order
 
-It is written by calls and not through a mapping: touching a page of a newly mapped file costs more
-than copying it. For the same reason a file that no process has open is overwritten
+It is written by system calls and not through a mapping: touching a page of a newly mapped file
+costs more than copying it. For the same reason a file that no process has open is overwritten
 (``is_file_unused``).
 """
 
@@ -78,7 +80,7 @@ _AGAIN = "let the trainer write it again"
 
 def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
     """Write tensors in order to a safetensors file, over an existing file if there is one. Returns
-    the number of bytes and their checksum. Raises OSError."""
+    the number of bytes and their checksum. Raises OSError if the file cannot be written."""
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
         at, total = len(header), _sum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
@@ -92,8 +94,8 @@ def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
 
 
 def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
-    """The tensors of a file for which ``write_tensors`` returned ``expected``. Raises ValueError
-    before the first tensor if the file differs."""
+    """Yield the tensors of a file. ``expected`` is its length and checksum, as ``write_tensors``
+    returned them. Raises ValueError before the first tensor if the file differs."""
     try:
         if (length := path.stat().st_size) != expected[0]:
             raise ValueError(
@@ -110,8 +112,9 @@ def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]
 
 
 def is_file_unused(path: Path) -> bool:
-    """Whether no process has the file open or mapped, as far as this machine's kernel knows: only
-    then does it grant a lease. False if leases are not supported, as on a network file system."""
+    """Return True if no process has the file open or mapped, as far as this machine's kernel knows:
+    only then does it grant a lease. Returns False if leases are not supported, as on a network file
+    system."""
     try:
         with path.open("r+b") as file:
             # The signal for a holder whose lease is broken; this one is ignored by default.
@@ -139,7 +142,8 @@ def _header(sources: list[LazyWeight]) -> bytes:
 
 
 def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
-    """Append bytes at offset ``at``; returns their checksum."""
+    """Write bytes at offset ``at``, which is the end of the file so far, and return their
+    checksum."""
     total = 0
     for start in range(0, len(data_N), _BLOCK):
         block = data_N[start : start + _BLOCK]
@@ -149,8 +153,9 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
 
 
 def _sum(data_N: Tensor, at: int) -> int:
-    """Share of some bytes at offset ``at`` in the checksum of a file, which is the sum of its
-    64-bit words. It runs at the speed of memory and detects torn files, not attackers."""
+    """Return what some bytes at offset ``at`` add to the checksum of a file, which is the sum of
+    its 64-bit words. This runs at the speed of memory and detects incomplete files, not
+    attackers."""
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
     if words.storage_offset() % _WORD:
@@ -164,7 +169,8 @@ def _sum(data_N: Tensor, at: int) -> int:
 
 
 def _short(total: int) -> int:
-    """Reduce a checksum to 63 bits. It stays independent of the order in which words were added."""
+    """Reduce a checksum to 63 bits. The result does not depend on the order in which words were
+    added."""
     return total % (1 << 63)
 
 
@@ -195,7 +201,7 @@ _WRITTEN = re.compile(
 
 
 class CurrentWeightsFile(msgspec.Struct):
-    """Contents of ``current.json``."""
+    """The contents of ``current.json``, the file that points to the newest weights."""
 
     version: int
     folder: str
@@ -205,14 +211,14 @@ class CurrentWeightsFile(msgspec.Struct):
 
 
 class FileSync:
-    """Weight sync by files. Implements ``WeightSync``."""
+    """Weight sync by files in a folder that the engines can read."""
 
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""
     ) -> None:
-        """``folder`` is created; by default it is a temporary folder, which ``close`` removes.
-        ``configuration`` is a checkpoint whose config.json is copied next to the weights, for
-        engines that read one."""
+        """Create the trainer's half of this weight sync. ``folder`` is created; by default it is a
+        temporary folder, which ``close`` removes. ``configuration`` is a checkpoint whose
+        config.json is copied next to the weights, for engines that read one."""
         self._is_own = not folder
         self._folder, self._lock = (
             (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
@@ -242,7 +248,7 @@ class FileSync:
         return [{"weight_sync": "file", "folder": str(self._folder.resolve())}] * num_engines
 
     def join(self) -> None:
-        """Return at once: files need no connection between the trainer and the engines."""
+        """Do nothing, because trainer and engines need no connection."""
 
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
@@ -304,9 +310,9 @@ class FileSync:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _reuse_old_version(self, fresh: Path) -> bool:
-        """Turn the version before the last into ``fresh``, to overwrite it; returns whether this is
-        possible. New memory pages cost as much as several copies. No engine needs that version,
-        since all have taken the last one."""
+        """Rename the folder of the version before the last to ``fresh``, so that its files are
+        overwritten. Returns False if that is not possible. New memory pages would cost as much as
+        several copies. No engine needs the old version, since all have received the last one."""
         old = self._folder / self._before
         if (
             not self._before
@@ -326,7 +332,7 @@ class FileSync:
 
 
 class FileReceiver:
-    """Receiver of ``FileSync``. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync by files. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         self._folder = Path(str(info["folder"]))
@@ -348,8 +354,9 @@ class FileReceiver:
 
 
 def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
-    """Read the pointer file of a folder with weights. Returns the folder of the current version and
-    the pointer's contents. Raises ValueError if the pointer cannot be read or leads outside."""
+    """Read the file that points to the current weights in a folder. Returns the folder of the
+    current version and the file's contents. Raises ValueError if the file cannot be read or points
+    outside the folder."""
     try:
         pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=CurrentWeightsFile)
     except OSError as error:
@@ -365,7 +372,8 @@ def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically: readers see all of it, or the previous contents."""
+    """Replace the contents of a file atomically: readers see all of ``data``, or the previous
+    contents."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("wb") as file:
         file.write(data)
@@ -376,8 +384,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_version(path: Path) -> bool:
-    """Whether this file wrote the folder: the user may keep folders with similar names next to
-    it."""
+    """Return True if a folder was written by this weight sync. The user may keep folders with
+    similar names next to it."""
     if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:

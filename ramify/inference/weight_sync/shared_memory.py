@@ -1,7 +1,7 @@
-"""Weight sync by shared memory, for engines on the trainer's machine: two buffers in turn, one
-written while the other is read.
+"""Weight sync by shared memory, for engines on the trainer's machine. There are two buffers, one of
+which is written while the other is read.
 
-    in_place     each buffer holds all weights, and engines compute with them in place: a sync
+    in_place     each buffer holds all weights, and engines compute with them in place: an update
                  is one copy in all and one request per engine, which has either the old weights
                  or the new, never a mix
     otherwise    each buffer holds a chunk, which engines copy: for engines on GPUs, and if memory
@@ -50,13 +50,14 @@ from ramify.inference.weight_sync.base import (
 
 
 class SharedMemorySync:
-    """Weight sync by shared memory buffers. Implements ``WeightSync``."""
+    """Weight sync by memory that the trainer shares with engines on the same machine."""
 
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
     ) -> None:
-        """``folder`` holds the buffers; by default they are in memory. ``in_place`` is dropped if
-        both buffers would take more than half of the free space there."""
+        """Create the trainer's half of this weight sync. ``folder`` holds the buffers; by default
+        they are in memory. ``in_place`` is ignored if both buffers would take more than half of the
+        free space there."""
         self._chunk_bytes = chunk_bytes
         self._in_place = in_place
         self._next = 0
@@ -76,7 +77,7 @@ class SharedMemorySync:
         ] * num_engines
 
     def join(self) -> None:
-        """Nothing to do: the sides need not meet."""
+        """Do nothing, because trainer and engines need no connection."""
 
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
@@ -124,8 +125,8 @@ class SharedMemorySync:
         return self._folder / f"{self._name}-{which}"
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
-        """Buffer ``which``, enlarged if ``length`` does not fit; its new length tells engines to
-        map it again."""
+        """Return one of the two buffers, which is enlarged if it has fewer than ``length`` bytes.
+        Its new length tells engines to map it again."""
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
@@ -148,8 +149,8 @@ class SharedMemorySync:
 
 
 class SharedMemoryReceiver:
-    """Receiver of ``SharedMemorySync``: views of the buffers, which the engine copies from.
-    Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync by shared memory. The tensors that it returns are views
+    of the shared buffers. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         folder, name = Path(str(info["folder"])), str(info["name"])
@@ -182,7 +183,7 @@ class SharedMemoryReceiver:
 
 
 class _MappedFile:
-    """A mapped file as a tensor of bytes."""
+    """A memory-mapped file, as a tensor of bytes."""
 
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -193,5 +194,5 @@ class _MappedFile:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Drop the mapping; the memory is freed with the last view of it."""
+        """Release the mapping. Its memory is freed together with the last view of it."""
         self.bytes = torch.empty(0, dtype=torch.uint8)

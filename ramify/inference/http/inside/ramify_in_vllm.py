@@ -53,7 +53,8 @@ class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A message with one chunk of new weights, or with the place where vLLM finds it."""
+    """A message about one chunk of new weights. It says which tensors the chunk has, and how vLLM
+    gets their bytes."""
 
     info: dict[str, Any]
 
