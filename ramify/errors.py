@@ -1,4 +1,4 @@
-"""Every error that Ramify raises, and the ``except`` clause to write.
+"""Define all exceptions that Ramify raises, and helpers that write their messages.
 
     RamifyError
     ├── ConfigError         invalid option, model name, key, schema or limit: fix the call
@@ -47,7 +47,8 @@ from ramify.printable import clean, one_line
 
 
 class RamifyError(Exception):
-    """Base class of all errors of this package. ``str(error)`` is one readable line.
+    """The base class of all errors that this package raises for its users. ``str(error)`` is one
+    readable line.
 
     Example:
         except ramify.RamifyError as error:
@@ -55,13 +56,15 @@ class RamifyError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        """The message may quote a server: control characters are removed from it."""
+        """Create an error with a message, from which control characters are removed because it may
+        quote a server."""
         super().__init__(*(clean(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class Suspended(RamifyError):
-    """A stored run waits until a person has removed the cause of a failure. ``run_id`` names it,
-    and ``resume()`` continues it and returns its result; no recorded reply is paid for again.
+    """Raised when a stored run is suspended, because a person must first remove the cause of a
+    failure. ``run_id`` names the run, and ``resume()`` continues it and returns its result.
+    Recorded replies are not paid for again.
 
     Example:
         except ramify.Suspended as error:
@@ -77,8 +80,9 @@ class Suspended(RamifyError):
 
 
 class LoopBlocked(RamifyError):
-    """A run was ended from another thread, since it did not end by itself past its deadline: its
-    event loop was blocked. The message names the place. ``run_id`` is empty if it is not stored.
+    """Raised when a run had to be ended from another thread because its event loop was blocked past
+    its deadline. The message names the line that blocked the loop. ``run_id`` is empty if the run
+    is not stored.
 
     Example:
         rlm.completion(text, query, on_event=lambda event: time.sleep(1e9))    # blocks the loop
@@ -90,7 +94,7 @@ class LoopBlocked(RamifyError):
 
 
 class ConfigError(RamifyError):
-    """An option, model name, key, schema or limit is invalid.
+    """Raised if an option, model name, key, schema or limit is invalid.
 
     >>> try:
     ...     ramify.RLM("opanai:gpt-5-mini").completion("How many days has May?")
@@ -101,7 +105,8 @@ class ConfigError(RamifyError):
 
 
 class SourceError(RamifyError):
-    """An input cannot be read. The message is one printable line that names it.
+    """Raised if an input, such as a file or folder, cannot be read. The message is one printable
+    line that names the input.
 
     >>> try:
     ...     ramify.load("no-such-folder/")
@@ -115,7 +120,7 @@ class SourceError(RamifyError):
 
 
 class ModelError(RamifyError):
-    """A language model gave no usable reply.
+    """Raised if a language model gave no usable reply. Subclasses tell the causes apart.
 
     Example:
         except ramify.ModelError as error:
@@ -131,7 +136,7 @@ class ModelError(RamifyError):
 
 
 class RateLimited(ModelError):
-    """The server asked the client to slow down.
+    """Raised if the server asked the client to slow down (429, or 503 with a time to wait).
 
     >>> inference.RateLimited("429", retry_after_s=1.5).retry_after_s    # seconds
     1.5
@@ -145,7 +150,7 @@ class RateLimited(ModelError):
 
 
 class Unreachable(ModelError):
-    """The request was never sent: connection refused, no route, or unknown host name.
+    """Raised if a request could not be sent: connection refused, no route, or unknown host name.
 
     Example:
         inference.Unreachable("openai:m: connection refused")
@@ -157,7 +162,8 @@ class Unreachable(ModelError):
 
 
 class ReplyLost(ModelError):
-    """The request was sent, but no complete reply arrived: dropped connection or timeout.
+    """Raised if a request was sent, but no complete reply arrived because of a dropped connection
+    or a timeout.
 
     Example:
         inference.ReplyLost("openai:m: no reply within 300 s")
@@ -168,7 +174,7 @@ class ReplyLost(ModelError):
 
 
 class ServerFailed(ModelError):
-    """The server answered with a 5xx status.
+    """Raised if the server answered with a 5xx status.
 
     Example:
         inference.ServerFailed("openai:m: 503, overloaded")
@@ -178,7 +184,8 @@ class ServerFailed(ModelError):
 
 
 class MalformedResponse(ModelError):
-    """The server answered 200, but the body does not have the shape of the API.
+    """Raised if the server answered with status 200, but with a body that does not have the format
+    of the API.
 
     Example:
         inference.MalformedResponse("openai:m: answered HTML instead of JSON")
@@ -189,7 +196,7 @@ class MalformedResponse(ModelError):
 
 
 class ReplyCut(ModelError):
-    """The reply was truncated at its length limit. ``text`` is what arrived.
+    """Raised if a reply was truncated at its length limit. ``text`` is the part that arrived.
 
     >>> inference.ReplyCut("cut at 8 tokens", "The first host").text
     'The first host'
@@ -201,7 +208,8 @@ class ReplyCut(ModelError):
 
 
 class ReplyFiltered(ModelError):
-    """A content filter stopped the reply, or the model refused. ``text`` is what arrived.
+    """Raised if a content filter stopped the reply or the model refused to answer. ``text`` is the
+    part that arrived.
 
     >>> inference.ReplyFiltered("stopped by a content filter", "I can").text
     'I can'
@@ -216,7 +224,7 @@ class ReplyFiltered(ModelError):
 
 
 class Refused(ModelError):
-    """The server rejected the request: a 4xx other than 429.
+    """Raised if the server rejected the request with a 4xx status other than 429.
 
     Example:
         inference.Refused("openai:m: 401, wrong key")
@@ -229,7 +237,7 @@ class Refused(ModelError):
 
 
 class SandboxError(RamifyError):
-    """A session could not be started, or violated its protocol.
+    """Raised if a sandboxed Python session could not be started or violated its protocol.
 
     Example:
         ramify.open_sandbox(ramify.JailSpec(tier="A"))    # on a machine without namespaces
@@ -237,7 +245,8 @@ class SandboxError(RamifyError):
 
 
 class SessionDied(SandboxError):
-    """The process behind a session ended. ``stdout`` is what the current cell printed so far."""
+    """Raised if the process behind a Python session ended. ``stdout`` is what the current cell had
+    printed by then."""
 
     def __init__(self, message: str, stdout: str = "") -> None:
         super().__init__(message)
@@ -245,8 +254,8 @@ class SessionDied(SandboxError):
 
 
 class WeakSandboxWarning(UserWarning):
-    """Code written by a model runs without strong isolation. ``SandboxSpec(allow_weaker=True)``
-    accepts this.
+    """Warns that code written by a model runs without strong isolation.
+    ``SandboxSpec(allow_weaker=True)`` accepts this.
 
     Example:
         warnings.simplefilter("error", ramify.WeakSandboxWarning)    # refuse weak sandboxes
@@ -254,11 +263,12 @@ class WeakSandboxWarning(UserWarning):
 
 
 class OldNameWarning(DeprecationWarning):
-    """A setting was given under an old or alternative name. The command line shows the warning."""
+    """Warns that a setting was given under an old or alternative name. The command line shows this
+    warning."""
 
 
 class StoreError(RamifyError):
-    """A journal or blob cannot be read or written.
+    """Raised if a journal or a blob (a stored file) cannot be read or written.
 
     Example:
         ramify.Store("/read-only")    # a folder that cannot be written
@@ -266,16 +276,16 @@ class StoreError(RamifyError):
 
 
 class UnknownRun(StoreError):
-    """A name matches no run or evaluation, or is a prefix of several."""
+    """Raised if a name matches no run or evaluation, or is a prefix of several."""
 
 
 class RunInUse(StoreError):
-    """Another process is writing the run, evaluation or training folder that is about to be
-    written."""
+    """Raised if another process is writing to the same run, evaluation or training folder."""
 
 
 class ReplayDiverged(StoreError):
-    """A replayed run sent a model a request that its journal does not contain.
+    """Raised if a run that is repeated from its journal sends a request that the journal does not
+    contain, or has other settings than the recorded run.
 
     Example:
         rlm.replay(run_id)    # raises it if the program asks another question than the recorded one
@@ -283,8 +293,8 @@ class ReplayDiverged(StoreError):
 
 
 class TrainError(RamifyError):
-    """Training cannot continue: a loss or gradient is not finite. The message names the sequence
-    and the dump.
+    """Raised if training cannot continue because a loss or gradient is not finite. The message
+    names the sequence and the dump.
 
     Example:
         except ramify.TrainError as error:
@@ -293,7 +303,8 @@ class TrainError(RamifyError):
 
 
 class LimitReached(RamifyError):
-    """A limit of the run was reached. ``stop`` is the ``Stop`` that names it."""
+    """Raised if a limit of the run was reached. ``stop`` is the ``Stop`` value that names the
+    limit."""
 
     def __init__(self, message: str, stop: str) -> None:
         super().__init__(message)
@@ -303,8 +314,8 @@ class LimitReached(RamifyError):
 
 
 class HostCallError(Exception):
-    """Raised by the host while it handles a call from a session; the session raises it again
-    inside.
+    """Raised by the host while it handles a call from session code. The session then raises a
+    corresponding exception inside that code.
 
     ``kind`` names the exception class in the session and ``data`` holds its attributes. Not a
     ``RamifyError``, because users of the library never see it.
@@ -317,8 +328,8 @@ class HostCallError(Exception):
 
 
 def can_be_fixed(error: BaseException | None) -> bool:
-    """Whether a person can remove the cause of ``error`` (a network, a quota, a key, a full disk, a
-    budget that several runs share). The run can then be continued."""
+    """Return True if a person can remove the cause of ``error``, such as a network failure, a
+    used-up quota, a wrong key or a full disk. The run can then be continued."""
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
     if isinstance(error, LoopBlocked):
@@ -330,7 +341,8 @@ def can_be_fixed(error: BaseException | None) -> bool:
 
 
 def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    """The error for a server that cannot start, naming the option to change."""
+    """Return the error for a server that cannot listen on its address. The message names the
+    command-line option to change."""
     if isinstance(error, OverflowError):
         return ConfigError(f"--port {port}: a port must be from 1 to 65535, or 0 for any free port")
     # A negative number comes from name resolution: the host name is unknown.
@@ -344,8 +356,8 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: ``"did you mean 'a'? known: a, b"``. Case does not
-    matter."""
+    """Return the end of an error message about an unknown name, such as ``"did you mean 'a'? known:
+    a, b"``. Upper and lower case are treated as equal."""
     from difflib import get_close_matches
 
     names: Sequence[str] = sorted(known)
@@ -364,8 +376,9 @@ else:
 
 
 class StrictKeywordsMeta(StructMeta):
-    """Metaclass of structs that users write by hand: reports an unknown field with the nearest
-    name, as in ``unknown keyword 'temprature' of Sampling: did you mean 'temperature'?``"""
+    """A metaclass for structs that users create by hand. An unknown field is reported with the
+    nearest known name, as in ``unknown keyword 'temprature' of Sampling: did you mean
+    'temperature'?``"""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         try:
@@ -376,7 +389,8 @@ class StrictKeywordsMeta(StructMeta):
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for the first keyword of ``owner`` that is not ``known``."""
+    """Raise ConfigError if a keyword in ``given`` is not in ``known``. The message names ``owner``,
+    the class or function that the keywords were given to."""
     names = list(known)
     for keyword in given:
         if keyword not in names:
@@ -387,7 +401,7 @@ def raised_at(error: BaseException) -> str:
     """Return the line of the user's code that raised ``error``, as in ``, at score.py:12 (score)``.
 
     Lines in this package and in the standard library are skipped. A line in an installed package is
-    used only if no other line is left. The text is empty if there is none.
+    used only if no other line is left. The text is empty if no line remains.
     """
     ours, standard = str(Path(__file__).parent), str(Path(traceback.__file__).parent)
     frames = [

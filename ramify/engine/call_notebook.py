@@ -1,5 +1,6 @@
-"""The Python session of one call. It is opened while the first model request is in flight, and is
-rebuilt from the history of its cells if a cell kills it.
+"""Manage the Python session of one call. It is opened while the first model request is in flight.
+If one of the pieces of code that the model runs in it (its cells) kills it, a new session is
+brought to the same state by running the earlier cells again.
 
     execute(code) ── session.run ──> CellResult            the cell is added to the history
                           └─ SessionDied ──> new session, rerun the history
@@ -141,8 +142,8 @@ class Notebook:
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """Return the cell in the form in which it is recorded and shown to the model. Long output
-        is truncated in that form, and its full text is stored as a blob."""
+        """Return a cell's result in the form in which it is recorded and shown to the model: long
+        output is truncated, and its full text is stored separately, as a blob."""
         cell, most = ran.cell, self.run.setup.scaffold_at(self.call.depth).max_output_chars
         digest = None
         if cell.stdout_chars > most and self.run.setup.blobs is not None:
@@ -202,8 +203,8 @@ class Notebook:
         return f"{text}\n{observation_messages.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
-        """Run the cells of the history again in a new session. Return None on success; otherwise
-        clear the history and return the reason."""
+        """Run the recorded cells again in a new session, to restore the state of the one that died.
+        Return None on success; otherwise clear the history and return the reason."""
         if not len(self._cell_history):
             return None
         problem: str | None = "it was cut off"
@@ -291,8 +292,8 @@ class _Cell(msgspec.Struct, frozen=True):
 
 
 class CellHistory:
-    """The cells that were run in one session, in order, so that a new session can be brought to the
-    same state."""
+    """The pieces of code (cells) that a model has run in one session, in order. Running them again
+    brings a new session to the same state."""
 
     def __init__(self, cells: Sequence[_Cell] = ()) -> None:
         self._cells = list(cells)
@@ -305,8 +306,8 @@ class CellHistory:
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """Add a finished cell, with the host's answers to its calls in the order in which they were
-        given."""
+        """Add a finished cell, that is, a piece of code that was run. ``answers`` holds the answers
+        to its calls to models and tools, in the order in which they were given."""
         cell = _Cell(
             ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
         )
@@ -351,8 +352,8 @@ def _outcome(ran: CellResult) -> int:
 
 
 class _RecordingHost:
-    """Forwards the calls that a cell makes to the host, and records each answer so that the cell
-    can be run again without asking anyone."""
+    """Forwards the calls that a piece of session code (a cell) makes to models and tools, and
+    records each answer, so that the cell can be run again without calling anything."""
 
     def __init__(self, answer: Callable[[], Answer]) -> None:
         self._answer = answer
@@ -379,8 +380,8 @@ class _RecordingHost:
 
 
 class _RecordedHost:
-    """Answers the calls of a cell that is run again with the recorded answers. The calls may come
-    in any order, as those of several threads do."""
+    """Answers the calls of a cell that is run again with the answers recorded in its first run. The
+    calls may come in any order, as those of several threads do."""
 
     def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
         self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)

@@ -118,7 +118,7 @@ class DirectCalls:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens in one reply, including its reasoning."""
+        """The maximum number of tokens in one reply, including hidden reasoning."""
         return self._max_tokens
 
     @property

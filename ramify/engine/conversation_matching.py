@@ -29,8 +29,8 @@ from ramify.types.trajectory import AgentCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
-    """One turn of an agent's conversation: its reply, and the numbers of messages and token ids in
-    the conversation up to that point. All numbers are counted from the beginning of the
+    """One turn of an agent's conversation: the reply, and how many messages and token ids the
+    conversation has up to that point. All numbers are counted from the beginning of the
     conversation."""
 
     num_messages: int
@@ -86,8 +86,8 @@ class ExternallyDrivenCall(msgspec.Struct):
 
 
 class RequestPlace(NamedTuple):
-    """The call and the turn that an agent's request continues, or the reason why the request begins
-    a new call."""
+    """Where a request of an agent belongs: the call and the turn that it continues, or the reason
+    why it begins a new call."""
 
     call: ExternallyDrivenCall | None
     """The call whose turns the request's prompt begins with; None if there is none."""

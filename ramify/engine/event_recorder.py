@@ -63,8 +63,8 @@ def tracing() -> tuple[Listener, ...]:
 
 
 class EventRecorder:
-    """Records the events of one run or conversation in order. Each event goes to the journal, then
-    to the trajectory, then to the listeners."""
+    """Records the events of one run or conversation in order. Each event is written to the journal
+    (a file), added to the trajectory (the record in memory) and passed to the listeners."""
 
     def __init__(
         self,
@@ -249,8 +249,8 @@ def _place(event: AnyEvent) -> str:
 
 
 def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> ContextRef | None:
-    """Return a reference to a context, for the record of a call: the context's digest, size, kind
-    and files. ``pictures`` are the digests of the pictures in it."""
+    """Return a reference to a context, for the record of a call. It contains the context's digest,
+    size, kind and files, and ``pictures``, the digests of the pictures in the context."""
     if context is None:
         return None
     files = tuple(file.reference for file in context.files)

@@ -1,5 +1,5 @@
-"""Conversations that code outside of the engine holds with the models of a run: an environment with
-its own loop, or an agent that was written elsewhere.
+"""Let code outside of the engine hold conversations with the models of a run, for example an
+environment with its own loop or an agent written elsewhere.
 
     agent ── replies(messages, thread) ──> the turn that these messages follow ── turn ──> replies
                                            (conversation_matching.py), or a new call
@@ -10,8 +10,8 @@ tokenized again. Any other request begins a new call, or a fork of the call whos
 shares. The call records the cause (``AgentCallReason``). Several replies to one request are the
 next turn of the call and forks that share its prompt.
 
-Not here: which turn a request follows (see ``conversation_matching.py``), who decides what is asked
-(``TaskStart.conduct``), and the reward.
+``conversation_matching.py`` decides which turn a request follows. What is asked is decided by the
+task's code (``TaskStart.conduct``), and rewards are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _AgentRequest(msgspec.Struct, frozen=True):
 
 
 class RunModelClient:
-    """Gives code outside of the engine access to the models of one run."""
+    """Gives code outside of the engine, such as an agent or an environment, access to the models of
+    one run. All requests are recorded and count towards the run's budget."""
 
     def __init__(self, run: SharedRunState, resources: LoopResources, question: str) -> None:
         self._run = run
@@ -71,26 +72,28 @@ class RunModelClient:
 
     @property
     def max_turns(self) -> int:
-        """Maximum number of requests in one conversation with the root's model."""
+        """The maximum number of requests in one conversation with the model of the root call."""
         return self._run.setup.max_turns(0)
 
     def window(self, depth: int = 0) -> int:
-        """Context window, in tokens, of the model that answers at ``depth``."""
+        """Return the context window, in tokens, of the model that answers at ``depth``, where 0 is
+        the root call's."""
         return self._run.models.rlm(depth).window
 
     def model(self, depth: int = 0) -> Client:
-        """The client of the model that answers at ``depth``."""
+        """Return the client of the model that answers at ``depth``, where 0 is the root call's."""
         return self._run.models.rlm(depth)
 
     def calls(self, thread: str) -> list[str]:
-        """Ids of the calls of ``thread``, in order of creation."""
+        """Return the ids of the calls that belong to the agent named ``thread``, in order of
+        creation."""
         known = self._agents.get(thread)
         return [] if known is None else [each.call.id for each in known.calls]
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-        """Return a resource that all runs of this RLM on one event loop share. The context manager
-        ``open()`` is entered at the first call with ``key``, and exited when the RLM closes its
-        connections."""
+        """Return an object that all runs of this RLM on one event loop share. The context manager
+        that ``open()`` returns is entered at the first call with ``key``, and exited when the RLM
+        closes its connections."""
         return await self._resources.shared(key, open)
 
     async def ask(
@@ -104,8 +107,8 @@ class RunModelClient:
         learns: bool = True,
         sampling: Sampling | None = None,
     ) -> Reply:
-        """Send ``messages`` to the model and return its reply. The options mean the same as in
-        ``replies``, which returns several replies."""
+        """Send ``messages`` to the model and return its reply. The options are those of
+        ``replies``, which returns several replies to the same messages."""
         replies = await self.replies(
             messages,
             thread=thread,
@@ -129,7 +132,7 @@ class RunModelClient:
         num_replies: int = 1,
         sampling: Sampling | None = None,
     ) -> tuple[Reply, ...]:
-        """Return ``num_replies`` independent replies to ``messages``.
+        """Send ``messages`` to the model, and return ``num_replies`` independent replies.
 
         ``thread`` names the agent: only its own conversations are continued. ``depth`` chooses the
         model: 0 is the root's. With ``learns=False``, replies are recorded without token ids, so no
@@ -137,8 +140,8 @@ class RunModelClient:
         apply; the run's own temperature and top-p stay, so that log-probabilities are those of the
         policy. The ``prompt_ids`` of a reply are those of its whole prompt.
 
-        Raises ModelError if the model did not give every reply, LimitReached if the run may not ask
-        any more, and ConfigError if the model's template cannot write the messages.
+        Raises ModelError if any reply could not be obtained, LimitReached if the run may not ask
+        any more, and ConfigError if the model's chat template cannot render the messages.
         """
         given = tuple(map(sendable, messages))
         request = _AgentRequest(given, tools, schema, depth, learns, num_replies, sampling)
@@ -183,8 +186,8 @@ class RunModelClient:
     def _opened(
         self, agent: AgentConversations, request: _AgentRequest, place: RequestPlace
     ) -> tuple[ExternallyDrivenCall, int]:
-        """Return the call that the request continues, or a new one, and how many of the request's
-        messages this call has already."""
+        """Return the call that the request continues, or a new call, and the number of the
+        request's messages that this call already contains."""
         if place.call is None:
             return self._begun(agent, request, place.cause), 0
         if place.cause is None:
@@ -211,7 +214,8 @@ class RunModelClient:
         num_turns: int,
         cause: AgentCallReason,
     ) -> ExternallyDrivenCall:
-        """Return a new call that continues ``origin`` after its first ``num_turns`` turns."""
+        """Return a new call that continues ``origin`` from the end of its first ``num_turns``
+        turns."""
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
         num_messages = origin.end_of(num_turns)
@@ -230,7 +234,8 @@ class RunModelClient:
         request: _AgentRequest,
         known: KnownPrefix | None,
     ) -> Reply:
-        """Ask for the next turn of a call, which no other request can continue meanwhile."""
+        """Take the next turn of a call and return the reply. While the reply is awaited, no other
+        request can continue this call."""
         run, call = self._run, each.call
         try:
             stop = run.must_stop(call)
@@ -259,7 +264,8 @@ class RunModelClient:
         return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
 
     def _note_sampling(self, request: _AgentRequest) -> None:
-        """Count a request that asks for another temperature or top-p than the run's."""
+        """Count a request that asks for a temperature, top-p or top-k other than the run's. At the
+        end of the run, a note says how many such requests there were."""
         if request.sampling is None:
             return
         own = self._run.requests.lengths.sampling_of(self._run.models.rlm(request.depth))
@@ -274,7 +280,7 @@ class RunModelClient:
         )
 
     def end(self, outcome: CallOutcome) -> None:
-        """Record the end of every call. ``outcome`` is that of the run."""
+        """Record the end of all calls. ``outcome`` is the outcome of the run."""
         calls = [each for agent in self._agents.values() for each in agent.calls]
         if self._num_other_sampling and calls:
             self._run.note(
@@ -290,5 +296,6 @@ class RunModelClient:
 
 
 def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
-    """Return a known prompt prefix for the same prompt with ``by`` more messages in front."""
+    """Convert a known prefix of a request's messages for a call whose conversation has ``by`` more
+    messages at its start. The token ids stay the same."""
     return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

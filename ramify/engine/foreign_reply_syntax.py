@@ -4,13 +4,9 @@ habit.
 If the meaning is certain, the code is run and a note says how to write it. Otherwise a note names
 the mistake, and the message does not count as an answer in words.
 
-    "```
-print(1)
-```"                                      ->  codes=("print(1)",) and a note
+    "```\nprint(1)\n```"                                      ->  codes=("print(1)",) and a note
     '<tool_call>{"name": "repl", "arguments": {"code": "f()"}}</tool_call>'      ->  codes=("f()",)
-    "```bash
-ls
-```"                                        ->  was_attempted, and a note
+    "```bash\nls\n```"                                        ->  was_attempted, and a note
 
 The session's own formats are parsed by ``action.py``.
 """

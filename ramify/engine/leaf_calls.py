@@ -125,8 +125,8 @@ class LeafCalls:
             outcomes[index] = await self._ask(leaf, self.client)
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
-        """Ask one question of the model of the parent call, outside of the batches of ``ask_all``,
-        and return its outcome. Raises ReplayDiverged if a repeated run differs from its
+        """Ask one question, which the model of the parent call answers, separately from the batches
+        of ``ask_all``. Return the outcome. Raises ReplayDiverged if a repeated run differs from its
         recording."""
         outcome = await self._ask(leaf, self._root.client)
         if isinstance(outcome.failure, ReplayDiverged):

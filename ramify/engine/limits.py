@@ -18,12 +18,9 @@ settled. So a run exceeds a limit by at most the excess of the requests that wer
 
     600 tokens reserved, 60,600 reported:  later requests reserve 60,000 tokens more
 
-Several runs may share a budget, as the rows of a map do: the ledger of each run then also reserves
-in the shared ledger, and a request is sent only if it fits both.
-
 Several runs may share a budget, as the rows of a map do. The ledger of each run then also reserves
 in the shared ledger, and a request is sent only if it fits both. Deadlines, which cancel work in
-flight, are enforced by ``live_run.py``.
+flight, are enforced by ``run_ending.py``.
 """
 
 from __future__ import annotations
@@ -266,8 +263,9 @@ class BudgetLedger:
         return own if self.shared is None else min(own, self.shared.calls_left())
 
     def hold(self, amount: BudgetAmount) -> Stop | None:
-        """Hold back ``amount`` for the final answer, in place of what was held before. If it
-        exceeds a limit, change nothing and return that limit."""
+        """Hold back ``amount`` for the run's final answer, replacing the amount that was held back
+        before. If this would exceed a limit, change nothing and return that limit; otherwise return
+        None."""
         committed = self.spent.plus(self.outstanding)
         exceeded = self._first_exceeded(committed.plus(amount))
         if exceeded is None:
@@ -278,8 +276,8 @@ class BudgetLedger:
 
     @property
     def is_waiting_for_excess(self) -> bool:
-        """True while no request may be sent because a reply has used more than was reserved for
-        it."""
+        """True while no request may be sent, because a reply has used more than was reserved for it
+        and the requests in flight must be settled first."""
         return self.is_draining or (self.shared is not None and self.shared.is_draining)
 
     async def reserve(self, amount: BudgetAmount) -> None:
@@ -421,7 +419,7 @@ class BudgetLedger:
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
     def state(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the limit of each finite limit, for progress bars
+        """Return the name, the amount spent and the maximum of each finite limit, for progress bars
         and for messages to the model."""
         rows = [
             ("calls", self.spent.calls, self.limit.calls),
@@ -436,8 +434,8 @@ class BudgetLedger:
 
 
 class Reservation:
-    """The budget reservation of one request, which is repeated for each attempt. It grows if the
-    model has reported more usage than expected for earlier requests."""
+    """The budget reserved for one request, which is reserved again for each attempt to send it. The
+    amount grows if the model has reported more usage than expected for earlier requests."""
 
     def __init__(self, ledger: BudgetLedger, model: str, most: Usage, price: Price | None) -> None:
         """Prepare a reservation in ``ledger``. ``most`` is the maximum usage of the request if the

@@ -207,9 +207,9 @@ class LiveCall:
         return f"{self.id}.{self.num_children}"
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
-        """Return a fork of this call, which continues from the current state. If ``num_turns`` is
-        given, the fork instead continues from the end of that turn, at which the call had
-        ``num_messages`` messages."""
+        """Return a fork of this call that continues from the current state. If ``num_turns`` is
+        given, the fork instead continues from the end of the first ``num_turns`` turns, at which
+        the call had ``num_messages`` messages."""
         self.num_forks += 1
         num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(

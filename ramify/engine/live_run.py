@@ -1,5 +1,5 @@
-"""Hold what all calls of a run share while it is in progress: budget, models, tools, contexts and
-prompts.
+"""Define the state that all calls of a run share while it is in progress: budget, models, tools,
+contexts and prompts.
 
     RLM.start ──> RunHandle ──> RlmCall (root) ──> ModelRequests.ask ──> recorded?
                                     │                    ^               └──> RateLimitedClientPool
@@ -137,22 +137,22 @@ class SharedRunState:
         return self.ending.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
 
     def was_cell_skipped_at_end(self, call: LiveCall, turn: int, cell: int) -> bool:
-        """Return True if the recorded run skipped this cell because it was about to end, so that a
-        repeated run must skip it too."""
+        """Return True if the recorded run did not execute this cell (piece of code) because the run
+        was about to end. A repeated run must then skip it too."""
         return self.recording is not None and self.recording.was_cell_skipped_at_end(
             call.id, turn, cell
         )
 
     def standing(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the limit of each limit that all calls share,
-        including the time in seconds."""
+        """Return the name, the amount spent and the maximum for each limit that all calls of the
+        run share, including the time in seconds."""
         most = self.setup.limits.max_seconds
         spent = most - self.ending.seconds_left()
         return [*self.requests.ledger.state(), ("seconds", spent, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
-        """Return what ``call`` has left of each limit, by name. The part that is kept for the root
-        call's final reply is not included."""
+        """Return how much of each limit ``call`` may still use, by the name of the limit. The part
+        that is kept for the root call's final reply is not included."""
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
         seconds = self.ending.seconds_left() - self.ending.last_word_s

@@ -205,8 +205,8 @@ class ModelRequests:
         ]
 
     def over(self, turn: TurnRequest) -> None:
-        """Remove ``turn`` from the requests that are under way, because its outcome is now
-        recorded."""
+        """Remove ``turn`` from the requests that may still be answered, because its outcome is now
+        recorded. If the run is being suspended and this was the last such request, the run ends."""
         self.under_way.discard(turn)
         self.ending.suspend_if_quiet()
 
@@ -308,15 +308,15 @@ class ModelRequests:
         return limit
 
     def raise_last_word(self) -> None:
-        """Hold back more for the root's final answer. Called when a reply has used more than was
-        reserved, because the final answer may do the same."""
+        """Hold back more of the budget for the root call's final answer. Called when a reply has
+        used more than was reserved for it, because the final answer may do the same."""
         if self.ledger.held.calls and self._last_word is not None and self._last_word.update():
             self.ledger.hold(self._last_word.amount)
 
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
-        """Return the reply to this turn from the recorded run or from the cache, with the number of
-        its reused token ids. Return None if there is no such reply. If the recorded run got an
-        error instead, raise it."""
+        """Return the reply to this request from the recorded run or from the cache, and the number
+        of its prompt's token ids that are already stored. Return None if there is no such reply. If
+        the recorded run got an error instead, raise it."""
         call, recording = turn.call, self.recording
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
@@ -471,8 +471,8 @@ class TurnRequest:
         call.finish_turn(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
-        """Report a piece of the reply that has just arrived to those who follow the run live. The
-        reply itself is recorded once it is complete or the attempt has failed."""
+        """Pass on a piece of the reply that has just arrived, for those who follow the run live.
+        The reply itself is recorded once it is complete or the attempt has failed."""
         if piece.text or piece.reasoning:
             run, call = self._requests.recorder.id, self.call
             is_first = not self.arrived
@@ -620,7 +620,7 @@ def filtered(model: str, reply: Reply) -> ReplyFiltered:
 
 
 def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
-    """Raise ConfigError if there is a cost limit but a model without a known price, so that the
+    """Raise ConfigError if a cost limit is set although a model has no known price, because the
     limit could not be enforced."""
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:

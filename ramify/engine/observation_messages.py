@@ -210,7 +210,7 @@ def _named(error: str) -> str:
     """Return the line of a traceback that names the error, which is the first line after the list
     of source lines.
 
-    >>> _named("Traceback …\n  File …\nValueError: no\nsecond line of the message")
+    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
     'ValueError: no'
     """
     lines = error.rstrip("\n").split("\n")

@@ -37,9 +37,9 @@ LONG_CHARS = 5_000
 def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
-    """Return the prompt of the plain call that answers ``question``, preceded by a list of the
-    messages that come before the prompt. ``text`` and ``examples`` are the user's instructions and
-    examples for the run."""
+    """Return the messages that precede the prompt, and the prompt itself, for the plain call that
+    answers ``question``. ``text`` and ``examples`` are the user's instructions and examples for the
+    run."""
     prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",

@@ -381,8 +381,8 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
 
 
 def _items(value: Sequence[Any]) -> str:
-    """Describe the types and lengths of the items of a list. Return an empty string for a list that
-    is too long to be inspected quickly."""
+    """Describe the types and lengths of the items of a list. Return an empty string if the list is
+    empty or too long to be inspected quickly."""
     if not value or len(value) > _MANY_ITEMS:
         return ""
     types = list(dict.fromkeys(type(item).__name__ for item in value))
@@ -422,8 +422,8 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 
 
 def sections(facts: PromptFacts) -> dict[str, str]:
-    """Return the text that replaces each marker of a system message. The text is empty if it does
-    not apply to this run."""
+    """Return the text that replaces each marker, such as ``{{tools}}``, in a system message. The
+    text is empty if it does not apply to this run."""
     return {
         "task": _task(facts),
         "example": fenced(first_example(facts)),
@@ -664,7 +664,8 @@ def _method(facts: PromptFacts) -> str:
 
 
 class _Parts(NamedTuple):
-    """The numbers in the prompt's example code that cuts the context into parts."""
+    """The size and the number of the parts into which the prompt's example code cuts the
+    context."""
 
     size: int
     """Characters of one part."""

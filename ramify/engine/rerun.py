@@ -1,11 +1,12 @@
-"""Runs that are repeated from their record: resumed, replayed, or forked at a turn.
+"""Prepare runs that are repeated from their record: runs that are resumed, replayed, or forked at a
+turn.
 
     record ──> compare the settings ──> repeat what is recorded ──> continue
 
-Decides which settings may differ from the recorded ones (limits, but not the depth), and which of a
-finished run may be continued (one that a limit ended, with a higher limit). Not here: what a fork
-takes from its origin (see ``run_fork.py``), and the lookup of recorded replies (see
-``store/recorded_replies.py``).
+This module decides which settings may differ from the recorded ones (limits, but not the depth),
+and which finished runs may be continued (those that a limit ended, with a higher limit). What a
+fork takes from its origin is decided in ``run_fork.py``; recorded replies are looked up in
+``store/recorded_replies.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _LIMIT_OF = {
 def options_of(
     defaults: RunOptions, options: RunOptions | None, changes: Mapping[str, Any]
 ) -> RunOptions:
-    """Return the options of a run that is repeated."""
+    """Return the options for repeating a recorded run. Raises ConfigError if ``changes`` contains
+    an option whose value must come from the record."""
     for name in _OF_THE_RECORD:
         if name in changes:
             raise ConfigError(f"a repeated run takes {name} from its record: omit it")
@@ -62,8 +64,9 @@ def options_of(
 
 
 def setup_of(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) -> RlmSetup:
-    """Return the settings ``setup`` for repeating a recorded run with ``options``. Instructions and
-    examples come from the record; so does the search strategy, unless ``options`` give one."""
+    """Return the settings for repeating a recorded run with ``options``. Instructions and examples
+    come from the record, and so does the search over continuations unless ``options`` contains
+    one."""
     now = setup.for_run(options).of_record(recording.started.config)
     if options.search is not None:
         return now
@@ -74,9 +77,9 @@ def setup_of(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) 
 def check_settings_match_recording(
     started: RunStarted, setup: RlmSetup, options: RunOptions
 ) -> list[str]:
-    """Raise ReplayDiverged, which names each setting of ``setup`` that differs from the record and
-    would change what is asked. Models may differ if ``options`` name them; returns these
-    differences."""
+    """Raise ReplayDiverged if a setting that influences the requests differs from the recorded one.
+    The models may differ if ``options`` names them explicitly; such differences are returned as a
+    list of sentences."""
     chosen = [name for name in ("model", "sub_model") if getattr(options, name) is not None]
     changed = list(_differences(started.config, setup.config, chosen))
     compared = [name for name in COMPARED if name not in chosen]
@@ -128,14 +131,14 @@ def _difference(name: str, before: Any, after: Any) -> str:
 
 
 def check_models_match_recording(started: RunStarted, setup: RlmSetup) -> None:
-    """Raise ReplayDiverged if the recorded run used other models than those of ``setup``."""
+    """Raise ReplayDiverged if the models in ``setup`` are not those that the recorded run used."""
     differences = [*_differences(started.config, setup.config, ("model", "sub_model"))]
     if differences:
         raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
 
 
 def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
-    """Return whether ``limits`` are higher than before where the recorded run reached its limit."""
+    """Return True if the recorded run ended at a limit, and ``limits`` now allows more."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return False
@@ -148,8 +151,8 @@ def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
 
 
 def remedy(recording: RecordedRunIndex) -> str:
-    """Return what the user can do to continue a run that reached a limit; empty if it reached
-    none."""
+    """Return a hint about how to continue a run that ended at a limit, such as a higher limit to
+    give. Return an empty string if the run did not end at a limit."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return ""
@@ -159,7 +162,7 @@ def remedy(recording: RecordedRunIndex) -> str:
 
 
 def is_conversation(recording: RecordedRunIndex) -> bool:
-    """Return whether the recorded run was begun by ``RLM.conversation``."""
+    """Return True if the recorded run was started by ``RLM.conversation``."""
     return len(recording.questions) > 1 or bool(recording.started.config.get("conversation"))
 
 
@@ -170,7 +173,7 @@ def recorded_limits(recording: RecordedRunIndex) -> Limits:
 
 
 def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
-    """Return the context of a recorded run; None if it has none."""
+    """Load the context of a recorded run from the store. Return None if the run has no context."""
     if started.context is None:
         return None
     blob = require_store(store, "resume").blobs.get(started.context.digest)
@@ -179,8 +182,8 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
 
 def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
     """Load the tools that a recorded run got from its data sources, such as ``sql`` and ``tables``.
-    Return no tools if ``given`` already has all of them. Raises SourceError if a source no longer
-    exists."""
+    Return no tools if ``given`` already contains all of them. Raises SourceError if a source no
+    longer exists."""
     sources = started.config.get("sources")
     if not isinstance(sources, Mapping) or all(n in given for n in sources.get("tools", ())):
         return {}
@@ -196,9 +199,9 @@ def question_of(
     prompt: Any = None,
     of_sources: Mapping[str, Any] | None = None,
 ) -> Question:
-    """Rebuild the question of a recorded run, with the tools of its context. ``kind`` replaces the
-    answer type if it is not None, and ``of_sources`` holds the tools of the data sources.
-    ``prompt``, if given, adds its own tools and prepares the sessions."""
+    """Rebuild the question of a recorded run, including the tools of its context. ``kind`` replaces
+    the recorded answer type if it is not None. ``prompt`` and ``of_sources`` provide tools that
+    cannot be restored from the record."""
     config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
@@ -240,8 +243,8 @@ def question_of(
 def _recorded_tools(
     resolved: Question, config: Mapping[str, Any], of_sources: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the tools that the recorded run had from its context and its data sources, in the same
-    order."""
+    """Return the tools that the recorded run got from its context and its data sources, in their
+    original order."""
     # Whether a context is searched may depend on what is installed here.
     optional = optional_tools(resolved.tools)
     tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}
@@ -254,8 +257,8 @@ def _recorded_tools(
 
 
 def from_record(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
-    """Return the result of a run that has ended. ``kind`` is the type of its answer, if one is
-    given."""
+    """Return the result of a run that has already ended. ``kind`` is the requested type of its
+    answer, if any. Raises ConfigError if the recorded answer does not have that type."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer
     if ended.typed_answer is not None:

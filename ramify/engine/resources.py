@@ -1,5 +1,6 @@
-"""What the runs of one ``RLM`` share: settings, models, and, for each event loop, one connection
-pool, one sandbox, and what tasks open once for all of their rollouts.
+"""Define the settings and the models that all runs of one ``RLM`` share, and the resources that
+they share on each event loop: a connection pool, a sandbox, and objects that tasks open once for
+all their rollouts.
 
 Pool and sandbox are opened by the first run that needs them and closed by the last one that ends,
 unless they are pinned by ``async with`` or by the synchronous API, which keeps them until
@@ -41,12 +42,13 @@ _log = ComponentLogger("engine")
 
 
 class RunModels:
-    """The models of one run.
+    """The models of one run, and the choice of the model that answers at each depth of the call
+    tree.
 
-    ``model`` answers as the RLM: one model for all depths, or a list by depth whose last entry also
-    serves all deeper levels. ``sub_model`` answers everything below the root: ``llm_query``, and
-    children if ``model`` is not a list. If ``sub_model`` is a list, its first entry does this, and
-    a session can choose the others by name (``llm_query(…, model="…")``).
+    ``model`` answers the calls with a session: one model for all depths, or a list by depth whose
+    last entry also serves all deeper levels. ``sub_model`` answers everything below the root:
+    ``llm_query``, and child calls if ``model`` is not a list. If ``sub_model`` is a list, its first
+    entry does this, and a session can choose the others by name (``llm_query(…, model="…")``).
     """
 
     def __init__(
@@ -80,12 +82,12 @@ class RunModels:
         self._aliases = _aliases(self.all, self._bound)
 
     def rlm(self, depth: int) -> Client:
-        """The model of a session at ``depth``."""
+        """Return the client of the model for a session at ``depth``."""
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
     def named(self, name: str) -> Client | None:
-        """The model that a session requested, by its alias, its full name, or the part after the
-        provider."""
+        """Return the client of the model that a session asked for by name, or None. The name may be
+        the model's alias, its full name, or the part after the provider."""
         for client in self.all:
             if name == self._aliases[id(client)]:
                 return client
@@ -95,7 +97,7 @@ class RunModels:
         return None
 
     def facts(self, client: Client) -> ModelFacts:
-        """Return the facts about a client's model."""
+        """Return the facts that a prompt may state about a client's model."""
         bound = self._bound.get(id(client))
         vision = getattr(client, "vision", None) if bound is None else bound.vision
         return ModelFacts(
@@ -103,15 +105,17 @@ class RunModels:
         )
 
     def sees(self, client: Client) -> bool | None:
-        """Whether a client's model reads pictures; None if that is unknown. The user's word counts
-        more than the model's name. A client that cannot send pictures sees none."""
+        """Return True if a client's model can read pictures, False if it cannot, and None if that
+        is unknown. What the user states counts more than the model's name. A client that cannot
+        send pictures reads none."""
         known: bool | None = getattr(client, "vision", False)
         bound = self._bound.get(id(client))
         is_stated = bound is not None and bound.vision is not None and hasattr(client, "vision")
         return bound.vision if bound is not None and is_stated else known
 
     def blind(self, client: Client) -> str:
-        """Say that a client's model reads no pictures, and what to do."""
+        """Return the error message for pictures that were given to a model that cannot read them,
+        with advice on what to do."""
         seeing = [self._aliases[id(each)] for each in self.all if self.sees(each) is not False]
         remedy = "name one that does: " + ", ".join(seeing) if seeing else "name a model that does"
         is_able = hasattr(client, "vision")
@@ -119,13 +123,14 @@ class RunModels:
         return f"{client.name} reads no pictures: {remedy}{stated if is_able else ''}"
 
     def sampling(self, client: Client, run: Sampling) -> Sampling:
-        """Return the sampling for a client's requests, given the sampling of the run."""
+        """Return the sampling options for the requests of a client: those of the run, changed by
+        the settings of the client's model."""
         bound = self._bound.get(id(client))
         return run if bound is None else bound.sampled_as(run)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts that a prompt may state about one model of a run."""
+    """The facts that a prompt may state about one model of a run."""
 
     alias: str
     """Short name by which a session chooses it; unique in the run unless clients share a name."""
@@ -140,8 +145,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
-    """Map each client's id to its alias: the given alias, or else the shortest part of its name
-    that is unique."""
+    """Return a short, unique name for each client, by the client's ``id()``. It is the alias that
+    the user gave, or else the shortest part of the model's name that is unique."""
     given = {id(c): bound[id(c)].alias for c in clients if id(c) in bound}
     aliases: dict[int, str] = {}
     for client in clients:
@@ -162,8 +167,8 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
-    """Convert a specification into models and clients. The models' keys are read now. Raises
-    ConfigError for anything else."""
+    """Convert the user's specification of one or more models to a tuple of models and clients.
+    Raises ConfigError for a value that is not a model. The API keys of models are read now."""
     specs = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else spec
     models: list[Model | Client] = []
     for item in specs:
@@ -180,7 +185,8 @@ MakePool = Callable[[int], RateLimitedClientPool]
 
 
 class LoopResources:
-    """The connection pool, the sandbox and the shared objects of tasks for one event loop."""
+    """The resources that all runs on one event loop share: the connection pool, the sandbox, and
+    objects that tasks open once for all their rollouts."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool) -> None:
         self.pool = make_pool(max_in_flight)
@@ -191,8 +197,9 @@ class LoopResources:
         self._entering = asyncio.Lock()
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-        """Return the resource that is stored under ``key``. The context manager ``open()`` is
-        entered at the first call, and exited before the client pool closes."""
+        """Return the object that is shared under ``key``. The context manager that ``open()``
+        returns is entered at the first call for that key, and exited before the connection pool
+        closes."""
         async with self._entering:
             if key not in self._shared:
                 self._shared[key] = await self._entered.enter_async_context(open())
@@ -200,9 +207,9 @@ class LoopResources:
         return value
 
     def sandbox(self) -> Sandbox:
-        """Return the sandbox, opened at the first call. Its first session begins to start. The jail
-        tests its isolation first, which takes a tenth of a second, unless it did so since this
-        boot.
+        """Return the sandbox in which sessions run, and open it at the first call. A jailed sandbox
+        first tests its isolation, which takes a tenth of a second, unless this was done since the
+        last boot.
 
         Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
         """
@@ -215,7 +222,7 @@ class LoopResources:
         return self._sandbox
 
     def prepare(self) -> None:
-        """Start preparing what a session needs, because one will be opened soon."""
+        """Start preparing a session in the background, because one will be needed soon."""
         if self._sandbox is None:
             launch(self._spec)
 
@@ -229,25 +236,28 @@ class LoopResources:
 
 
 class RefCountedLoopResources:
-    """Counts the users of each loop's resources."""
+    """Creates the shared resources of each event loop when they are first used, counts their users,
+    and closes them when the last user has finished."""
 
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = RateLimitedClientPool
     ) -> None:
-        """``make_pool`` creates the pool of each event loop; its argument is the maximum of
-        requests in flight."""
+        """Remember how to create the resources. ``make_pool`` creates the connection pool of an
+        event loop, given the maximum number of requests in flight."""
         self._make_pool = make_pool
         self._max_in_flight = max_in_flight
         self._spec = spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
 
     def prepare(self) -> None:
-        """Begin to start the first session, unless an event loop has a sandbox."""
+        """Start preparing a first session in the background, unless some event loop already has its
+        resources."""
         if not self._open:
             launch(self._spec)
 
     def pin(self) -> LoopResources:
-        """Add one user on the running loop and return its resources."""
+        """Register one more user of the running event loop's resources, and return these resources.
+        Each call must be followed by one call of ``unpin``."""
         loop = asyncio.get_running_loop()
         resources, count = self._open.get(loop) or (
             LoopResources(self._max_in_flight, self._spec, self._make_pool),
@@ -278,7 +288,8 @@ INSTRUCTIONS = ("instructions", "examples")
 
 
 class DepthOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
-    """How calls of one depth work, if it differs from the run's other depths.
+    """Options for the calls at one depth of the call tree, if they should differ from those of the
+    run.
 
     >>> ramify.DepthOptions(max_turns=3, tools=("search",)).max_turns
     3
@@ -298,7 +309,7 @@ _SAME = DepthOptions()
 
 
 class RlmSetup(msgspec.Struct, frozen=True):
-    """Validated settings of an ``RLM``, or of one of its runs."""
+    """The validated settings of an ``RLM``, or of one of its runs."""
 
     model: tuple[Model | Client, ...]
     """By depth, the root's first; the last one also serves all deeper calls."""
@@ -334,7 +345,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return RunModels(self.model, self.sub_model, resources.pool)
 
     def at(self, depth: int) -> DepthOptions:
-        """Return the options for calls at ``depth``; 0 is the root."""
+        """Return the options for calls at ``depth``, where 0 is the root call."""
         return self.depths[min(depth, len(self.depths) - 1)] if self.depths else _SAME
 
     def max_turns(self, depth: int) -> int:
@@ -344,9 +355,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.at(depth).scaffold or self.scaffold
 
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
-        """Return the tools of a session at ``depth``: those of the RLM, and ``tools``, which come
-        with the question. Raises ConfigError if the options for this depth name a tool that does
-        not exist."""
+        """Return the tools of a session at ``depth``: those of the RLM, and those in ``tools``,
+        which come with the question. Raises ConfigError if the options for this depth name a tool
+        that does not exist."""
         own = self.child_tools if depth else self.tools
         given = own.plus({n: t for n, t in tools.items() if not own.replaces(n, t)})
         if not self.scaffold_at(depth).lists_tools:
@@ -357,7 +368,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return given if names is None else given.only(names)
 
     def for_run(self, options: RunOptions) -> RlmSetup:
-        """Return the settings of a run with ``options``."""
+        """Return the settings of a run with ``options``: those of the RLM, changed by the options.
+        The configuration that the journal records is updated accordingly."""
         changes: dict[str, Any] = {
             name: value
             for name in ("limits", "sampling")
@@ -390,32 +402,34 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(setup, config=config)
 
     def instructed(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:
-        """Return these settings with other instructions and examples."""
+        """Return a copy of the settings with other instructions and examples."""
         setup = msgspec.structs.replace(self, instructions=text, examples=tuple(examples))
         config = {name: v for name, v in self.config.items() if name not in INSTRUCTIONS}
         return msgspec.structs.replace(setup, config={**config, **setup._instructions()})
 
     def with_task(self, question: Question) -> RlmSetup:
-        """Return these settings with the instructions of ``question`` added."""
+        """Return a copy of the settings to which the instructions and examples of ``question`` are
+        added."""
         if not question.instructions and not question.examples:
             return self
         text = "\n\n".join(filter(None, [self.instructions, question.instructions]))
         return self.instructed(text, (*self.examples, *question.examples))
 
     def of_record(self, config: Mapping[str, Any]) -> RlmSetup:
-        """Return these settings with the instructions of a recorded run."""
+        """Return a copy of the settings with the instructions and examples of a recorded run, whose
+        configuration is ``config``."""
         examples = msgspec.convert(config.get("examples", ()), tuple[PromptExample, ...])
         return self.instructed(config.get("instructions", ""), examples)
 
     def _instructions(self) -> dict[str, Any]:
-        """Return the non-empty instructions and examples as plain data."""
+        """Return the instructions and the examples as plain data, without those that are empty."""
         both = {"instructions": self.instructions, "examples": self.examples}
         given = {name: value for name, value in both.items() if value}
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
         return plain
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as plain data, as the journal will contain them."""
+        """Return the settings as plain data, exactly as they are written to the journal."""
         servers, tools = self.tools.servers, self.tools.recorded()
         config = {
             "model": [model.name for model in self.model],
@@ -436,15 +450,16 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
 
 def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
-    """Return the settings of each model that has any, as plain data without secrets."""
+    """Return the settings that users gave for individual models, as plain data without secrets.
+    Models without such settings are omitted."""
     every = [model for group in models for model in group if isinstance(model, Model)]
     distinct = [model for index, model in enumerate(every) if model not in every[:index]]
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
 
 
 def require_store(store: RunStore | None, what: str) -> RunStore:
-    """Return ``store``, or raise ConfigError if it is None. ``what`` is the operation that needs a
-    store, for the error message."""
+    """Return ``store``, or raise ConfigError if it is None. ``what`` names the operation that needs
+    a store, for the error message."""
     if store is None:
         raise ConfigError(
             f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"
@@ -453,7 +468,8 @@ def require_store(store: RunStore | None, what: str) -> RunStore:
 
 
 def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | None:
-    """Return the replies recorded in ``store`` if their reuse is enabled."""
+    """Return the recorded replies of ``store`` if ``is_enabled`` is True, and None otherwise.
+    Raises ConfigError if the store cannot provide them."""
     if not is_enabled:
         return None
     from ramify.engine.reply_cache_lookup import ReusableReplies
@@ -469,7 +485,7 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
 
 
 def new_id() -> str:
-    """A unique id for a run that is not stored."""
+    """Return a unique id for a run that is not stored."""
     import secrets
 
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"

@@ -1,5 +1,5 @@
-r"""ReTool's protocol (2504.11536): a model thinks, runs Python when needed, and ends with a boxed
-answer.
+r"""Implement the protocol of ReTool (2504.11536), in which a model thinks, runs Python when needed,
+and ends with a boxed answer.
 
     think … <code>print(2**10 % 7)</code>        a cell; its output comes back in <interpreter> tags
     think … <tool_call>{"name": "code_interpreter", …}     the same as a native call, even as text
@@ -7,9 +7,9 @@ answer.
     think … \boxed{2}                            the answer, if no code follows it
 
 A reply that cannot be parsed is answered with a description of the formats, and the conversation
-continues. Errors, time-outs and empty outputs are ordinary observations. This file decides how
-replies are parsed and answered. Not here: the loop (see ``rlm_call.py``) and the prompts that
-explain the protocol to the model (see the scaffolds of this name).
+continues. Errors, time-outs and empty outputs are ordinary observations. This module decides how
+replies are parsed and answered. The loop is in ``rlm_call.py``, and the prompts that explain the
+protocol to the model are in the scaffolds of this name.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ _XML = lazy_pattern(
 
 
 def read(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Parse a reply: an answer, or one or more pieces of code. An answer counts only if no code
-    follows it. If the reply ``is_cut`` (truncated at its limit), unclosed code is not run."""
+    """Parse a reply into one or more pieces of code, or a final answer. A boxed answer counts only
+    if no code follows it. If ``is_cut`` is True, the reply was truncated, and code that is not
+    closed is not run."""
     text = without_thinking(message.content)
     ids = tuple(call.id for call in message.tool_calls)
     codes, problems = _from_calls(message.tool_calls)
@@ -68,7 +69,8 @@ def read(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
-    """Return the code of each native tool call, and one line for each call that is wrong."""
+    """Return the code of each native tool call, and one line of explanation for each invalid
+    call."""
     codes: list[str] = []
     problems: list[str] = []
     for call in calls:
@@ -83,8 +85,8 @@ def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
 
 
 def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
-    """Parse the text of a reply without native tool calls. Returns the pieces of code, one line for
-    each problem, and the index at which the last piece of code ends."""
+    """Parse the text of a reply that has no native tool calls. Return the pieces of code, one line
+    for each problem, and the index at which the last piece of code ends."""
     calls = list(_CALL.finditer(text))
     if calls:
         read = [_of_call(call[1]) for call in calls]
@@ -105,8 +107,8 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
 
 
 def _of_call(body: str) -> str | None:
-    """Return the code of a call that was left as text: tags, or JSON that may contain raw newlines
-    in its strings."""
+    """Return the code of a tool call that the model wrote as text, either in XML tags or as JSON.
+    The JSON may contain raw newlines in its strings. Return None if the call is invalid."""
     tags = _XML.fullmatch(body)
     if tags is not None:
         return tags[2] if tags[1] in _NAMES else None
@@ -130,7 +132,8 @@ def _argument(arguments: str) -> str | None:
 
 
 def _bare(code: str) -> str:
-    """Return ``code`` without a fence around all of it and without surrounding newlines."""
+    """Remove surrounding newlines from ``code``, and a Markdown fence if it encloses all of the
+    code."""
     fence, end = _FENCE.match(code), code.rstrip()
     if fence is not None and len(end) > fence.end():
         body = end.rstrip("`")
@@ -140,8 +143,8 @@ def _bare(code: str) -> str:
 
 
 def report(cell: Cell) -> str:
-    """Return the text that the model sees after its code has run: the output, the value and the
-    error."""
+    """Return the text that the model sees after its code has run: the output, the value of the last
+    expression and the error."""
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [cell.value] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []
@@ -151,7 +154,8 @@ def report(cell: Cell) -> str:
 def observation(
     action: ParsedAction, reports: Sequence[str], notes: Iterable[str]
 ) -> list[Message]:
-    """Return the messages after a turn: the output of its cells, or what was wrong with it."""
+    """Return the messages that the model receives after a turn: the output of its code, or an
+    explanation if its reply contained neither code nor an answer."""
     unique_notes = list(dict.fromkeys(notes))
     if not action.codes:
         texts = [CORRECTION.format(why=f" ({'; '.join(unique_notes)})" if unique_notes else "")]
@@ -171,15 +175,16 @@ def observation(
 
 
 def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    """Yield ``reports``, with additional notes (such as a time-out) appended to the last one."""
+    """Yield the reports of all pieces of code, with notes (such as a time-out) appended to the last
+    one."""
     shown = list(reports) or [SILENT]
     yield from shown[:-1]
     yield "\n".join([shown[-1], *(f"({note})" for note in notes)])
 
 
 def closed(content: str, stop: Iterable[str]) -> str:
-    """Return ``content`` with the closing tag that the stop text removed, as in ``<code>1+1``
-    stopped at ``</code>``."""
+    """Return ``content`` with a closing tag appended if the tag was a stop text and is therefore
+    missing, as in ``<code>1+1`` stopped at ``</code>``."""
     for text in stop:
         opening = f"<{text[2:]}" if text.startswith("</") else ""
         if opening and content.count(opening) > content.count(text):

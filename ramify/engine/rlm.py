@@ -1,4 +1,5 @@
-"""Public API of the library: ``RLM``, which answers questions over inputs of any size.
+"""The public API of the library: the class ``RLM``, which answers questions over inputs of any
+size.
 
     rlm = RLM("openai:gpt-5-mini")
     result = rlm.completion(huge_text, "Which host failed first?")
@@ -11,8 +12,8 @@
     with rlm.conversation(huge_text) as c:      # one live session, several questions
         c.ask("How many errors?"); c.ask("And warnings?")
 
-Not here: the loop (see ``rlm_call.py``), the state that a tree of calls shares (see
-``live_run.py``) and prompts (see ``scaffold.py``).
+The loop of a call is in ``rlm_call.py``, the state that a tree of calls shares in ``live_run.py``,
+and the prompts in ``scaffold.py``.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ __all__ = ["RLM", "Result", "RunHandle"]
 
 
 class RLM:
-    """A recursive language model.
+    """A recursive language model: it answers questions about inputs of any size, by letting a model
+    write code that examines the input and calls further models.
 
     model          ``"provider:model"``, a ``Model`` or a client; a list gives one per depth
     scaffold       prompts and conventions: a name or a ``Scaffold``; by default the one that
@@ -163,7 +165,7 @@ class RLM:
         return self._setup.sandbox
 
     async def prepare(self) -> list[Client]:
-        """Connect the models and open the sandbox now; returns the clients of the models.
+        """Connect to the models and open the sandbox now, and return the clients of the models.
 
         Use it inside ``async with``, in a service that should fail before the first request
         arrives. Raises ConfigError or SandboxError.
@@ -174,8 +176,8 @@ class RLM:
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[RateLimitedClientPool]:
-        """The client pool of this RLM's runs, for other requests that should share its connections
-        and rate limits, such as those of judges."""
+        """Provide the client pool of this RLM's runs. Other requests, such as those of judges, can
+        use it to share the connections and rate limits."""
         async with self._shared.use() as resources:
             await self._setup.connect(resources)
             yield resources.pool
@@ -187,8 +189,9 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[DirectCalls]:
-        """Plain calls outside of any run, for many small questions. ``shared`` limits the
-        calls, tokens and dollars of all of them; the limits of this RLM hold for each."""
+        """Provide plain model calls outside of any run, for work that asks many small questions.
+        ``shared`` limits the calls, tokens and dollars of all questions together; the limits of
+        this RLM apply to each question."""
         chosen = self._options.updated(options, changes)
         async with self._shared.use() as resources:
             setup = self._setup.for_run(chosen)
@@ -208,9 +211,10 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """Answer ``query`` over ``prompt``: text, a dict or list of texts, any plain value, a
-        DataFrame or another table, an array, a dataclass, a path, an open file, or the return value
-        of ``load``. Without ``query``, ``prompt`` is the question.
+        """Answer the question ``query`` about ``prompt``, and return the result. The prompt may be
+        text, a dict or list of texts, any plain value, a DataFrame or another table, an array, a
+        dataclass, a path, an open file, or the return value of ``load``. Without ``query``,
+        ``prompt`` is the question.
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
@@ -227,8 +231,8 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """Answer ``query`` over ``prompt`` like ``completion``, but on the caller's event loop.
-        Cancelling this coroutine cancels the whole tree of calls."""
+        """Answer the question ``query`` about ``prompt``, as ``completion`` does, but on the
+        caller's event loop. Cancelling this coroutine cancels the whole tree of calls."""
         again = self._again(options, changes)
         prompt = await read_prompt(prompt)
         return checked(await self.start(prompt, query, options, **changes), again)
@@ -240,8 +244,8 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[AnyEvent]:
-        """Yield the events of a run as they happen; the last one is ``RunEnded``. Leaving the loop
-        early cancels the run."""
+        """Start a run and yield its events as they happen; the last one is ``RunEnded``. If the
+        caller stops iterating early, the run is cancelled."""
         running = self.start(await read_prompt(prompt), query, options, **changes)
         try:
             async for event in running.events():
@@ -257,9 +261,9 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """Start a run in the background. Needs a running event loop.
+        """Start a run in the background, and return a handle to it. Requires a running event loop.
 
-        The handle's ``result`` is data: it raises nothing for what a model did.
+        The result of the handle is data: a failed model does not raise, unlike in ``completion``.
         """
         options = self._options.updated(options, changes)
         parsed = question(prompt, query, options.answer_type, options.cite)
@@ -270,7 +274,8 @@ class RLM:
         return RunHandle(setup, resolved, self._shared, recorder, cache=cache)
 
     def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
-        """Recorder of a new run, which is in the store if there is one."""
+        """Create the recorder of a new run. If there is a store, the recorder writes the run's
+        journal to it."""
         listeners = (*checked_listener(options.on_event), *tracing())
         if self.store is None:
             return EventRecorder(new_id(), None, listeners)
@@ -287,9 +292,9 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
-        """Return the first request of a completion without sending it: the root's, or that of a
-        child at ``depth``. No key is needed and nothing is stored, but a session may be started.
-        Raises the same ConfigError as ``completion``."""
+        """Return the first request that ``completion`` would send, without sending it: that of the
+        root call, or of a child call at ``depth``. No API key is needed and nothing is stored, but
+        a session may be started. Raises the same ConfigError as ``completion``."""
         options = self._options.updated(options, changes)
         prompt = await read_prompt(prompt)
         parsed = question(prompt, query, options.answer_type, options.cite)
@@ -305,12 +310,13 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
-        """Return the first request of a completion without sending it. Blocks; ``aprompt`` is the
-        async version."""
+        """Return the first request that ``completion`` would send, without sending it. This method
+        blocks; ``aprompt`` is the async version."""
         return event_loop_thread.run(self.aprompt(prompt, query, options, depth=depth, **changes))
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
-        """True if ``start`` would answer with one plain call, without a session. Calls no model."""
+        """Return True if ``start`` would answer with one plain model call, without a session. No
+        model is called to find out."""
         resolved = question(prompt, query, None, False)
         async with self._shared.use() as resources:
             models = await self._setup.connect(resources)
@@ -319,10 +325,11 @@ class RLM:
     def conversation(
         self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> UserConversation:
-        """Ask several questions in one live session; limits apply to each question.
+        """Start a conversation, in which several questions are asked in one live session. Limits
+        apply to each question.
 
         Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
-        c.aask(…)``. Options given here are the defaults of its questions.
+        c.aask(…)``. The options given here are the defaults for its questions.
         """
         chosen = self._options.updated(options, changes)
         return UserConversation(
@@ -334,16 +341,16 @@ class RLM:
     async def aresume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Continue a stored run that was killed, suspended, or ended by a limit or a failure; of a
-        conversation, its last question.
+        """Continue a stored run that was killed, suspended, or ended by a limit or a failure, and
+        return its result. In a conversation, the last question is continued.
 
         Recorded replies are not paid for again. Requests that were in flight are sent again and
         counted as possibly billed. A run that has ended is answered from the record, unless a limit
         ended it and ``limits`` are higher now. Raises ReplayDiverged, which names each difference,
         if the settings differ from the recorded ones, or if the program sends a request that
         differs from the recorded one; the journal is left unchanged. ``model`` and ``sub_model``
-        may be others if they are given here: the journal names them. ``cite``, ``cache``,
-        ``metadata`` and ``direct`` are those of the record.
+        may differ if they are given here: the change is noted in the journal. ``cite``, ``cache``,
+        ``metadata`` and ``direct`` are taken from the record.
         """
         chosen = rerun.options_of(
             self._options, options, changes
@@ -357,7 +364,8 @@ class RLM:
         return checked(await self._restart(run, recording, chosen), again)
 
     def recorded(self, run: str) -> Result | None:
-        """The result of a stored run that has ended; None if it can be continued as it is."""
+        """Return the result of a stored run that has ended. Return None if the run has not ended
+        and can be resumed."""
         ended = self._recording(run, "resume").ended
         store = require_store(self.store, "resume")
         return rerun.from_record(store, run, ended) if ended is not None else None
@@ -370,11 +378,11 @@ class RLM:
         prompt: Any = None,
         **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """Continue a stored run in the background, and return its handle. Needs a running event
-        loop.
+        """Continue a stored run in the background, and return a handle to it. Requires a running
+        event loop.
 
-        ``prompt`` gives the run's tools again and prepares its sessions; the context itself comes
-        from the record. Raises ConfigError if the run has ended.
+        ``prompt`` provides the run's tools again and prepares its sessions; the context itself
+        comes from the record. Raises ConfigError if the run has ended.
         """
         options = rerun.options_of(self._options, options, changes)
         return self._restart(run, self._recording(run, "resume"), options, prompt)
@@ -414,8 +422,9 @@ class RLM:
     async def areplay(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Run the cells of a stored run again with its recorded replies, without calling any model.
-        Raises ReplayDiverged if the run sends a request that differs from the recorded one."""
+        """Run the code of a stored run again with its recorded replies, without calling any model,
+        and return the result. Raises ReplayDiverged if the run sends a request that differs from
+        the recorded one."""
         options = rerun.options_of(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
         setup = rerun.setup_of(self._setup, recording, options)
@@ -427,9 +436,10 @@ class RLM:
     def start_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> RunHandle:
-        """Start a new run that continues a stored one differently from one turn on. ``turn`` counts
-        from 0, in the root call or in the call that the option ``call`` names. Whatever happened
-        before that turn, or had begun beside it, is repeated from the record and costs nothing.
+        """Start a new run that repeats a stored one up to a turn and then continues differently.
+        ``turn`` counts from 0, in the root call or in the call that the option ``call`` names.
+        Everything before that turn is repeated from the record and costs nothing, as are calls that
+        had begun beside it.
 
         The option ``code`` replaces the reply of the turn. Without it, the model is asked again;
         the option ``prompt`` then replaces the text of the last message, or with a list, of the
@@ -456,8 +466,9 @@ class RLM:
     async def estimate_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> ForkCostEstimate:
-        """Return what a fork may cost, without sending anything. Raises ConfigError if there is no
-        such turn, or if the edited prompt exceeds the model's window or the budget."""
+        """Estimate what a fork may cost, without sending anything. The arguments are those of
+        ``start_fork``. Raises ConfigError if the turn does not exist, or if the edited prompt
+        exceeds the model's window or the budget."""
         point = fork_point(require_store(self.store, "fork").events(run), turn, changes)
         chosen = rerun.options_of(self._options, options, changes)
         setup = self._setup.for_run(chosen)
@@ -469,17 +480,17 @@ class RLM:
     async def afork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """Continue a stored run differently from one turn on, as a new run, and return its result.
-        The options are those of ``start_fork``. Nothing is started if the edited prompt exceeds the
-        model's window or the budget; that raises ConfigError."""
+        """Fork a stored run at a turn: repeat it up to there, continue differently as a new run,
+        and return the result. The options are those of ``start_fork``. Raises ConfigError, before
+        anything is sent, if the edited prompt exceeds the model's window or the budget."""
         await self.estimate_fork(run, turn, options, **changes)
         return checked(await self.start_fork(run, turn, options, **changes), self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Continue a stored run that was killed, suspended, or ended by a limit or a failure.
-        Blocks until the result is there; ``aresume`` is the async version and explains the
+        """Continue a stored run that was killed, suspended, or ended by a limit or a failure, and
+        return its result. This method blocks; ``aresume`` is the async version and explains the
         options."""
         again = self._again(options, changes)
         return self._in_thread(self.aresume(run, options, **changes), again)
@@ -487,16 +498,17 @@ class RLM:
     def replay(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Run the cells of a stored run again with its recorded replies, without calling any model.
-        Blocks; ``areplay`` is the async version. Raises ReplayDiverged if the run sends a request
-        that differs from the recorded one."""
+        """Run the code of a stored run again with its recorded replies, without calling any model.
+        This method blocks; ``areplay`` is the async version. Raises ReplayDiverged if the run sends
+        a request that differs from the recorded one."""
         return self._in_thread(self.areplay(run, options, **changes))
 
     def fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """Continue a stored run differently from one turn on, as a new run, and return its result.
-        Blocks; ``afork`` is the async version. The options are those of ``start_fork``."""
+        """Fork a stored run at a turn: repeat it up to there, continue differently as a new run,
+        and return the result. This method blocks; ``afork`` is the async version. The options are
+        those of ``start_fork``."""
         return self._in_thread(self.afork(run, turn, options, **changes))
 
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedRunIndex:
@@ -510,7 +522,8 @@ class RLM:
         recorder: EventRecorder,
         prompt: Any = None,
     ) -> RunHandle:
-        """Repeat the recorded questions; the handle is that of the last one."""
+        """Start to repeat all questions of a recorded run, and return the handle of the last
+        one."""
         *before, started = recording.questions
         given = {*setup.tools.functions, *setup.tools.values}
         tools = rerun.tools_of_sources(started, given) if prompt is None else {}
@@ -539,16 +552,18 @@ class RLM:
             return self._loop.run(work)
 
     def _again(self, options: RunOptions | None, changes: RunKeywords) -> Callable[[str], Result]:
-        """Return a function that resumes a suspended run, given its id, with the same options."""
+        """Return a function that resumes a suspended run with the same options, given the id of the
+        run."""
         return functools.partial(self.resume, options=self._options.updated(options, changes))
 
     def _prepare(self) -> None:
-        """Begin to start the first session, if every question needs one."""
+        """Start a first session in the background if no question can be answered without one."""
         if self._setup.scaffold.direct_chars == 0:
             self._shared.prepare()
 
     def close(self) -> None:
-        """Release what the synchronous API keeps open between completions. Idempotent."""
+        """Release the resources that the synchronous API keeps open between completions. Calling it
+        again has no effect."""
         self._loop.close()
 
     def __enter__(self) -> RLM:

@@ -1,13 +1,13 @@
-"""A call with a session: ask, run the code, show its output, until there is an answer. This is the
-RLM loop, the same for every depth.
+"""Run a call that has a Python session: ask the model, run the code in its reply, show it the
+output, and repeat until there is an answer. This is the RLM loop, which is the same at every depth.
 
     ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
      ^                                               │ no                  output is unseen; return
      └──────────────── observation <─────────────────┘
 
-Not here: requests and their budget (see ``model_requests.py``), the session and its recovery (see
-``call_notebook.py``), what the session's calls do (see ``host.py``), and several continuations of
-one turn (see ``branch.py``).
+Requests and their budget are handled by ``model_requests.py``, the session and its recovery by
+``call_notebook.py``, the calls that session code makes by ``host.py``, and several continuations of
+one turn by ``branch.py``.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _HINT_CHARS = 100_000
 
 
 class ForkableCallState(msgspec.Struct):
-    """What the question and the turns of one call have set, apart from its history and its session:
-    the part of a call that a fork copies."""
+    """The state of one call that changes from turn to turn, apart from its message history and its
+    session. A fork of the call starts with a copy."""
 
     kind: AnswerType | None = None
     """Type of the answer."""
@@ -94,13 +94,14 @@ class ForkableCallState(msgspec.Struct):
 
 
 class RlmCall:
-    """One call with its session. After ``answer``, the session and the history can be used for
-    another question."""
+    """One call that answers a question by writing code in a Python session. Afterwards, the session
+    and the message history can be used for another question."""
 
     def __init__(
         self, run: SharedRunState, call: LiveCall, previous: RlmCall | None = None
     ) -> None:
-        """``previous`` is the call of the previous question, whose session is continued."""
+        """Prepare the call, without asking anything yet. If ``previous``, the call of a
+        conversation's previous question, is given, its session is continued."""
         self.run = run
         self.call = call
         self.scaffold = run.setup.scaffold_at(call.depth)
@@ -114,23 +115,25 @@ class RlmCall:
     async def answer(
         self, question: str, kind: AnswerType | None = None, before: Sequence[Message] = ()
     ) -> CallOutcome:
-        """Answer one question. ``question`` is the complete first message, which follows the
-        messages ``before``; ``kind`` checks the final value."""
+        """Take turns until the question is answered or a limit is reached, and return the outcome.
+        ``question`` is the complete text of the first message, ``before`` holds messages that
+        precede it, and ``kind`` is the required type of the answer."""
         self.begin(question, kind, before)
         while (outcome := await self.step()) is None:
             pass
         return outcome
 
     def begin(self, question: str, kind: AnswerType | None, before: Sequence[Message]) -> None:
-        """Prepare the question's first turn and start opening the session. ``answer`` does the
-        rest."""
+        """Prepare the first turn of a question and start opening the session. The turns themselves
+        are taken by ``step``."""
         self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._state.pending = [*self._before_question(before), Message("user", text)]
         self.notebook.start_opening_session()
 
     async def run_child(self, call: LiveCall) -> CallOutcome:
-        """Run a child of this call from start to end, in its own session."""
+        """Run a child call from start to end, in a session that is opened for it, and return the
+        outcome."""
         run = self.run
         run.begin(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -152,8 +155,8 @@ class RlmCall:
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
     async def fork(self) -> RlmCall:
-        """Return a second continuation of this call with its own session: a fork, or a new session
-        if nothing has happened in this one yet."""
+        """Return a second continuation of this call, whose session is a fork of this one. If the
+        call has not taken a turn yet, the continuation gets a new session instead."""
         origin = self.call
         call = origin.forked()
         fork = RlmCall(self.run, call)
@@ -169,7 +172,8 @@ class RlmCall:
     # --- one turn ---------------------------------------------------------------------------------
 
     async def step(self) -> CallOutcome | None:
-        """Take one turn; returns the outcome if it was the last one."""
+        """Take one turn: ask the model, and run the code in its reply. Return the outcome of the
+        call if this was the last turn, and None otherwise."""
         run, call = self.run, self.call
         run.pass_limit(call)
         stop = run.must_stop(call)
@@ -219,8 +223,8 @@ class RlmCall:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Ask with the pending messages and ``after``. An observation that does not fit the model's
-        window is shortened.
+        """Send the pending messages, followed by ``after``, and return the reply. If the output of
+        the last code does not fit the model's window, it is shortened and sent again.
 
         Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
         """
@@ -254,7 +258,8 @@ class RlmCall:
         raise error
 
     async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
-        """Execute what the model asked for. Returns an outcome, or the messages to show next."""
+        """Do what the model's reply asks for: run its code and accept its answer. Return the
+        outcome of the call, or else None and the messages to show to the model next."""
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._state.deferred = self._state.deferred, _NOTHING
@@ -279,8 +284,9 @@ class RlmCall:
     def _idle(
         self, action: ParsedAction, deferred: Any, notes: list[str]
     ) -> tuple[CallOutcome | None, list[Message]]:
-        """Handle a message without code or answer: accept a deferred answer, or else remind the
-        model; after ``max_idle`` such messages, the call ends without an answer."""
+        """Handle a reply without code or an answer. If an answer was waiting for confirmation,
+        accept it; otherwise remind the model. After ``max_idle`` such replies in a row, end the
+        call."""
         if action.was_attempted and not action.tool_call_ids:
             self._state.deferred = deferred
             return None, self._observation(action, [observation_messages.NOT_RUN], notes)
@@ -294,8 +300,9 @@ class RlmCall:
         return None, self._observation(action, [reminder], notes)
 
     def _prose_outcome(self) -> CallOutcome:
-        """Return the outcome of a call whose last messages were words. They may be a plan, so they
-        are no answer, unless they fit a type that not every text fits."""
+        """Return the outcome of a call that ended because its last replies were only words. Words
+        may be a plan, so they count as the answer only if they match an answer type that not every
+        text matches."""
         best, words = self._best(use_prose=False), prose_of(self._state.last_text)
         if best is None and self._state.kind is not None and not self._state.is_cut:
             best = self._state.kind.from_words(words)
@@ -310,8 +317,8 @@ class RlmCall:
     def _conclude(
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
     ) -> CallOutcome | None:
-        """Return the outcome if the answer matches its type and no output is unseen. Otherwise
-        return None and add a note for the model."""
+        """Return the outcome if the final answer matches its type and the model has seen all output
+        on which it rests. Otherwise add a note for the model and return None."""
         try:
             value = self._state.kind.convert(final) if self._state.kind else final
         except TypeMismatch as mismatch:
@@ -332,8 +339,8 @@ class RlmCall:
     async def _run_cells(
         self, action: ParsedAction, turn: int, notes: list[str]
     ) -> tuple[list[str], Any]:
-        """Run the codes in order up to the first one that fails. Returns (reports for the model,
-        final answer)."""
+        """Run the pieces of code of a reply in order, up to the first one that fails. Return the
+        reports to show to the model, and the final answer if the code gave one."""
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
@@ -392,8 +399,9 @@ class RlmCall:
     # --- answers ----------------------------------------------------------------------------------
 
     async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
-        """Return the value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text. If there is none, add
-        a note and return ``_NOTHING``."""
+        """Return the value of a ``FINAL(…)`` or ``FINAL_VAR(…)`` that the model wrote as text
+        instead of code. If the variable does not exist, add a note for the model and return
+        ``_NOTHING``."""
         name = final.text
         if final.as_is:
             return name
@@ -409,8 +417,9 @@ class RlmCall:
         return self._state.kind.literal(name) if self._state.kind else final.untyped()
 
     def _best(self, *, use_prose: bool = True) -> Any:
-        """Return the best answer so far that passes its check: a deferred one, a partial one, or
-        the prose of the last message."""
+        """Return the best answer so far that matches the required type, or None. Candidates are an
+        answer that awaits confirmation, a partial answer and, if allowed, the prose of the last
+        message."""
         prose = ""
         if use_prose and self.scaffold.accepts_plain_text_answer and self._state.last_text:
             known = self._state.last_prose
@@ -425,8 +434,9 @@ class RlmCall:
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
-        """At a limit, ask once more for an answer. For the root, the cost of this request was held
-        back; a child gets it only if its own turns ran out."""
+        """Ask the model for a final answer because a limit is reached, and return the outcome. The
+        cost of this request was held back for the root call. A child call may make it only if the
+        child's own turns ran out."""
         if not self.scaffold.last_word:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
@@ -478,8 +488,8 @@ class RlmCall:
             return self._best()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
-        """Run the code of the reply to the final request, which is sent once a limit is reached.
-        The code may not call models. Returns the final answer that it gives, or ``_NOTHING``."""
+        """Run the code in the reply to the final request, after a limit has been reached. The code
+        may not call models. Return the final answer that it gives, or ``_NOTHING``."""
         if stop in observation_messages.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop
@@ -496,8 +506,8 @@ class RlmCall:
     # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self, before: Sequence[Message]) -> list[Message]:
-        """Return the messages before the question: the system prompt, or the answers that earlier
-        native calls still need."""
+        """Return the messages that precede a question: the system prompt or, later in a
+        conversation, answers to the native tool calls of the last reply."""
         if not self.call.messages:
             return opening(self.run.system_prompt(self.call), before)
         return [
@@ -532,8 +542,8 @@ class RlmCall:
         ]
 
     async def _compact_if_long(self) -> None:
-        """Summarize a history that approaches the window. The next turn then starts a new branch
-        from the first messages."""
+        """Ask the model to summarize the conversation if its length approaches the model's window.
+        The next turn then continues from the first messages and the summary."""
         run, call = self.run, self.call
         if not self.scaffold.compact_at:
             return

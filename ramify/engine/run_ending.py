@@ -1,4 +1,5 @@
-"""When and how a run ends: at its deadline, early on request, or suspended.
+"""Decide when and how a run ends: at its deadline, early on request, or suspended because of a
+problem that a person must solve.
 
 ``RunEnder.end_work_early`` ends work early, at the deadline or on the user's request: requests in
 flight are cancelled and charged as possibly billed, running cells are interrupted, and only final
@@ -7,8 +8,8 @@ requests ("last words") are still sent.
 ``RunEnder.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
 way are recorded, and then the run's task is cancelled.
 
-Not here: limits on tokens, calls and dollars (see ``limits.py``), and what is recorded about the
-end (see ``live_run.py``).
+Limits on tokens, calls and dollars are enforced by ``limits.py``. The end of each call is recorded
+by ``live_run.py``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ _REPLIES_KEPT = 2.0
 
 
 class RunEnder:
-    """Makes sure that one run ends by its deadline, or earlier if it is closed or suspended. The
-    run is the asyncio task that creates this object, and all methods are called on its event
-    loop."""
+    """Ensures that a run ends by its deadline, or earlier if it is asked to finish or is suspended.
+    The run is the asyncio task that creates this object, and all methods must be called on its
+    event loop."""
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
-        """``unrecorded`` holds the requests that may have been sent and whose outcome is not
-        recorded yet. A run that is being suspended waits until it is empty."""
+        """Prepare the end of the run that the current asyncio task executes. ``unrecorded`` is a
+        live set of the requests that may have been sent and whose outcome is not recorded yet. A
+        run that is being suspended waits until the set is empty."""
         self.closing: Stop | None = None
         """Why the run is ending early, if it is."""
         self.suspension: RamifyError | None = None
@@ -62,24 +64,25 @@ class RunEnder:
         recorder.on_trouble = self.suspend
 
     def start(self) -> None:
-        """Schedule the end of the run, early enough that the root can still answer before the
+        """Schedule the end of the run early enough for the root call to answer before the
         deadline."""
         when = self._deadline - self.last_word_s
         self._alarm = self._loop.call_at(when, self.end_work_early, Stop.DEADLINE)
 
     def finish(self) -> None:
-        """Release the event-loop resources of the finished run."""
+        """Cancel the timer of the run, because the run has finished."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._main = None
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline."""
+        """Return the number of seconds until the deadline."""
         return self._deadline - self._loop.time()
 
     def measure_reply(self, seconds: float) -> None:
-        """Reserve as much time for the root's final reply as its model has needed for this one.
-        Before the first reply, a tenth of the run's time is reserved."""
+        """Adjust the time that is kept for the root call's final reply to the slowest reply of its
+        model so far. ``seconds`` is how long the latest reply took. Until the first reply, a tenth
+        of the run's time is kept."""
         if seconds <= self._slowest_s:
             return
         self._slowest_s = seconds
@@ -95,7 +98,8 @@ class RunEnder:
     # --- ending early -----------------------------------------------------------------------------
 
     def end_work_early(self, stop: Stop) -> None:
-        """End all work now, leaving the root time for its final answer."""
+        """End all work now: cancel requests in flight and interrupt running code. The root call
+        keeps the time for a final answer. ``stop`` is the reason."""
         if self.closing is not None:
             return
         self.closing = stop
@@ -105,17 +109,17 @@ class RunEnder:
             session.interrupt(str(stop))
 
     def interrupts(self, session: Session) -> None:
-        """Register ``session``, so that its code is interrupted when the run closes."""
+        """Register ``session``, so that its code is interrupted when the run ends early."""
         self._sessions.add(session)
 
     def forget(self, session: Session) -> None:
-        """Unregister ``session``, so that it is no longer interrupted when the run closes."""
+        """Unregister ``session``, so that it is no longer interrupted when the run ends early."""
         self._sessions.discard(session)
 
     @contextlib.asynccontextmanager
     async def until_closing(self) -> AsyncIterator[None]:
-        """While this block runs, closing the run cancels what the task awaits; LimitReached is then
-        raised. No timer is set, because there may be thousands of these waits."""
+        """Provide a context manager for a wait. If the run ends early, the wait is cancelled and
+        LimitReached is raised. No timer is set, because thousands of tasks may wait in this way."""
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
@@ -131,8 +135,8 @@ class RunEnder:
 
     @contextlib.asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
-        """Cancel the final request that is awaited in this block when the deadline passes. Then
-        raises LimitReached."""
+        """Provide a context manager for the run's final request. When the deadline passes, the
+        request is cancelled and LimitReached is raised."""
         try:
             async with asyncio.timeout_at(self._deadline) as scope:
                 yield
@@ -144,26 +148,27 @@ class RunEnder:
     # --- suspending -------------------------------------------------------------------------------
 
     def suspend(self, error: RamifyError) -> None:
-        """Send nothing more, and cancel the run once the replies on their way are recorded."""
+        """Suspend the run because of ``error``: send nothing more, and cancel the run as soon as
+        the replies that are still expected have been recorded."""
         self.suspension = self.suspension or error
         self.suspend_if_quiet()
 
     def suspend_if_quiet(self) -> None:
-        """Cancel a run that is being suspended if no reply is on its way."""
+        """Cancel the run if it is being suspended and no more replies are expected."""
         if self.suspension is not None and not self._unrecorded:
             # Later, because a task that cancels itself as it ends would end cancelled.
             asyncio.get_running_loop().call_soon(self._cancel_main)
 
     async def suspended(self, error: RamifyError) -> NoReturn:
-        """Suspend the run because of ``error``, and wait until this task is cancelled. The code in
-        a session therefore never sees the error."""
+        """Suspend the run because of ``error``, and wait until the current task is cancelled.
+        Session code that is waiting for a reply therefore never sees the error."""
         self.suspend(error)
         await asyncio.Future()
         raise AssertionError
 
     def overdue(self, error: RamifyError | None = None) -> None:
-        """End a run that did not end by itself at its deadline. ``error`` is set if the event loop
-        was blocked; otherwise, the error says what the run is waiting for."""
+        """Cancel a run that has not ended by its deadline. ``error`` is given if the event loop was
+        blocked; otherwise an error is created that says what the run is waiting for."""
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
             error = LoopBlocked(
@@ -181,6 +186,7 @@ class RunEnder:
 
 
 def closed(stop: Stop) -> LimitReached:
-    """Return the error of a request that the end of its run cut off or ruled out."""
+    """Return the LimitReached error for a request that is refused or cancelled because the run is
+    ending early. ``stop`` is the reason why the run ends."""
     why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
     return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)

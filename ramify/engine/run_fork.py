@@ -260,8 +260,8 @@ def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """The point at which one call stops repeating its record and runs again. The forked call and
-    all of its ancestors have such a point."""
+    """The point at which one call of a forked run stops repeating its record and runs again. The
+    forked call and all of its ancestors have such a point."""
 
     last_reply: int
     """Last turn whose reply is kept."""

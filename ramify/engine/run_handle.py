@@ -1,7 +1,8 @@
-"""Handle of a run: start it, watch it, end it early, get its result.
+"""Provide the handle of a run, with which a caller can start it, watch it, end it early and get its
+result.
 
-The order of a run: the journal is opened, the context stored, RunStarted written, the question
-answered (see ``ways_to_answer.py``), RunEnded written, and everything closed. Whatever happens in
+A run opens its journal, stores the context, records RunStarted, answers the question (see
+``ways_to_answer.py``), records RunEnded and closes everything, in this order. Whatever happens in
 between, the journal ends with what is known.
 """
 
@@ -74,7 +75,8 @@ _CLOSE_S = 5.0
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Result of a question."""
+    """The result of a question: the answer, the reason why the run stopped, its cost and the record
+    of all calls."""
 
     response: str
     """The answer as text; empty if there is none."""
@@ -95,12 +97,13 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def run_id(self) -> str:
-        """Id of the run, for ``RLM.resume`` and ``ramify show`` if it is stored."""
+        """The id of the run. If the run is stored, ``RLM.resume`` and ``ramify show`` accept it."""
         return self.trajectory.id
 
     @property
     def reason(self) -> str:
-        """One sentence on why the run ended, with the numbers; empty for a final answer."""
+        """One sentence that explains why the run ended, with the numbers of the limit that it
+        reached; empty after a final answer."""
         return self.trajectory.reason
 
     def __repr__(self) -> str:
@@ -117,7 +120,7 @@ class Result(msgspec.Struct, frozen=True):
         return [f"stop={self.stop}", *counts, *cost, f"run={self.run_id}"]
 
     def _repr_html_(self) -> str:
-        """Return the result for a notebook."""
+        """Return the result as HTML, for display in a Jupyter notebook."""
         import html
 
         shown = self.response if self.answer is not None else self.partial
@@ -129,7 +132,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class RunHandle:
-    """A run in progress, created by ``RLM.start`` on a running event loop."""
+    """A run in progress. It is created by ``RLM.start`` on a running event loop."""
 
     def __init__(
         self,
@@ -143,8 +146,9 @@ class RunHandle:
         cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
     ) -> None:
-        """``earlier`` are the questions of a recorded conversation that are repeated first; the
-        conversation then ends with this run."""
+        """Start a run in the background. To repeat a recorded conversation, pass its earlier
+        questions as ``earlier``: they are repeated first, and the conversation ends with this
+        run."""
         self.recorder = recorder
         self._setup = setup
         self._question = question
@@ -167,10 +171,11 @@ class RunHandle:
         return self.recorder.id
 
     async def result(self) -> Result:
-        """Wait for the end and return the result. Never raises for what a model or a limit did: see
-        ``Result.stop`` and ``Result.error``.
+        """Wait until the run ends, and return its result. A failed model or a limit does not raise:
+        see ``Result.stop`` and ``Result.error``.
 
-        Cancelling this wait cancels the run. ``await running`` does the same.
+        Cancelling this wait cancels the run. ``await running``, with the handle itself, does the
+        same as this method.
         """
         return await self._task
 
@@ -178,12 +183,14 @@ class RunHandle:
         return self._task.__await__()
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Yield every event from now on, until the run ends. Its error is raised by ``result``."""
+        """Yield every event of the run from now on, until it ends. An error of the run is not
+        raised here but by ``result``."""
         async for event in self.recorder.events():
             yield event
 
     def wrap_up(self) -> None:
-        """Stop the work and answer with what is known so far."""
+        """Ask the run to finish early: end its work, and let it answer with what is known so
+        far."""
         self._requested_stop = Stop.CANCELLED
         if self._run is not None:
             self._run.ending.end_work_early(Stop.CANCELLED)
@@ -193,13 +200,14 @@ class RunHandle:
         self._task.cancel()
 
     def state(self) -> list[tuple[str, float, float]]:
-        """(name, spent, limit) for each limit of the run, for a budget bar."""
+        """Return the name, the amount spent and the maximum for each limit of the run, for a
+        progress bar."""
         return self._run.requests.ledger.state() if self._run is not None else []
 
     # --- the run itself ---------------------------------------------------------------------------
 
     def _warn(self, text: str) -> None:
-        """Put a warning, from any thread, into the record."""
+        """Add a warning to the record of the run. May be called from any thread."""
         loop = self._task.get_loop()
         if threading.get_ident() == self._thread:
             self.recorder.warn(text)
@@ -323,8 +331,8 @@ class RunHandle:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
-        """Return the context, encoded once (in a thread if it is large), and stored by content if
-        there is a store."""
+        """Return the context of the question in encoded form, or None if there is none. It is
+        encoded once, in a thread if it is large, and is stored if there is a store."""
         context = await self._encoded(resources)
         if context is not None and self._question.on_context is not None:
             self._question.on_context(context)
@@ -391,8 +399,8 @@ class RunHandle:
         )
 
     def _ended(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
-        """Record the end of the run and release what it holds. Returns the run's outcome, which is
-        another one if the end could not be written."""
+        """Record the end of the run and release its resources. Return the outcome of the run, which
+        becomes a failure if the end could not be written."""
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(self._end_of(outcome, run))
@@ -420,7 +428,8 @@ class RunHandle:
         )
 
     def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
-        """The reason of the call that gave the answer, or of a failure outside of every call."""
+        """Return why the run ended: the recorded reason of the call that gave the answer, or that
+        of a failure outside of all calls."""
         calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
         if calls and calls[-1].stop == outcome.stop and not outcome.answered_by:
             return calls[-1].reason
@@ -445,7 +454,8 @@ class RunHandle:
 
 
 def as_text(answer: Any) -> str:
-    """Return an answer as text: text unchanged, everything else as JSON."""
+    """Return an answer as text: a string unchanged, any other value as JSON, and None as an empty
+    string."""
     if answer is None:
         return ""
     if isinstance(answer, str):
@@ -458,7 +468,7 @@ def as_text(answer: Any) -> str:
 
 
 def why_unanswered(result: Result) -> str:
-    """Return in one sentence why ``result`` has no answer."""
+    """Return one sentence that explains why ``result`` has no answer."""
     if result.error:
         return result.error
     if result.stop is Stop.FINAL:
@@ -467,8 +477,8 @@ def why_unanswered(result: Result) -> str:
 
 
 def checked(result: Result, resume: Callable[[str], Result]) -> Result:
-    """Return ``result``, or raise the error that left it without an answer. ``resume`` continues a
-    run by its id."""
+    """Return ``result``, unless the run is suspended or failed without an answer; in that case,
+    raise the corresponding error. A Suspended error calls ``resume`` to continue the run."""
     if result.stop is Stop.SUSPENDED:
         raise _suspended(result.run_id, result.error, resume) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:
@@ -482,7 +492,8 @@ def checked(result: Result, resume: Callable[[str], Result]) -> Result:
 
 @contextlib.contextmanager
 def blocked_as_suspended(resume: Callable[[str], Result]) -> Iterator[None]:
-    """Turn LoopBlocked into Suspended for a stored run."""
+    """Provide a context manager that raises LoopBlocked as Suspended if the run is stored, so that
+    the caller can continue the run with ``resume``."""
     try:
         yield
     except LoopBlocked as error:

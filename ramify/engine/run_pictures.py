@@ -1,4 +1,4 @@
-"""The pictures of a run: which there are, and where their bytes are.
+"""Keep the pictures of a run: which pictures there are, and where their bytes can be found.
 
     picture of the context, bytes from a session or a tool ──> Picture, in a message and the journal
     Picture.digest ──> the file, or a blob of the store ──> bytes, when a request is sent
@@ -7,7 +7,7 @@ A picture is stored as a blob before an event refers to it, so that a resumed ru
 Bytes are read only when a request is sent, so a replay reads none. A session names a picture by its
 digest. It cannot guess a digest, so it cannot use a picture that it was not given.
 
-Not here: which bytes are a picture (see ``types/picture.py``), and what a request may cost.
+Which bytes count as a picture is decided in ``types/picture.py``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ PictureSource = bytes | Path | None
 
 
 class RunPictures:
-    """The pictures of one run, and where their bytes are."""
+    """The pictures of one run, each with the place where its bytes can be found."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
-        """``given`` maps the digest of each picture in the context to the place of its bytes."""
+        """Start with the pictures of the context. ``given`` maps the digest of each picture to its
+        bytes or to the file that contains them."""
         self._blobs = blobs
         self._sources: dict[str, PictureSource] = dict(given)
         self._known: dict[str, Picture] = {}
@@ -47,7 +48,8 @@ class RunPictures:
         """True if the run has a picture so far."""
 
     def read(self, digest: str) -> bytes:
-        """Return the bytes of a picture. Raises Refused if they are missing or have changed."""
+        """Return the bytes of the picture with this digest. Raises Refused if they are missing or
+        have changed."""
         try:
             return self._read(digest)
         except (OSError, StoreError, LookupError) as error:
@@ -57,7 +59,8 @@ class RunPictures:
             ) from None
 
     def add(self, data: bytes, name: str = "") -> Picture:
-        """Add a picture that a session or a tool made. Raises NotAPicture."""
+        """Add a picture that a session or a tool has produced. Raises NotAPicture if the bytes are
+        not a supported picture."""
         picture = picture_of(data, name)
         self.has_any = True
         if self._blobs is None:
@@ -67,8 +70,9 @@ class RunPictures:
         return self._known.setdefault(picture.digest, picture)
 
     def find(self, value: Any, at: str) -> Picture:
-        """Return the picture for ``value``, which a session sent: a picture's dict, or bytes.
-        ``at`` names the argument in errors. Raises HostCallError."""
+        """Return the picture that a session sent as ``value``: the dict that stands for a picture
+        of the context, or the bytes of a picture. ``at`` names the argument in error messages.
+        Raises HostCallError if it is neither."""
         digest = digest_in(value)
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
@@ -94,7 +98,8 @@ class RunPictures:
             ) from None
 
     def of_request(self, values: Any, at: str) -> tuple[Picture, ...]:
-        """Return the pictures for the argument ``images`` of one request. Raises HostCallError."""
+        """Return the pictures for the ``images`` argument of one request. Raises HostCallError if a
+        value is not a picture, or if the pictures are too many or too large for one request."""
         if isinstance(values, bytes) or digest_in(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):
@@ -113,13 +118,14 @@ class RunPictures:
         return pictures
 
     def in_context(self, value: Any) -> tuple[Picture, ...]:
-        """Return the pictures of a context, to be shown by a plain call. Raises HostCallError if
-        one request cannot hold them."""
+        """Return all pictures of a context, so that a plain model call can show them. Raises
+        HostCallError if they do not fit into one request."""
         return self.of_request(pictures_in(value), "the pictures of the context")
 
     def returned(self, result: Any) -> Any:
-        """Return the result of a tool, with each ``PictureBytes`` replaced by the dict that stands
-        for it. Raises NotAPicture."""
+        """Return the result of a tool with each picture (``PictureBytes``) replaced by the dict
+        that stands for it in a session. Raises NotAPicture if the bytes are not a supported
+        picture."""
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).value()
         if isinstance(result, list | tuple) and any(isinstance(i, PictureBytes) for i in result):
@@ -127,8 +133,8 @@ class RunPictures:
         return result
 
     def store(self) -> None:
-        """Store the pictures of the context. Raises ConfigError if a picture has changed since it
-        was read."""
+        """Write the pictures of the context to the store. Raises ConfigError if a picture has
+        changed since it was first read."""
         if self._blobs is None:
             return
         for digest, source in self._sources.items():
@@ -158,7 +164,7 @@ class RunPictures:
 
 
 def picture_size_error(pictures: Sequence[Picture]) -> str:
-    """Return why the pictures exceed the size of one request, or an empty text if they do not."""
+    """Return why the pictures are too large for one request, or an empty string if they are not."""
     num_bytes = sum(picture.num_bytes for picture in pictures)
     if num_bytes <= MAX_REQUEST_BYTES:
         return ""

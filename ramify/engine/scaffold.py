@@ -1,4 +1,5 @@
-"""Prompts and conventions between engine and model, as data that users can replace.
+"""Scaffolds: the prompts and conventions between the engine and a model, as data that users can
+replace.
 
 Only the markers of ``MARKERS`` in double braces are replaced, so a prompt may contain any other
 braces: ``{{tools}}`` becomes the user's tools, ``{{limits}}`` the limits, and so on. Their texts are
@@ -86,8 +87,8 @@ _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}
 
 
 def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
-    """Return the text that replaces a marker. A marker without text is removed with its line. Other
-    words in double braces stay."""
+    """Return the text that replaces a marker such as ``{{tools}}``. A marker without text is
+    removed together with its line. Other words in double braces remain unchanged."""
     name = found[1] or found[2] or found[3]
     if name not in filled:
         return found[0]
@@ -97,7 +98,8 @@ def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
 class Scaffold(
     msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True
 ):
-    """Prompts and conventions of a run."""
+    """The prompts of a run, and the conventions for what the model may reply and how it is
+    answered."""
 
     name: str = "default"
     system: str = _DEFAULT_SYSTEM
@@ -178,7 +180,8 @@ class Scaffold(
             )
 
     def _check_system(self, field: str, text: str) -> None:
-        """Raise ConfigError if a system message lacks text that every session needs."""
+        """Raise ConfigError if a system message lacks a marker that every session needs, such as
+        ``{{limits}}``, which is replaced by the limits of the run."""
         losses = {
             "tools": "which tools there are",
             "limits": "its limits",
@@ -194,8 +197,8 @@ class Scaffold(
                 )
 
     def system_prompt(self, facts: PromptFacts | None = None) -> str:
-        """Return the system message of a call. Without ``facts``, it states no facts about the
-        run."""
+        """Return the system message of a call, with its markers replaced by ``facts`` about the
+        run. Without ``facts``, the message states nothing specific to a run."""
         text = self.child_system if facts and facts.depth and self.child_system else self.system
         if not text:
             return ""
@@ -210,7 +213,8 @@ class Scaffold(
     def first_message(
         self, question: str, context: object, facts: ContextFacts | None = None, about: str = ""
     ) -> str:
-        """Return the first message of a call. ``context`` is the value that its session gets."""
+        """Return the first message of a call, which presents the question. ``context`` is the value
+        that the call's session contains."""
         if not self.first:
             return prompt_text.first_message(question, facts or ContextFacts(), about)
         filled = {
@@ -223,7 +227,8 @@ class Scaffold(
         )
 
     def reply_with(self, code: str) -> Reply:
-        """Return a reply that asks to run ``code``, written by a person."""
+        """Return a reply that runs ``code``, in the format of this scaffold, as if the model had
+        written it."""
         if self.protocol == "retool":
             text = f"<code>\n{code}\n</code>"
         else:
@@ -232,26 +237,26 @@ class Scaffold(
 
     @property
     def accepts_plain_text_answer(self) -> bool:
-        """True if a last message without a formal final answer counts as the answer."""
+        """True if a last message without a formal final answer may count as the answer."""
         return not self.raw_code and self.protocol == "notebook"
 
     @property
     def lists_tools(self) -> bool:
-        """True if the model learns from the prompt which tools a session has. Prompts of ReTool and
-        those without a system message are frozen."""
+        """True if the system message tells the model which tools a session has. It does not if the
+        scaffold has no system message, or one with a fixed text, as in the prompts of ReTool."""
         is_frozen = self.raw_code or self.protocol != "notebook" or not self.system
         return not is_frozen and "{{tools}}" in self.system
 
     def tools(self) -> tuple[Tool, ...]:
-        """Return the native tools to offer."""
+        """Return the native tools that requests offer to the model."""
         if not self.native_tools:
             return ()
         return (retool_protocol.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS
 
     def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
-        """Parse what a reply asks for. If ``is_cut``, the reply was truncated at its limit, so its
-        last code or answer may be incomplete. With ``raw_code`` nothing marks the end of code, so a
-        truncated reply is run as it is."""
+        """Parse what a reply asks for: code to run or a final answer. If ``is_cut`` is True, the
+        reply was truncated, so its last code or answer may be incomplete. With ``raw_code``, the
+        end of code is not marked, so even a truncated reply is run."""
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         if self.protocol == "retool":
@@ -260,7 +265,8 @@ class Scaffold(
         return action if action.is_in_our_form(message.content) else read_any(message, is_cut)
 
     def report(self, cell: Cell) -> str:
-        """Return the text that the model sees after a cell, a piece of its code, has run."""
+        """Return the text that the model sees after a cell, that is, a piece of its code, has
+        run."""
         if self.protocol == "retool":
             return retool_protocol.report(cell)
         return (
@@ -336,8 +342,9 @@ SCAFFOLDS = Registry(
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
-    """Return a scaffold by name, a given scaffold as it is, or the default for ``model`` (a name, a
-    client or a list of them). Raises ConfigError."""
+    """Return the scaffold with the given name, or ``given`` itself if it is a scaffold. If it is
+    None, return the scaffold that ``model`` was trained for, or else the default. Raises
+    ConfigError for an unknown name."""
     if isinstance(given, Scaffold):
         return given
     if given is not None and not isinstance(given, str):
@@ -358,7 +365,8 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
 
 
 def made_for(model: object) -> str | None:
-    """Name of the scaffold that a model was trained for; None if any scaffold will do.
+    """Return the name of the scaffold that a model was trained for, or None if the model needs no
+    particular one.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
     answer comes from the checkpoint's folder, and no weights are loaded.
@@ -374,9 +382,9 @@ def made_for(model: object) -> str | None:
 
 
 def card_of(model: object) -> TrainedPolicySettings:
-    """Return what the checkpoint folder of a trained policy says about the policy: its scaffold and
+    """Return the settings that the checkpoint folder of a trained policy states: its scaffold and
     its limits. ``model`` is a model name, a client, or a list whose first entry answers the root
-    call. Returns an empty card if nothing is known."""
+    call. The settings are empty if nothing is known about the model."""
     if isinstance(model, list | tuple) and model:
         return card_of(model[0])
     if isinstance(model, Model):

@@ -1,4 +1,4 @@
-"""JSON schemas, and checks of values against them in a bounded number of steps.
+"""Check values against JSON schemas in a bounded number of steps.
 
 A schema of a few lines can take exponential time: each level of ``{"anyOf": [{"$ref": "#/$defs/b"},
 {"$ref": "#/$defs/b"}]}`` doubles the work. Every applied keyword therefore counts as one step, or
@@ -38,7 +38,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class SchemaCheckTooLong(Exception):
-    """A check takes more steps than it is allowed."""
+    """Raised if the check of a value takes more steps than are allowed."""
 
 
 class _Budget:
@@ -53,8 +53,9 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """Return the number of values in a part of the schema or of the checked value. The number
-        is stored under the object's id, so the object must outlive the budget."""
+        """Return the number of values in a part of the schema or of the checked value. The result
+        is remembered by the object's ``id()``, so the object must not be freed before the
+        budget."""
         if id(value) not in self._sizes:
             self._sizes[id(value)] = nodes(value)
         return self._sizes[id(value)]
@@ -64,11 +65,11 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 class JsonSchema:
-    """One compiled schema."""
+    """A compiled JSON schema, against which values can be checked."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
-        """Raises ConfigError if ``schema`` is invalid or, unless it is ``trusted``, exceeds the
-        limits for untrusted schemas."""
+        """Compile ``schema``. Raises ConfigError if the schema is invalid, or if it is not
+        ``trusted`` and exceeds the limits for untrusted schemas."""
         import jsonschema
         import referencing
 
@@ -94,8 +95,8 @@ class JsonSchema:
         self._validator = _counting(kind, trusted)(schema, registry=registry)
 
     def failure(self, value: Any) -> str | None:
-        """Return what is wrong with ``value`` (plain JSON), or None if it matches. Raises
-        SchemaCheckTooLong."""
+        """Return what is wrong with ``value`` (plain JSON), or None if the value matches the
+        schema. Raises SchemaCheckTooLong if the check needs too many steps."""
         import jsonschema
         from referencing.exceptions import Unresolvable
 
@@ -115,7 +116,8 @@ class JsonSchema:
 
 
 def nodes(value: Any) -> int:
-    """Number of values in ``value``, including itself; a long text counts as several."""
+    """Return the number of values contained in ``value``, including itself. A long text counts as
+    several values."""
     count, open_ = 0, [value]
     while open_:
         part = open_.pop()
@@ -155,7 +157,8 @@ def _check_stranger(schema: Any, size: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(text: str) -> Any:
-    """Compile an untrusted regular expression. Raises ConfigError."""
+    """Compile an untrusted regular expression with RE2. Raises ConfigError, with advice, if RE2
+    does not accept it."""
     import re2
 
     options = re2.Options()
@@ -173,7 +176,8 @@ def _pattern(text: str) -> Any:
 
 
 def _instead(why: str) -> str:
-    """What to write in place of an expression that RE2 refused for the reason ``why``."""
+    """Return advice on what to write in place of a regular expression that RE2 rejected. ``why`` is
+    the message of RE2."""
     part = why.rpartition(": ")[2]
     if "perl operator" in why and part.startswith(("(?=", "(?!", "(?<")):
         return (
@@ -199,8 +203,8 @@ def _instead(why: str) -> str:
 
 @functools.cache
 def _counting(kind: Any, trusted: bool) -> Any:
-    """Return a validator of the same dialect as ``kind`` that spends the budget of the current
-    check."""
+    """Return a variant of the jsonschema validator ``kind`` that counts its steps and stops when
+    the budget of the current check is used up."""
     import attrs
     from jsonschema import validators
 
@@ -278,8 +282,8 @@ def _unique_items(validator: Any, is_required: Any, instance: Any, _: Any) -> It
 
 
 def _hashable(value: Any) -> Any:
-    """Return a key that is equal if JSON Schema treats the values as equal: 1 and 1.0 are, 1 and
-    true are not."""
+    """Return a hashable key that is equal for two values if and only if JSON Schema treats them as
+    equal: 1 and 1.0 are equal, but 1 and true are not."""
     if isinstance(value, dict):
         return frozenset((name, _hashable(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -336,7 +340,7 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
 
 
 def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless every ``$ref`` of ``part`` points into ``schema``."""
+    """Raise ConfigError if a ``$ref`` in ``part`` points to something that is not in ``schema``."""
     if isinstance(part, list):
         for item in part:
             _check_references(item, schema)
@@ -352,8 +356,8 @@ def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
 
 
 def _leads(reference: str, schema: Any) -> bool:
-    """True if ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not
-    resolved."""
+    """Return True if ``reference``, such as ``#/$defs/Item``, points to an existing part of
+    ``schema``. References to anchors are accepted without being resolved."""
     place, *path = reference.split("/")
     if place.startswith("#") and (place != "#" or not path):
         return True

@@ -1,4 +1,5 @@
-"""OpenTelemetry spans of a run (the extra ``otel``), following the conventions for generative AI.
+"""Export the events of a run as OpenTelemetry spans (the extra ``otel``), following OpenTelemetry's
+conventions for generative AI.
 
     invoke_agent ramify                     the run            gen_ai.conversation.id = its id
     └── invoke_agent 0                      a session: of the root or of a child
@@ -63,8 +64,9 @@ _PYTHON = "python"
 
 
 def span_listeners() -> tuple[Listener, ...]:
-    """Return a listener for one run or conversation if this process has a recording tracer
-    provider; otherwise none. ``opentelemetry.trace`` is loaded already."""
+    """Return a tuple with a listener that creates spans for one run or conversation. The tuple is
+    empty if this process has no tracer provider that records spans. Requires that
+    ``opentelemetry.trace`` is already imported."""
     api = sys.modules[_API]
     provider = api.get_tracer_provider()
     if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
@@ -74,8 +76,8 @@ def span_listeners() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continued(headers: Mapping[str, str]) -> Iterator[None]:
-    """Attach runs that start in this block to the caller's OpenTelemetry trace, which the HTTP
-    header ``traceparent`` names. Without this header, nothing changes."""
+    """Provide a context manager in which new runs become part of the caller's OpenTelemetry trace,
+    which the HTTP header ``traceparent`` names. Without this header, it has no effect."""
     if _API not in sys.modules or "traceparent" not in headers:
         yield
         return
@@ -89,11 +91,13 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 class OpenTelemetryListener:
-    """Listens to one run, or to the consecutive runs of a conversation."""
+    """Creates OpenTelemetry spans from the events of one run, or of the consecutive runs of a
+    conversation."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
-        """``content`` decides whether texts of prompts and replies are recorded. If it is None, the
-        environment variable ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` decides."""
+        """Create a listener that sends spans to ``tracer``. ``content`` says whether the texts of
+        prompts and replies are included. If it is None, the environment variable
+        ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` decides."""
         setting = os.environ.get(_CONTENT, "").lower()
         self._content = (
             setting in ("true", "span_only", "span_and_event") if content is None else content
@@ -272,7 +276,8 @@ class OpenTelemetryListener:
     # --- spans ------------------------------------------------------------------------------------
 
     def _above(self, parent: Parent | None) -> Span | None:
-        """Return the span of the parent cell, which starts when it is first referenced."""
+        """Return the span of the code cell that made a call, and start that span if it does not
+        exist yet. Return the span of the run if ``parent`` is None."""
         if parent is None:
             return self._run
         key = (parent.call, parent.turn, parent.cell)
@@ -309,8 +314,8 @@ class OpenTelemetryListener:
         )
 
     def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
-        """End ``span``. ``stop`` is recorded as the reason, if given. Reaching a limit is not an
-        error."""
+        """End ``span``, and record ``stop`` as the reason if it is given. Errors and cancellations
+        mark the span as failed; reaching a limit does not."""
         if stop is not None:
             span.set_attribute("ramify.stop", str(stop))
         if stop in (Stop.ERROR, Stop.CANCELLED):
@@ -325,8 +330,8 @@ class OpenTelemetryListener:
 
 
 def _model(name: str) -> dict[str, str]:
-    """Return the span attributes that name the provider and the model, given a name such as
-    ``openai:gpt-5-mini@http://…``."""
+    """Return the span attributes that name the provider and the model. ``name`` is a full model
+    name, such as ``openai:gpt-5-mini@http://…``."""
     provider, colon, model = name.partition(":")
     model = model.partition("@http")[0] if colon else provider
     return {
@@ -359,8 +364,8 @@ def _tool_attributes(name: str) -> dict[str, str]:
 
 
 def _messages(messages: Sequence[Message], finish: str = "") -> str:
-    """Return messages in the format of the conventions: ``[{"role": "user", "parts": [{"type":
-    "text", "content": "…"}]}]``."""
+    """Return messages as JSON in the format of OpenTelemetry's conventions, for example ``[{"role":
+    "user", "parts": [{"type": "text", "content": "…"}]}]``."""
     written = []
     for message in messages:
         parts: list[dict[str, Any]] = []

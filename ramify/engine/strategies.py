@@ -1,13 +1,14 @@
-"""Which strategies and modes a question can be answered by, and how a run records its strategy.
+"""List the strategies and modes by which a question can be answered, and record the strategy of a
+run so that the run can be resumed.
 
     RLM.completion(text, query, strategy=S) ──> S(calls) ──> CallOutcome
     config of the run: {"strategy": {"name": "plan", …}} ──> the same strategy, when it is resumed
 
-A strategy is a function that gets the run's ``LeafCalls`` and returns the outcome of the question.
-One that is a struct of a registered kind is recorded with its fields. Another one is not, so it
-must be given again to resume its run. A mode chooses the way to an answer (see
-``answer_mode_choice.py``). Not here: what a strategy may ask (see ``leaf_calls.py``), and the
-strategies themselves.
+A strategy is a function that gets the run's ``LeafCalls``, through which it asks models, and
+returns the outcome of the question. If it is a struct of a registered kind, it is recorded with its
+fields. Any other strategy must be given again to resume its run. A mode chooses the way to an
+answer (see ``answer_mode_choice.py``). The interface for a strategy's questions is in
+``leaf_calls.py``.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ MODES: Mapping[str, str] = {
 
 
 def session_plans() -> dict[str, Any]:
-    """Return the tool by which a session can run plans, by the name of its module."""
+    """Return the tool with which session code can run plans, as a dict whose key is the tool's
+    name."""
     tool = load_object("ramify.plans.session_plans:SessionPlans", "the plans of a session")()
     return {tool.__name__: tool}
 
 
 def record_of(strategy: Any) -> dict[str, Any]:
-    """Return the journal's record of ``strategy``."""
+    """Return what the journal records about ``strategy``: its fields if it is a registered struct,
+    and otherwise only the name of the function."""
     if isinstance(strategy, msgspec.Struct):
         fields: dict[str, Any] = msgspec.to_builtins(strategy)
         name = str(fields.get("name")) if isinstance(fields, dict) else ""
@@ -60,8 +63,9 @@ def record_of(strategy: Any) -> dict[str, Any]:
 def recorded_strategy(
     recorded: Mapping[str, Any] | None, given: Strategy | None = None
 ) -> Strategy | None:
-    """Return the strategy of a recorded run; None if it has none. ``given`` is used if the record
-    only names a function. Raises ConfigError if the strategy is not known here."""
+    """Return the strategy of a recorded run, or None if it had none. If the record contains only
+    the name of a function, return ``given``. Raises ConfigError if the strategy is neither recorded
+    nor given."""
     if not recorded:
         return None
     name = recorded.get("name")

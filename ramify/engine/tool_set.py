@@ -1,5 +1,5 @@
-"""The user's functions in a session: called there, executed here with the permissions of this
-process.
+"""Make the user's functions available in a session. They are called by session code, but executed
+in this process with its permissions.
 
 A tool is a function (plain or ``async``) or another value. To describe a tool in other words than
 those of its docstring, give ``{"tool": f, "description": "…"}``. Each plain function runs in a
@@ -52,7 +52,8 @@ RESERVED = frozenset(
 
 
 def optional_tools(tools: Mapping[str, Any]) -> list[str]:
-    """Names of the tools that come with a context and need nothing else."""
+    """Return the names of the tools that are marked as optional. Such tools come with a context and
+    can be created again when a run is repeated."""
     return [name for name, tool in tools.items() if getattr(tool, "is_optional", False)]
 
 
@@ -78,8 +79,8 @@ else:
 
 
 class ToolSet:
-    """Validated tools: functions that the host executes, and values that are sent to the session
-    once."""
+    """A validated set of tools: functions that the host executes when session code calls them, and
+    values that are sent to the session once."""
 
     def __init__(self, tools: Tools | None) -> None:
         if tools is not None and not isinstance(tools, Iterable):
@@ -119,12 +120,13 @@ class ToolSet:
         return ToolSet({**self._given(), **tools})
 
     def replaces(self, name: str, tool: Any) -> bool:
-        """True if a tool of the user has the name of ``tool``, which is optional."""
+        """Return True if ``tool`` is optional and the user has given another tool with the same
+        name."""
         is_taken = name in self.functions or name in self.values
         return is_taken and getattr(tool, "is_optional", False)
 
     def _given(self) -> dict[str, Any]:
-        """Return the tools in the form in which they were passed."""
+        """Return the tools in the form in which the user passed them, with their descriptions."""
         return {
             name: {"tool": tool, "description": self.descriptions[name]}
             if name in self.descriptions
@@ -133,7 +135,8 @@ class ToolSet:
         }
 
     def only(self, names: Sequence[str]) -> ToolSet:
-        """Return the tools with these names. Raises ConfigError for an unknown name."""
+        """Return the set of the tools with the given names. Raises ConfigError for an unknown
+        name."""
         every = self._given()
         for name in names:
             if name not in every:
@@ -141,34 +144,38 @@ class ToolSet:
         return ToolSet({name: every[name] for name in names})
 
     def without_optional(self) -> ToolSet:
-        """Return the tools that every scaffold has."""
+        """Return the set without optional tools, for scaffolds whose prompt does not list the
+        tools."""
         every = self._given()
         optional = optional_tools(self.functions)
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
 
     def prepare(self) -> None:
-        """Start what the tools do in the background for a session."""
+        """Let each tool start its work in the background, such as building an index, because a
+        session is being opened."""
         for tool in self.functions.values():
             if hasattr(tool, "prepare"):
                 tool.prepare()
 
     @property
     def servers(self) -> list[str]:
-        """The MCP servers of the functions, in their recorded form; see ``engine/mcp_tools.py``."""
+        """The MCP servers whose functions are in this set, as they are recorded, without secrets
+        (see ``engine/mcp_tools.py``)."""
         owners = (getattr(tool, "owner", None) for tool in self.functions.values())
         return [
             *dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))
         ]
 
     def recorded(self) -> dict[str, str]:
-        """Return what the run's journal records about the tools, by name: the hash of a function's
-        code, or the type of another value. Functions of MCP servers are left out."""
+        """Return what the run's journal records about each tool, by name: the hash of a function's
+        code, or the type of another value. Functions of MCP servers are not included."""
         own = {name: f for name, f in self.functions.items() if not hasattr(f, "owner")}
         values = {name: type(value).__name__ for name, value in self.values.items()}
         return {name: _hash_of(tool) for name, tool in own.items()} | values
 
     def describe(self) -> str:
-        """Lines for the system prompt; empty if there are no tools."""
+        """Return the lines of the system prompt that describe the tools, or an empty string if
+        there are none."""
         lines = [
             getattr(tool, "prompt_entry", "")
             or f"- `{name}{_signature(tool)}`: {self._summary(name)}"
@@ -184,8 +191,9 @@ class ToolSet:
         return self.descriptions.get(name) or _summary(self.functions[name])
 
     def sources(self) -> dict[str, str]:
-        """Modules to install in a session, by name: one with a function for each tool that the host
-        executes, and one for each tool with a source."""
+        """Return the source code of the modules to install in a session, by name. One module
+        contains a function for each tool that the host executes; the others belong to tools that
+        bring their own source code."""
         sources = {
             name: tool.session_source
             for name, tool in self.functions.items()
@@ -208,8 +216,8 @@ class ToolSet:
         return "\n".join([_CALL, *parts, f"__all__ = {reserved!r}\n{bound}"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the tool's result. Raises HostCallError with the type and text of the tool's
-        exception."""
+        """Execute a tool and return its result. If the tool raises an exception, raise
+        HostCallError with the exception's type and text."""
         tool = self.functions.get(name)
         if tool is None:
             raise HostCallError("NameError", observation_messages.NO_TOOL.format(name=name))
@@ -232,8 +240,9 @@ def _hash_of(tool: Any) -> str:
 async def _outcome(
     tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Return (result, exception) of the tool. The exception is returned as a value, because a
-    future cannot hold a StopIteration, and a SystemExit in one would end the loop."""
+    """Execute a tool, and return its result and its exception, one of which is None. The exception
+    is returned as a value because a future cannot hold StopIteration, and SystemExit would end the
+    event loop."""
 
     def run() -> tuple[Any, Any]:
         try:

@@ -1,7 +1,8 @@
-"""Complete a reply that was truncated at its token limit: continue it, or ask for it again.
+"""Complete a reply that was truncated at its token limit, by continuing it or by asking again with
+a higher limit.
 
-Not here: replies of a policy in training. They stay as they are, because the policy must learn from
-its own replies.
+The replies of a policy in training are not completed, because the policy must learn from its own
+replies.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _LONGER = (2, 4)
 async def complete_truncated(
     run: SharedRunState, call: LiveCall, reply: Reply, new: Sequence[Message]
 ) -> Reply:
-    """Complete a reply that was truncated at its token limit, and return it; other replies are
-    returned unchanged.
+    """Complete a reply that was truncated at its token limit, and return the completed reply. Any
+    other reply is returned unchanged.
 
     ``new`` are the messages that ``reply`` answers, in the last turn of ``call``. If the model's
     server can continue a text, the reply is continued from its end. Otherwise the question is asked
@@ -49,8 +50,9 @@ async def _more_of(
     reused: int,
     longer: int,
 ) -> Reply | None:
-    """Make one further request for a truncated reply. Returns the reply with its continuation, or a
-    new reply with ``longer`` times the limit. Returns None if no further request is allowed."""
+    """Make one further request for a truncated reply. Return the reply with its continuation, or a
+    new reply whose limit is ``longer`` times as high. Return None if no further request is
+    allowed."""
     setup, message = run.setup, reply.message
     is_continued = bool(message.content.strip()) and not message.tool_calls
     is_continued = is_continued and getattr(call.client, "continues", False)

@@ -1,5 +1,5 @@
-"""Typed answers: convert a type or JSON schema into a schema for the model and a check of its
-answer.
+"""Typed answers: convert a Python type or JSON schema into a schema that is shown to the model, and
+a check of the model's answer.
 
 ``answer_type=`` accepts a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
 supports (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown
@@ -46,12 +46,13 @@ _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class TypeMismatch(Exception):
-    """A value does not match its type. ``str()`` gives the place and the reason, for the model to
-    read."""
+    """Raised if a value does not match the required type. The message states the place and the
+    reason, and is shown to the model."""
 
 
 class AnswerType(msgspec.Struct, frozen=True):
-    """A type of answer with its check."""
+    """The required type of an answer: a JSON schema to show to the model, and a function that
+    checks and converts the answer."""
 
     schema: dict[str, Any]
     """Schema that the model is shown."""
@@ -59,8 +60,9 @@ class AnswerType(msgspec.Struct, frozen=True):
     """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
     def read(self, text: str) -> Any:
-        """Return the typed value in a reply's text: the whole text as JSON, a JSON fence in it, or
-        the text itself if it fits, as ``42`` and ``Paris`` fit a string."""
+        """Return the typed value that a reply contains. The reply's whole text is read as JSON, or
+        JSON in a Markdown fence, or else the text itself if it matches the type, as ``Paris``
+        matches a string."""
         try:
             return self.convert(parse_json(text))
         except TypeMismatch:
@@ -73,8 +75,8 @@ class AnswerType(msgspec.Struct, frozen=True):
             raise
 
     def from_words(self, text: str) -> Any:
-        """Interpret prose that was not given as an answer. Returns None if it is not a value of
-        this type, or if any text would be one."""
+        """Try to interpret prose that was not marked as an answer. Return None if it is not a value
+        of this type, or if the type is so general that any text would match."""
         with contextlib.suppress(TypeMismatch):
             value = self.read(text)
             try:
@@ -84,9 +86,9 @@ class AnswerType(msgspec.Struct, frozen=True):
         return None
 
     def literal(self, text: str) -> Any:
-        """Return the unconverted value of ``FINAL(text)``: the literal, the literal that is quoted
-        in it, or the text, whichever matches first. If none matches, return the literal, so that
-        its mismatch can be shown."""
+        """Return the value that the model meant by ``FINAL(text)``, before conversion. The text is
+        tried as a Python literal, as a literal inside a quoted string, and as plain text. If none
+        matches the type, the literal is returned, so that the mismatch can be reported."""
         value = FinalAnswer(text).literal()
         quoted = FinalAnswer(value).literal() if isinstance(value, str) else value
         for reading in (value, quoted, text):
@@ -99,20 +101,20 @@ class AnswerType(msgspec.Struct, frozen=True):
 
     @property
     def enforced(self) -> dict[str, Any] | None:
-        """Schema that a provider may enforce for a plain reply, if any."""
+        """The schema that a provider may enforce for a plain reply, if there is one."""
         return self.schema
 
     def instruction(self) -> str:
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
 
     def alone(self) -> str:
-        """Return the instruction for a reply that must be nothing but the answer, as JSON."""
+        """Return the instruction for a reply that must consist only of the answer as JSON."""
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
 def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType:
-    """Return the check for ``kind``. Raises ConfigError if it is neither a type nor a valid JSON
-    schema, or, unless it is ``trusted``, if it exceeds the limits of ``schema.py``."""
+    """Return the answer type for ``kind``, which is a Python type or a JSON schema. Raises
+    ConfigError if it is neither, or if an untrusted schema exceeds the limits of ``schema.py``."""
     if isinstance(kind, AnswerType):
         return kind
     if isinstance(kind, Mapping):
@@ -135,7 +137,8 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType:
 
 
 def parse_json(text: str) -> Any:
-    """Return the JSON value in a model's reply, in a fence or bare."""
+    """Return the JSON value in a model's reply, whether the JSON is in a Markdown fence, stands
+    alone or is surrounded by text. Raises TypeMismatch if there is none."""
     fences = _FENCED.findall(text)
     bare = text[min((i for i in (text.find("{"), text.find("[")) if i >= 0), default=0) :].strip()
     error: Exception
@@ -190,7 +193,8 @@ def _is_pydantic(kind: Any) -> bool:
 
 
 def _parts(kind: Any) -> Iterator[Any]:
-    """Yield the types that ``kind`` consists of: A and None for ``list[A | None]``."""
+    """Yield the types from which ``kind`` is composed, at all levels: for ``list[A | None]``, these
+    include ``A`` and ``None``."""
     for part in typing.get_args(kind):
         yield part
         yield from _parts(part)
@@ -213,7 +217,8 @@ def _unchecked(error: Exception) -> TypeMismatch:
 
 
 def _writable(plain: Any) -> Any:
-    """Return ``plain`` if JSON can represent it; an integer with thousands of digits cannot be."""
+    """Return ``plain`` unchanged if it can be written as JSON. Raises TypeMismatch otherwise, as
+    for an integer with thousands of digits."""
     if type(plain) is str:
         return plain
     try:
@@ -226,8 +231,8 @@ def _writable(plain: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in JSON form: tuples and sets become lists, and keys that are not text
-    become text."""
+    """Convert ``value`` to plain data for JSON: tuples and sets become lists, and keys that are not
+    text become text. Raises TypeMismatch if the value cannot be converted."""
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -237,8 +242,8 @@ def _plain(value: Any) -> Any:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Move a top-level ``$ref``, which msgspec writes for a Struct, into the schema itself, because
-    providers require an object there."""
+    """Replace a ``$ref`` at the top level of a schema, which msgspec writes for a Struct, by the
+    definition that it names. Providers require an object at the top level."""
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     definitions = dict(schema.get("$defs", {}))
     if not name or name not in definitions or f"#/$defs/{name}" in json.dumps(definitions):
@@ -248,7 +253,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Citation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One place in the context that supports the answer.
+    """A passage of the context that supports the answer, with a quote from it.
 
     Example:
         Citation(source="server.log", first_line=3, last_line=3, quote="web-3 ERROR")
@@ -266,7 +271,7 @@ class Citation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
-    """An answer and its citations."""
+    """An answer together with the citations that support it."""
 
     answer: T
     citations: tuple[Citation, ...]
@@ -275,8 +280,9 @@ class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
 def cited_type(
     kind: Any, context: Any, places: Mapping[str, Sequence[SourcePlace]] = {}
 ) -> AnswerType:
-    """Return the check for ``kind`` with citations into ``context``. ``places`` are those of the
-    documents in it, by key."""
+    """Return the answer type for an answer with citations, which are checked against ``context``.
+    ``kind`` is the type of the answer itself. ``places`` gives the structure of each document, such
+    as its pages, so that the place of a citation can be named."""
     import copy
 
     inner = None if kind is None else answer_type(kind)
@@ -308,7 +314,8 @@ def cited_type(
 
 
 def unsupported(citation: Citation, context: Any) -> str | None:
-    """Return why ``citation`` is not valid in ``context``, or None if it is."""
+    """Return the reason why ``citation`` is not supported by ``context``, or None if it is
+    supported."""
     text = _source(citation.source, context)
     if text is None:
         return observation_messages.NO_SOURCE.format(name=citation.source)

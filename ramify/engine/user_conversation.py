@@ -1,4 +1,4 @@
-"""Several questions in one live session.
+"""Conversations: several questions that are asked one after the other in one live Python session.
 
 Variables, imports and the history persist between questions. Each question is a separate call in
 one trajectory (``0``, ``1``, …) that continues the previous one, or its chosen branch. Limits apply
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class UserConversation:
-    """A conversation. Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
+    """A conversation in which the user asks several questions in one live session. Open it in a
+    ``with`` block to call ``ask``, or in an ``async with`` block to call ``aask``."""
 
     def __init__(
         self,
@@ -41,8 +42,9 @@ class UserConversation:
         *,
         resume: Callable[..., Result],
     ) -> None:
-        """``options`` are the defaults of its questions. ``resume`` continues the run of a
-        conversation that was closed."""
+        """Prepare a conversation about ``prompt``. ``options`` are the defaults for all questions.
+        ``resume`` is the function that continues the stored run of a conversation after it was
+        closed."""
         self._setup = setup
         self._shared = shared
         self._store = store
@@ -55,21 +57,23 @@ class UserConversation:
 
     @property
     def trajectory(self) -> Trajectory:
-        """Record of all questions so far."""
+        """The record of all questions asked so far."""
         return self._opened().recorder.trajectory
 
     def ask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Ask the next question. Takes the options and raises the errors of ``RLM.completion``."""
+        """Ask the next question and return its result. The options and errors are those of
+        ``RLM.completion``."""
         with blocked_as_suspended(self._resume):
             return event_loop_thread.run(self.aask(query, options, **changes))
 
     async def aask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Ask the next question on the caller's event loop. Takes the options and raises the errors
-        of ``RLM.completion``. Concurrent questions are answered one after the other."""
+        """Ask the next question on the caller's event loop and return its result. Concurrent
+        questions are answered one after the other. The options and errors are those of
+        ``RLM.completion``."""
         chosen = self._options.updated(options, changes)
         async with self._lock:
             return await self._answer(query, chosen)

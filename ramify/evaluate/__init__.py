@@ -1,4 +1,5 @@
-"""Evaluation: attempts of a model at a task, with confidence intervals and costs.
+"""Evaluate models: let them attempt the items of a task, and report scores with confidence
+intervals and costs.
 
     >>> from ramify import RLM, evaluate, tasks
     >>> async with RLM("openai:gpt-5-mini") as rlm:

@@ -1,5 +1,5 @@
-"""An endpoint on loopback, with the APIs of OpenAI and Anthropic, through which programs that hold
-their own conversations ask the models of runs.
+"""A local HTTP endpoint with the APIs of OpenAI and Anthropic, through which external agents and
+environments reach the models of runs.
 
     program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``RunModelClient.replies``
             ── POST /seats/NAME/v1/chat/completions     ──> seat ──┤
@@ -8,12 +8,12 @@ their own conversations ask the models of runs.
 One endpoint serves many runs. Each conversation partner has a *seat*: its run, its thread, the
 depth of its model, and whether training learns from its replies. A request names its seat in the
 path or in a header, and proves with the endpoint's key that it comes from a program that was given
-the address. An agent that knows nothing but a base URL and an API key has a key that alone names
-its seat: as ``Authorization: Bearer``, or as ``x-api-key``. Both forms of a reply are
-served, whole and streamed in one piece.
+the address. An agent that knows only a base URL and an API key gets a key that identifies its seat,
+and sends it as ``Authorization: Bearer`` or as ``x-api-key``. Replies are served whole or as a
+stream that contains each reply in one piece.
 
-Not here: which request continues which call (see engine/external_conversations.py), and the routes
-and formats of the APIs (see http_server/model_api_routes.py).
+Which call a request continues is decided in engine/external_conversations.py. The routes and
+formats of the APIs are in http_server/model_api_routes.py.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _WRONG_KEY = (
 
 
 class AgentModelAccess(msgspec.Struct):
-    """One agent's access to a model within an episode: the run that records its requests, and how
-    they are answered."""
+    """The access of one agent to a model during an episode: the run that records the agent's
+    requests, and how they are answered."""
 
     conversations: RunModelClient
     thread: str
@@ -70,8 +70,8 @@ class AgentModelAccess(msgspec.Struct):
 
 
 class AgentServedModel:
-    """The model as one agent of the endpoint sees it. The agent's requests become turns of calls in
-    its run."""
+    """The model behind the endpoint as one agent sees it. The requests of the agent are recorded as
+    turns in its run."""
 
     name = MODEL
 
@@ -82,8 +82,8 @@ class AgentServedModel:
         self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return replies that are sampled with the run's settings. Only ``max_tokens``, ``stop``
-        and ``top_logprobs`` are taken from the request."""
+        """Return replies that are sampled with the settings of the run. Only ``max_tokens``,
+        ``stop`` and ``top_logprobs`` are taken from the request."""
         seat = self._seat
         return await seat.conversations.replies(
             request.messages,
@@ -99,7 +99,7 @@ class AgentServedModel:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield each reply in one piece, once all are there."""
+        """Yield each reply in one piece, as soon as all replies have arrived."""
         for index, reply in enumerate(await self.replies(request, num_replies)):
             yield index, reply
 
@@ -113,8 +113,8 @@ class AgentServedModel:
 
 
 class ModelEndpoint:
-    """HTTP server through which the seats of many runs ask their models. ``async with`` starts and
-    stops it."""
+    """An HTTP server through which agents of many runs ask models. Each agent has a *seat*, which
+    says which run and model it uses. ``async with`` starts and stops the server."""
 
     def __init__(self) -> None:
         self._seats: dict[str, AgentModelAccess] = {}
@@ -131,16 +131,18 @@ class ModelEndpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that every request must have."""
+        """The HTTP headers that every request must contain."""
         return {KEY_HEADER: self._key}
 
     def url(self, seat: str = "") -> str:
-        """Base URL of the API. Without a ``seat``, requests name theirs in the header."""
+        """Return the base URL of the API. If ``seat`` is given, the URL identifies one agent's
+        access to a model; without it, each request must name its *seat* in a header."""
         return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
 
     @contextmanager
     def seats(self) -> Iterator[dict[str, AgentModelAccess]]:
-        """The seats of one run, by name, which the caller fills. They are removed at the end."""
+        """Provide a dict to which a run adds its *seats*, each of which gives one agent access to a
+        model. The seats are removed from the endpoint when the ``with`` block ends."""
         mine = _Seats(self._seats)
         try:
             yield mine
@@ -150,8 +152,9 @@ class ModelEndpoint:
 
     @contextmanager
     def seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
-        """Yield a new key that names ``seat``. When the block ends, the key ends too, and requests
-        that are still unanswered are cut off."""
+        """Yield a new API key for ``seat``, which gives one agent access to a model. When the
+        ``with`` block ends, the key becomes invalid, and requests that are still unanswered are
+        cancelled."""
         key = new_key()
         self._keyed[key], self._waiting[key] = seat, set()
         try:
@@ -163,8 +166,9 @@ class ModelEndpoint:
 
     @contextmanager
     def _answering(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
-        """Count a request of ``seat`` and register the current task, which answers it in this
-        block. If the request is refused, keep the error message."""
+        """Provide a context manager around answering a request of an agent. The request is counted,
+        and is cancelled if the agent's key ends. If the request is refused, the error message is
+        kept."""
         task = asyncio.current_task()
         tasks = self._waiting.get(key)
         if task is not None and tasks is not None:
@@ -229,7 +233,8 @@ class ModelEndpoint:
 
 
 class _Seats(dict[str, AgentModelAccess]):
-    """The seats of one run. Adding one also registers it at the endpoint."""
+    """The seats of one run by name, each of which gives one agent access to a model. Adding a seat
+    also registers it at the endpoint."""
 
     def __init__(self, table: dict[str, AgentModelAccess]) -> None:
         super().__init__()

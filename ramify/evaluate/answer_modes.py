@@ -1,4 +1,4 @@
-"""The modes of an evaluation: how the model answers an item.
+"""The modes of an evaluation, each of which is a way for the model to answer an item.
 
     direct    one plain call with the question and the whole context; an item that is longer than
               the model's window is not asked, and scores 0
@@ -6,8 +6,8 @@
     plan      the ready plan that the words of the question ask for
     auto      one of them, chosen by rules and at most one call
 
-A mode is a function like ``attempt`` (see attempt.py), and is looked up by its name. Not here: the
-modes of systems other than this one.
+A mode is a function like ``attempt`` (see attempt.py), and is looked up by its name. Modes of other
+systems are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _PROMPT_TOKENS = 200
 
 
 class ModelRoom(msgspec.Struct, frozen=True):
-    """What one plain call to a model can hold and cost."""
+    """The size and the cost of one plain call to a model: its context window, the part kept for the
+    reply, and its price."""
 
     window: int
     """Context window, in tokens."""
@@ -49,12 +50,14 @@ class ModelRoom(msgspec.Struct, frozen=True):
         return self.price is not None and not (self.price.input or self.price.output)
 
     def fits(self, tokens: int) -> bool:
-        """True if a question and a context of ``tokens`` tokens fit into one call."""
+        """Return True if a question and a context of ``tokens`` tokens in total fit into one plain
+        call."""
         return tokens + _PROMPT_TOKENS + self.reply <= self.window
 
     def max_cost(self, tokens: int) -> float | None:
-        """Upper bound in dollars on one plain call with its repairs; None without a price. It
-        counts a token for each byte, as the reservation of a request does."""
+        """Return an upper bound on the cost in dollars of one plain call, including requests that
+        repair its reply. Return None if the model has no price. Each byte is counted as a token, as
+        in budget reservations."""
         if self.price is None:
             return None
         rates = (self.price.input, self.price.cached, self.price.cache_write)
@@ -64,7 +67,8 @@ class ModelRoom(msgspec.Struct, frozen=True):
 
 
 async def room_of(rlm: RLM) -> ModelRoom:
-    """Return the context window, reply limit and price of the root's model, without calling it."""
+    """Return the context window, the reply limit and the price of the model of the root call. The
+    model is not called."""
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
@@ -72,7 +76,8 @@ async def room_of(rlm: RLM) -> ModelRoom:
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Make an attempt with one plain call, or none if the item does not fit."""
+    """Attempt an item with one plain model call. If the item does not fit the model's window, the
+    model is not asked."""
     room = await room_of(rlm)
 
     def unfit(start: TaskStart) -> str:
@@ -85,17 +90,17 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
 
 
 async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Make an attempt with a session."""
+    """Attempt an item in a Python session, in which the model writes code and calls models."""
     return await attempt(rlm, task, item, **{**options, "direct": False})
 
 
 async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Make an attempt with a ready plan."""
+    """Attempt an item with a ready plan, which is chosen by the words of the question."""
     return await attempt(rlm, task, item, **{**options, "mode": "plan"})
 
 
 async def answer_automatically(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Make an attempt in the mode that is chosen for its question."""
+    """Attempt an item in the mode that is chosen automatically for its question."""
     return await attempt(rlm, task, item, **{**options, "mode": "auto"})
 
 
@@ -109,7 +114,7 @@ MODES: Mapping[str, AttemptFunction] = {
 
 
 def mode_of(name: str) -> AttemptFunction:
-    """Return the mode called ``name``. Raises ConfigError for an unknown one."""
+    """Return the function of the mode called ``name``. Raises ConfigError for an unknown name."""
     if name not in MODES:
         raise ConfigError(f"unknown mode '{name}': {nearest(name, MODES)}")
     return MODES[name]
