@@ -1,4 +1,4 @@
-"""Redaction of secrets from what journals and logs write: the last line of defence for keys.
+"""Redact secrets from everything that journals and logs write: the last line of defence for keys.
 
     SecretRedactor().redact(text)    known values: journals, which must keep all other text
     without_secrets(text)            also what looks like a secret: logs, errors, configurations
@@ -57,8 +57,8 @@ _remembered: dict[str, str] = {}
 
 
 class SecretRedactor:
-    """Secret values of this process, prepared for searching in encoded JSON. Includes those that
-    are remembered later."""
+    """A redactor that finds and replaces the secret values of this process, including those that
+    are registered with ``remember`` later."""
 
     def __init__(
         self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
@@ -81,7 +81,8 @@ class SecretRedactor:
         self._encoded = [msgspec.json.encode(_clean(form))[1:-1] for form in self._names]
 
     def found_in(self, line: bytes) -> bool:
-        """True if an encoded line contains a secret. Makes one fast search per secret."""
+        """Return True if an encoded line of JSON contains a secret. This makes one fast search for
+        each secret."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for secret in self._encoded:  # noqa: SIM110 -- a generator takes twice as long
@@ -90,7 +91,10 @@ class SecretRedactor:
         return False
 
     def redact(self, text: str) -> str:
-        """``"key sk-123…"`` -> ``"key «redacted OPENAI_API_KEY»"``"""
+        """Replace each known secret in a text by a mark with its name.
+
+        ``"key sk-123…"`` becomes ``"key «redacted OPENAI_API_KEY»"``.
+        """
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for value, name in self._names.items():
@@ -99,7 +103,8 @@ class SecretRedactor:
         return text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield where ``text`` contains a secret, as half-open ranges of characters."""
+        """Yield the start and end of each known secret in a text, as half-open ranges of character
+        positions."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for value in self._names:
@@ -109,8 +114,8 @@ class SecretRedactor:
                 start = text.find(value, start + len(value))
 
     def without_beginning(self, text: str) -> str:
-        """``text`` without an end that may become a secret, such as ``sk-1`` of ``sk-123…``, for
-        text that is shown while it arrives."""
+        """Cut off the end of a text if it may be the beginning of a secret, such as ``sk-1`` of
+        ``sk-123…``. This is for text that is shown while it arrives."""
         cut = len(text)
         for value in self._names:
             start = text.find(value[:_MIN_BEGINNING], max(0, len(text) - len(value)))
@@ -127,14 +132,16 @@ _MIN_BEGINNING = 4
 
 
 def remember(name: str, value: str) -> None:
-    """Redact ``value`` from now on, in every log and journal: a key that was given in code."""
+    """Register a secret, such as a key that was given in code, so that every log and journal
+    redacts it from now on."""
     if len(value) >= _MIN_REMEMBERED_CHARS:
         _remembered[value] = name
 
 
 @functools.lru_cache(256)
 def forms_of(value: str) -> tuple[str, ...]:
-    """Return a secret as it is, and as URLs, JSON, ``repr`` and base64 encode it."""
+    """Return a secret in all forms to search for: unchanged, and as encoded in URLs, JSON, ``repr``
+    and base64."""
     clean = _clean(value)
     in_json = msgspec.json.encode(clean).decode()[1:-1]
     forms = (
@@ -154,9 +161,9 @@ def forms_of(value: str) -> tuple[str, ...]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Yield the characters that every base64 text around ``value`` has in common, such as one of
-    ``user:value``. Three bytes become four characters, so there is one text for each of the three
-    offsets."""
+    """Yield the parts that all base64 encodings of texts around a secret, such as ``user:secret``,
+    have in common. Three bytes become four characters, so there is one such part for each of the
+    three offsets."""
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + value)
         # The first and last characters also depend on the bytes around the value.
@@ -172,15 +179,16 @@ _MIN_BASE64_CHARS = 8
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a field of this name holds a secret: ``api_key``, ``judge.token``."""
+    """Return True if the name of a field, such as ``api_key`` or ``judge.token``, means that it
+    holds a secret."""
     return _NAME.search(name) is not None
 
 
 def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
-    """``text`` without ``known`` secrets and without what looks like one: logins and keys in
+    """Redact known secrets in a text, and everything that looks like a secret: logins and keys in
     URLs, values after names such as ``api_key``, and texts with the form of a provider's key.
 
-    ``"https://me:pw@host/v1?key=k"`` -> ``"https://«redacted»@host/v1?key=«redacted»"``
+    ``"https://me:pw@host/v1?key=k"`` becomes ``"https://«redacted»@host/v1?key=«redacted»"``.
     """
     text = (known or SecretRedactor()).redact(without_url_secrets(text))
     for pattern in (_NAMED, _KEY_SHAPED):
@@ -189,9 +197,10 @@ def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
 
 
 def secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
-    """Yield where ``without_secrets`` finds a secret, as half-open ranges of characters.
+    """Yield the start and end of everything that ``without_secrets`` would redact in a text, as
+    half-open ranges of character positions.
 
-    ``"https://h/v1?key=k1"`` -> ``(17, 19)``
+    For ``"https://h/v1?key=k1"``, this yields ``(17, 19)``.
     """
     yield from known.spans(text)
     for login in LOGIN.finditer(text):
@@ -202,13 +211,14 @@ def secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
 
 
 def without_url_secrets(text: str) -> str:
-    """``text`` without logins and keys in URLs. Known secrets are replaced after that: their
-    marks have spaces, and URLs have none."""
+    """Redact logins and keys in the URLs of a text. Call this before known secrets are redacted,
+    because the marks that replace them contain spaces, which a URL cannot."""
     return QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", text))
 
 
 def _is_secret(value: str) -> bool:
-    """Exclude short words, plain numbers and paths of key files, which occur in ordinary text."""
+    """Return True unless a value is a short word, a plain number or the path of a key file, which
+    all occur in ordinary text."""
     return (
         len(value) >= MIN_CHARS
         and not value.isdigit()
@@ -217,6 +227,6 @@ def _is_secret(value: str) -> bool:
 
 
 def _clean(value: str) -> str:
-    """Replace lone surrogates, which non-UTF-8 environment variables contain and encoded lines
-    cannot."""
+    """Replace lone surrogates, which environment variables that are not UTF-8 may contain and
+    encoded lines cannot."""
     return value.encode("utf-8", "replace").decode()

@@ -1,5 +1,5 @@
-"""A request for an answer, independent of the API: its ``ramify`` field with tighter limits, and
-the progress of its run as text.
+"""A request for an answer, independent of the API over which it arrived: its messages, its
+``ramify`` field with tighter limits, and the progress of its run as text.
 
     chat_completions.read ─┐
     responses.read ────────┴─> AnswerRequest ──conversation_to_question.py──> question ──> run
@@ -12,8 +12,8 @@ client believes that it had an effect. A file must be inside the request, in bas
 stores no files and downloads nothing.
 
 The run never waits for a slow reader, and no text is lost: text that arrived meanwhile is delivered
-in one piece. Error messages of providers are hidden: only the operator sees them. Not here: the
-fields of each API (see chat_completions.py and responses.py).
+in one piece. Error messages of providers are hidden: only the operator sees them. The fields of
+each API are read by ``chat_completions.py`` and ``responses.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class AttachedFile(msgspec.Struct, frozen=True):
-    """File attached to a message."""
+    """A file that is attached to a message of a request."""
 
     name: str
     data: str
@@ -57,7 +57,7 @@ class AttachedFile(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message of the conversation, independent of the API."""
+    """One message of a conversation, independent of the API over which it arrived."""
 
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
@@ -65,7 +65,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one request. None means the server's limit, which is also the maximum."""
+    """The limits that one request sets for its run. None means the server's limit, which is also
+    the maximum."""
 
     max_turns: int | None = None
     max_depth: int | None = None
@@ -79,9 +80,9 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_reasoning_tokens: int | None = None
 
     def within(self, limits: Limits, most_cost: float | None) -> Limits:
-        """Return the server's ``limits`` tightened by this request.
+        """Apply the limits of this request to those of the server, and return the result.
 
-        ``most_cost`` is the server's maximum cost of a run in dollars. Raises RequestRejected for a
+        ``most_cost``: the server's maximum cost of a run in dollars. Raises RequestRejected for a
         limit above the server's.
         """
         fields = {
@@ -104,7 +105,7 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The ``ramify`` field of a request."""
+    """The field ``ramify`` of a request, with the options that OpenAI's API does not have."""
 
     limits: RunLimitOverrides = RunLimitOverrides()
     depth: int | None = None
@@ -116,8 +117,8 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     is paid for again."""
 
     def tighter(self) -> RunLimitOverrides:
-        """Return the limits of the request, with ``depth`` as their ``max_depth``. Raises
-        RequestRejected if both are given."""
+        """Return the limits of the request, including the maximum depth if it is given by the short
+        form ``depth``. Raises RequestRejected if both forms are given."""
         if self.depth is None:
             return self.limits
         if self.limits.max_depth is not None:
@@ -128,7 +129,7 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class AnswerRequest(msgspec.Struct, frozen=True):
-    """Request for one answer, read from any of the APIs."""
+    """A request for one answer, read from any of the supported APIs."""
 
     messages: tuple[ChatMessage, ...]
     stream: bool
@@ -173,7 +174,8 @@ class AnswerRequest(msgspec.Struct, frozen=True):
             )
 
     def sampling(self, server: Sampling) -> Sampling:
-        """Sampling settings of the run: the server's, overridden by those of the request."""
+        """Return the sampling settings of the run: the server's, overridden by those of the
+        request."""
         fields = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return msgspec.structs.replace(
             server, **{name: value for name, value in fields.items() if value is not None}
@@ -181,7 +183,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode a JSON body. Raises RequestRejected, which names the wrong field."""
+    """Decode the JSON body of a request. Raises RequestRejected, which names the invalid field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -197,12 +199,12 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
-    """Return the JSON schema of the response format in a request, and the path of its field, for
-    errors. The schema is None if the response is text.
+    """Return the JSON schema of a request's response format, and the path of the schema's field for
+    error messages. The schema is None if the response is text.
 
-    ``where`` is the path of the response format. ``nested`` is True for chat completions, which put
-    the schema into the field ``json_schema``. Raises RequestRejected if the format is unknown or
-    its schema is missing.
+    ``where``: the path of the response format. ``nested``: True for chat completions, which put the
+    schema into the field ``json_schema``. Raises RequestRejected if the format is unknown or its
+    schema is missing.
     """
     if format is None:
         return None, where
@@ -236,7 +238,7 @@ class _File(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message, with the fields of both APIs."""
+    """One part of a message's content, with the fields of both APIs."""
 
     type: str
     text: str | None = None
@@ -248,7 +250,8 @@ class ContentPart(msgspec.Struct):
     file_url: str | None = None
 
     def read(self, where: str) -> str | AttachedFile:
-        """Return the text or the file. Raises RequestRejected for any other kind of part."""
+        """Return the text or the file of this part. Raises RequestRejected for any other kind of
+        part."""
         match self.type:
             case "text" | "input_text" | "output_text":
                 if self.text is None:
@@ -277,8 +280,9 @@ Content = str | list[ContentPart] | None
 def chat_message(
     role: Role, content: Content, where: str, more: str = "", result_of: str = ""
 ) -> ChatMessage:
-    """Convert a message of chat completions or of the responses API. ``more`` is text to add after
-    the content. ``result_of`` is the name of the tool whose result the message is."""
+    """Convert a message of the chat completions or the responses API to a ``ChatMessage``.
+    ``more``: text to add after the content. ``result_of``: the name of the tool, if the message is
+    the result of a tool."""
     if isinstance(content, str):
         parts: list[str | AttachedFile] = [content]
     else:
@@ -305,7 +309,7 @@ _LINE_CHARS = 200
 
 
 class RunProgress:
-    """Progress of one run: takes events, returns text."""
+    """A converter from the events of one run to text that shows its progress."""
 
     def __init__(self) -> None:
         self.has_reply = False
@@ -316,11 +320,13 @@ class RunProgress:
         """Session -> its reply that is arriving."""
 
     def text_of(self, event: AnyEvent) -> str:
-        """Return the progress text of ``event`` with its newline; empty if there is none."""
+        """Return the progress text for an event, ending with a newline, or an empty text if there
+        is none."""
         return encodable(self._text(event))
 
     def arrived(self, part: ArrivingText) -> str:
-        """Return the progress text for a part of a reply; empty if the reply is not the root's."""
+        """Return the progress text for a part of a reply that is arriving. It is empty unless the
+        reply belongs to the root, the session that answers the question itself."""
         if part.call not in self._roots:
             return ""
         self.has_reply = True
@@ -375,7 +381,7 @@ class RunProgress:
 
 
 class _ArrivedReply:
-    """Progress text of one reply of the root while it arrives."""
+    """The progress text for one reply of the root session while the reply arrives."""
 
     def __init__(self) -> None:
         self.is_shown = False
@@ -404,7 +410,8 @@ def _line(text: str) -> str:
 
 
 class RunProgressWatcher:
-    """Watcher of one request's run: pass ``apply`` as its listener, then the run to ``begin``."""
+    """A watcher that collects the progress of one request's run as text. Pass ``apply`` to the run
+    as its event listener, then the run to ``begin``."""
 
     def __init__(self) -> None:
         self._progress = RunProgress()
@@ -435,7 +442,7 @@ class RunProgressWatcher:
         self._wake.set()
 
     async def texts(self, patience_s: float) -> AsyncGenerator[str, None]:
-        """Yield the progress as it arrives, until the run ends.
+        """Yield the progress text as it arrives, until the run ends.
 
         Nothing is yielded before the first reply of a model, so that a request that fails at once
         can still be answered with an error status. After ``patience_s`` seconds without progress,
@@ -459,7 +466,7 @@ class RunProgressWatcher:
             yield self._take_pending()
 
     async def result(self) -> Result:
-        """Wait for the result. Cancelling this call cancels the run."""
+        """Wait for the result of the run. Cancelling this call cancels the run."""
         assert self._end is not None
         return await self._end
 

@@ -1,12 +1,13 @@
-"""Client functions that an answer may call: ``tools`` in a request, ``tool_calls`` in its answer.
+"""Functions of the client that an answer may call: ``tools`` in a request, ``tool_calls`` in the
+answer.
 
     tools ──> AnswerOrToolCallType ──> answer ─┬─ a text, or a value of the response format
                                                └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
 
-This file decides how the functions are described to the model, in words that any model can follow,
-and checks the arguments against their schemas before the client sees them. The functions run at the
-client: a run ends with the calls, and the next request, which has the whole conversation, is a new
-run. Not here: functions of the server's operator that run during a run (the option ``--mcp``).
+This module describes the functions to the model, in words that any model can follow, and checks the
+arguments against their schemas before the client sees them. The functions run at the client: a run
+ends with the calls, and the next request, which has the whole conversation, is a new run. The
+option ``--mcp`` is for functions of the server's operator, which run during a run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST = 128
 
 
 class ClientFunctionTool(msgspec.Struct, frozen=True):
-    """Client function that an answer may call."""
+    """A function of the client that an answer may call."""
 
     name: str
     description: str | None = None
@@ -36,24 +37,25 @@ class ClientFunctionTool(msgspec.Struct, frozen=True):
 
 
 class RequestedToolCall(msgspec.Struct, frozen=True):
-    """One function call in an answer."""
+    """One call of a client's function, as requested by an answer."""
 
     name: str
     arguments: dict[str, Any]
 
     def written(self) -> str:
-        """Arguments as JSON text."""
+        """Return the arguments of the call as JSON text."""
         return msgspec.json.encode(self.arguments).decode()
 
 
 class ToolCallsAsAnswer(msgspec.Struct, frozen=True):
-    """Answer that consists of function calls."""
+    """An answer that consists of calls of the client's functions."""
 
     tool_calls: tuple[RequestedToolCall, ...]
 
 
 class AnswerOrToolCallType(AnswerType, frozen=True):
-    """Answer type that accepts a text, a value of the response format, or function calls."""
+    """The type of an answer that may be a text, a value of the response format, or calls of the
+    client's functions."""
 
     functions: tuple[ClientFunctionTool, ...]
     must_call: bool
@@ -62,7 +64,7 @@ class AnswerOrToolCallType(AnswerType, frozen=True):
 
     @property
     def enforced(self) -> None:
-        """Always None: providers cannot enforce a choice between a text and a value."""
+        """Always None, because providers cannot enforce a choice between a text and a value."""
         return None
 
     def read(self, text: str) -> Any:
@@ -115,9 +117,10 @@ def offer_of(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> AnswerOrToolCallType | None:
-    """Return the functions that a request offers; None if none may be called.
+    """Return an answer type for the client functions that a request offers, or None if none may be
+    called.
 
-    Raises RequestRejected, which names the wrong field.
+    Raises RequestRejected, which names the invalid field.
     """
     named = _named(choice)
     if choice == "none" or (not tools and named is None and choice != "required"):
@@ -159,12 +162,13 @@ def offer_of(
 
 
 def new_id() -> str:
-    """New id for a function call."""
+    """Return a new, random id for a function call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def answer_text(value: Any) -> str:
-    """Convert a value to JSON text, because a session may answer with a number, for example."""
+    """Convert an answer to JSON text, because a session may answer with a value that is not text,
+    such as a number. Raises TypeMismatch if the value cannot be converted."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, UnicodeEncodeError) as error:
@@ -172,7 +176,8 @@ def answer_text(value: Any) -> str:
 
 
 def _named(choice: Any) -> str | None:
-    """Name of the function that ``tool_choice`` requires, in either API's format, or None."""
+    """Return the name of the function that ``tool_choice`` requires, in either API's format, or
+    None if it requires none."""
     if choice is None or choice in ("auto", "none", "required"):
         return None
     if isinstance(choice, dict) and choice.get("type") == "function":

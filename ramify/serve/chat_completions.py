@@ -1,8 +1,9 @@
-"""The chat completions API for runs: reads requests, and writes responses and streams.
+"""The chat completions API of ``ramify serve``: read requests, and write responses and streams.
 
     body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
 
-Not here: chat completions of a served policy, and the formats that both share (see completions.py).
+A served policy has a separate implementation of this API; the formats that both share are in
+``http_server/chat_completions_api.py``.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read the body of a chat completions request. Raises RequestRejected, which contains the name
-    of the wrong field."""
+    """Read the body of a chat completions request. Raises RequestRejected, which names the invalid
+    field."""
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
@@ -148,7 +149,7 @@ def new_id() -> str:
 def response_body(
     answer: ServedAnswer, request: AnswerRequest, id: str, model: str
 ) -> dict[str, Any]:
-    """Response body of an answer that is not streamed."""
+    """Return the response body for an answer that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message |= {"content": None, "tool_calls": _tool_calls(answer)}
@@ -163,7 +164,7 @@ def response_body(
 
 
 class ChatStream:
-    """Events of one streamed chat completion.
+    """The events of one streamed chat completion, in the format of the API.
 
     Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
     """
@@ -214,7 +215,7 @@ def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _calls_as_text(message: _Message) -> str:
-    """Function calls of an earlier message, as text."""
+    """Return the function calls of an earlier message as text."""
     calls = [call.function for call in message.tool_calls or ()]
     return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
 

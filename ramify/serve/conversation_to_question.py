@@ -1,8 +1,8 @@
-"""Converts a conversation to the context and the question of a run.
+"""Convert a conversation to the question and the context of a run.
 
 The last user message is the question. Long texts and attached files move to the context, and a
-placeholder in the question names their place. Files are read as ``ramify ask`` reads them. Short
-instructions and short earlier messages are put before the question unchanged.
+placeholder in the question says where to find them. Files are read as ``ramify ask`` reads them.
+Short instructions and short earlier messages are put before the question unchanged.
 
     system: be brief                      context["rows.csv"], context["message 2 (user)"]
     user: <90,000 characters>             Instructions: be brief
@@ -38,14 +38,14 @@ _MOST_NAMES = 20
 
 
 class RunPrompt(msgspec.Struct, frozen=True):
-    """Question and context of a run."""
+    """The question and the context of a run, built from a conversation."""
 
     question: str
     context: LoadedContext | None
 
 
 class _MovedPiece(msgspec.Struct):
-    """Piece of a message that was moved to the context."""
+    """A piece of a message that was moved to the context."""
 
     names: list[str]
     """Its keys in the context."""
@@ -58,11 +58,12 @@ class _MovedPiece(msgspec.Struct):
 def prompt_of(
     messages: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
 ) -> RunPrompt:
-    """Build the prompt of a run from a conversation. Raises RequestRejected.
+    """Build the question and the context of a run from a conversation. Raises RequestRejected if
+    the question is missing, or if a file cannot be read.
 
-    ``field`` is the request field with the messages, for errors. ``max_bytes`` limits the size of
-    attached files, also when unpacked. A text of more than ``long_chars`` characters moves to the
-    context.
+    ``field``: the request field with the messages, for error messages. ``max_bytes``: the maximum
+    size of attached files, also when unpacked. ``long_chars``: a text with more characters moves to
+    the context.
     """
     last = max(
         (index for index, message in enumerate(messages) if message.role == "user"), default=None
@@ -169,10 +170,11 @@ def _place(name: str, is_single: bool) -> str:
 
 
 def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """Text of the question. If all of it moved to the context, its two ends are shown.
+    """Return the text of the question. If all of it was moved to the context, its beginning and end
+    are shown.
 
-    With a single context the placeholder is left out, because the prompt mentions ``context``
-    anyway, so that the question stays exactly as the user wrote it.
+    If the context is a single text, the placeholder is left out, because the prompt mentions
+    ``context`` anyway; so the question stays exactly as the user wrote it.
     """
     text = _text(message, is_single)
     unmoved = "\n".join(piece for piece in message if isinstance(piece, str)).strip()

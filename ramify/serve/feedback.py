@@ -1,11 +1,11 @@
-"""``POST /v1/feedback``: what a user says about a reply that was recorded.
+"""The route ``POST /v1/feedback``, with which a user rates a reply that was recorded.
 
     {"id": "chatcmpl-…", "score": 1, "note": "exactly what I asked for"}  ──>  a score of that turn
 
-``id`` is that of the response; ``index`` chooses one of several choices. ``score`` is any finite
+``id`` is the id of the response; ``index`` chooses one of several choices. ``score`` is any finite
 number, or true and false for 1 and 0: by convention 1 is a thumbs-up and 0 a thumbs-down. A later
-score replaces an earlier one. Not here: who may send it (the server's key), and how it is stored
-(see traffic_recorder.py).
+score replaces an earlier one. The server's key decides who may send feedback, and
+``traffic_recorder.py`` stores it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _decoder = msgspec.json.Decoder(_Feedback)
 
 
 def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -> None:
-    """Add the route to ``app``. Without ``recorder`` it answers that nothing is recorded."""
+    """Add the feedback route to a web application. Without a recorder, the route answers with an
+    error, because nothing is recorded."""
 
     async def post(http: web.Request) -> web.StreamResponse:
         async with received(http) as body:
@@ -62,7 +63,7 @@ def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -
 
 
 def _read(body: bytes) -> _Feedback:
-    """Read a request body. Raises RequestRejected, which names the wrong field."""
+    """Read the body of a feedback request. Raises RequestRejected if it is invalid."""
     try:
         feedback = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -6,9 +6,9 @@
     max-cost = 20.0             # total dollars
     max-tokens = 50_000_000     # total tokens
 
-When a run begins, its maximum cost is held back; when it ends, its actual cost is booked. So a key
-keeps its budget as its runs keep their limits, however many it has at a time. Held amounts are
-saved before the run begins: if the server is killed, they count as spent.
+When a run begins, its maximum cost is held back; when it ends, its actual cost is charged. So a key
+stays within its budget as long as its runs stay within their limits, however many of them run at a
+time. Held amounts are saved before the run begins: if the server is killed, they count as spent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ramify.secrets import remember
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
-    """One API key with its limits, as in the key file."""
+    """One API key of a server with its limits, as written in the key file."""
 
     key: str | None = None
     sha256: str | None = None
@@ -42,11 +42,11 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
     """Total budget in tokens, input plus output; None for no limit."""
 
     def digest(self) -> str:
-        """SHA-256 of the key in hexadecimal."""
+        """Return the SHA-256 of the key in hexadecimal."""
         return digest_of(self.key) if self.key else (self.sha256 or "").lower()
 
     def fault(self) -> str | None:
-        """Problem with this entry, or None."""
+        """Return a description of what is wrong with this entry, or None if it is valid."""
         if bool(self.key) == bool(self.sha256):
             return "give either key or sha256"
         if len(self.digest()) != 64:
@@ -62,7 +62,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
 
 
 class KeyUsage(msgspec.Struct):
-    """Amounts that a key has spent, and amounts held for its current runs."""
+    """The amounts that a key has spent, and those that are held for its current runs."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -72,7 +72,7 @@ class KeyUsage(msgspec.Struct):
 
 
 class BudgetHold(msgspec.Struct, frozen=True):
-    """Part of a key's budget that is held for one run."""
+    """The part of a key's budget that is held for one run."""
 
     cost: float
     tokens: int
@@ -83,7 +83,7 @@ class BudgetHold(msgspec.Struct, frozen=True):
 
 
 class ApiCaller:
-    """Client of a running server: its key, its usage and its number of current runs."""
+    """A client of a running server: its key, its usage, and its number of current runs."""
 
     def __init__(self, name: str, key: ApiKey, spent: KeyUsage) -> None:
         self.name = name
@@ -92,7 +92,8 @@ class ApiCaller:
         self.num_runs = 0
 
     def enter(self) -> None:
-        """Count a request, before its body is read. Raises RequestRejected at the key's maximum."""
+        """Count a request as in progress, before its body is read. Raises RequestRejected if the
+        key already has its maximum number of requests in progress."""
         if self.key.max_runs is not None and self.num_runs >= self.key.max_runs:
             raise RequestRejected(
                 f"this key already has {self.num_runs} requests in progress, its maximum: try "
@@ -104,13 +105,14 @@ class ApiCaller:
         self.num_runs += 1
 
     def leave(self) -> None:
-        """Stop counting a request."""
+        """Stop counting a request, because it is no longer in progress."""
         self.num_runs -= 1
         if not self.num_runs:
             self.spent.held_cost = 0.0  # so that rounding errors do not add up
 
     def hold(self, limits: Limits) -> BudgetHold:
-        """Hold budget for a new run. Raises RequestRejected if the key's budget is spent."""
+        """Hold part of the key's budget for a new run, at most the run's limits. Raises
+        RequestRejected if nothing is left of the budget."""
         key, spent = self.key, self.spent
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
@@ -133,12 +135,12 @@ class ApiCaller:
         return hold
 
     def release(self, hold: BudgetHold) -> None:
-        """Give back the budget of a run that did not start, or that has been settled."""
+        """Give back the held budget of a run that did not start or that has been charged."""
         self.spent.held_cost -= hold.cost
         self.spent.held_tokens -= hold.tokens
 
     def settle(self, hold: BudgetHold, tokens: int, cost: float) -> None:
-        """Release the budget of an ended run, and book what it used."""
+        """Release the held budget of a run that has ended, and charge what it actually used."""
         self.release(hold)
         spent = self.spent
         spent.cost += cost
@@ -167,12 +169,13 @@ class ApiCaller:
 
 
 class ApiKeys:
-    """All API keys of a server and their usage, which is saved to a file if ``path`` is given."""
+    """The API keys of a server with their usage, which is saved to a file if a path is given."""
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Without ``keys``, every client is the same caller without limits.
+        """Read the usage of the given keys from the file. If there are no keys, every client is the
+        same caller without limits.
 
-        Raises ConfigError for an invalid key.
+        Raises ConfigError for an invalid key, or if two names have the same key.
         """
         self._path = path
         spent = _read_spent(path)
@@ -194,17 +197,19 @@ class ApiKeys:
 
     @classmethod
     def generated(cls) -> tuple[ApiKeys, str]:
-        """Return (keys, key) with one new key without limits, which is valid until the server
-        stops."""
+        """Create a new key without limits, which is valid until the server stops. Returns the set
+        of keys and the new key."""
         key = new_key()
         return cls({"default": ApiKey(key=key)}), key
 
     def caller(self, name: str) -> ApiCaller:
-        """Return the caller with this name, or the caller of a server without keys."""
+        """Return the caller with this name. On a server without keys, return the one caller that
+        stands for all clients."""
         return self.callers.get(name, self._anyone)
 
     def save(self) -> None:
-        """Save the spent and held amounts. Raises StoreError."""
+        """Save the spent and held amounts to the file. Raises StoreError if it cannot be
+        written."""
         if self._path is None or not self.callers:
             return
         spent = {**self._others, **{name: caller.spent for name, caller in self.callers.items()}}
@@ -220,7 +225,7 @@ class ApiKeys:
 
 
 def read_keys(path: str | Path) -> dict[str, ApiKey]:
-    """Read the keys of a TOML file. Raises ConfigError, which names the problem."""
+    """Read API keys from a TOML file. Raises ConfigError, which names the problem."""
     try:
         content: dict[str, Any] = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         return msgspec.convert(content, dict[str, ApiKey])
@@ -236,7 +241,8 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
 
 
 def _read_spent(path: Path | None) -> dict[str, KeyUsage]:
-    """Read the usage of each key. Amounts that were held when the server ended count as spent."""
+    """Read the saved usage of each key. Amounts that were held when the server ended count as
+    spent, because their runs may have used them."""
     if path is None or not path.exists():
         return {}
     try:

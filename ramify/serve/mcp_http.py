@@ -1,12 +1,14 @@
-"""The MCP server over HTTP, with the protection of all our servers: ``ramify mcp --http``.
+"""The MCP server over HTTP, with the same protection as all other servers of this package: ``ramify
+mcp --http``.
 
     POST, GET, DELETE /mcp    MCP's streamable HTTP transport
 
     aiohttp request ──▶ shell: key, Host, Origin, body ──▶ ASGI ──▶ the application of the MCP SDK
 
-The SDK's application handles the protocol. The shell (``http_server/base_server.py``) authenticates
-clients and checks the host name. So the SDK's own check of host names, which supports only ports,
-is disabled. Not here: the tool (see mcp_server.py).
+The MCP SDK's application handles the protocol. The surrounding server
+(``http_server/base_server.py``) authenticates clients and checks the host name. So the SDK's own
+check of host names, which supports only ports, is disabled. The tool itself is defined in
+``mcp_server.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _MAX_BODY_BYTES = 4 << 20
 
 
 class McpHttpServer:
-    """MCP server on an address; ``async with`` starts and stops it."""
+    """An MCP server that listens on an address. ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -42,9 +44,9 @@ class McpHttpServer:
         address: ListenAddress | None = None,
         key: str | None = None,
     ) -> None:
-        """``key`` is the bearer key that clients must send. By default the server generates one for
-        this start, if its address needs a key. Raises ConfigError for a root that does not
-        exist."""
+        """Create a server that may read files below ``roots``. Raises ConfigError if one of them
+        does not exist. ``key``: the bearer key that clients must send; by default a new one is
+        generated if the address needs a key."""
         self.address = address = address or ListenAddress()
         self.key = key or (new_key() if address.needs_key else "")
         """The key that clients must send; empty if the address needs no key."""
@@ -64,7 +66,7 @@ class McpHttpServer:
 
     @property
     def url(self) -> str:
-        """URL for clients: ``http://127.0.0.1:PORT/mcp``."""
+        """The URL for clients, such as ``http://127.0.0.1:PORT/mcp``."""
         return f"{self._http.url}{PATH}"
 
     async def __aenter__(self) -> McpHttpServer:
@@ -98,7 +100,8 @@ class McpHttpServer:
             self._num_in_progress -= http.method == "POST"
 
     async def _exchange(self, http: web.Request, body: bytes) -> web.StreamResponse:
-        """Pass a request to the ASGI application, and its response to the client."""
+        """Pass a request to the MCP SDK's ASGI application, and the application's response to the
+        client."""
         response = web.StreamResponse()
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -1,11 +1,12 @@
-"""MCP server with one tool, ``ask``, which answers questions over files (needs the extra ``mcp``).
+"""An MCP server with one tool, ``ask``, which answers questions about files (needs the extra
+``mcp``).
 
     client ── ask(question, paths) ──> read files below the roots ──> run ──> answer
                                                                        └──> progress meanwhile
 
 A path that leaves the roots, through ``..`` or a link, is rejected: the operator decides what may
-be read, while a model on the client's side chooses the paths. Not here: the command line (see
-cli/serve.py).
+be read, while a model on the client's side chooses the paths. The command line is in
+``cli/serve.py``.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ May be read: {roots}"""
 
 
 def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
-    """Create a server with the tool ``ask``. The caller must enter ``rlm``.
+    """Create an MCP server with the tool ``ask``. The caller must enter ``rlm`` as a context
+    manager.
 
-    Raises ConfigError for a root that does not exist.
+    Raises ConfigError if one of the roots, the folders and files that may be read, does not exist.
     """
     real = [os.path.realpath(os.path.expanduser(root)) for root in roots]
     for name, root in zip(roots, real, strict=True):
@@ -78,7 +80,7 @@ def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
 
 
 async def run(rlm: RLM, roots: Sequence[str]) -> None:
-    """Serve over standard input and output until the input ends."""
+    """Run the MCP server over standard input and output until the input ends."""
     app = server(rlm, roots)
     async with rlm:
         await rlm.prepare()
@@ -86,9 +88,9 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
 
 
 def resolve(path: str, roots: Sequence[str]) -> list[str]:
-    """Return the real paths of the files or folders that ``path`` names; it may contain wildcards.
-    They lie below the ``roots``, the folders that may be read. Raises ConfigError if nothing is
-    found, or only something outside the roots."""
+    """Return the real paths of the files or folders that a path names, which may contain wildcards.
+    They lie below the roots, the folders that may be read. Raises ConfigError if nothing is found,
+    or only something outside the roots."""
     for root in roots:
         place = os.path.join(root, path)  # ``path`` itself if it is absolute
         matches = [place] if os.path.lexists(place) else []

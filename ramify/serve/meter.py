@@ -1,19 +1,20 @@
-"""The metering endpoint: an OpenAI-compatible address in front of one model, which counts what each
-caller spends and lets none pass its budget.
+"""The metering endpoint: an OpenAI-compatible HTTP server in front of one model, which counts what
+each caller spends and lets no caller exceed its budget.
 
     system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
                  <── reply, with the usage that was booked    │ 402 with a sentence: nothing is left
                                                               └─ lower max_tokens to the rest
 
-Each item has a seat: a key, a budget, and a ledger of the engine (``metered_request.py``). The
-meter's own key opens and ends seats, and is the key of the seat ``default``:
+Each item of an evaluation has a seat, which is an account with a key and a budget
+(``metered_request.py``). The meter's own key opens and ends seats, and is the key of the seat
+``default``:
 
     POST   /seats          {"name": "item-1", "max_calls": 20, "max_tokens": 200000}; then its key
     GET    /seats          what each seat has spent
     DELETE /seats/NAME     ends one, with the requests that are still unanswered
 
-Not here: which systems have seats (``evaluate/systems/``), and the formats of the APIs
-(``http_server/``).
+The systems that use seats are in ``evaluate/systems/``, and the formats of the APIs in
+``http_server/``.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of a request that opens a seat, a caller's account. Limits that are not given are those
-    of the meter."""
+    """The body of a request that opens a seat, which is a caller's account. Limits that are not
+    given are those of the meter."""
 
     name: str
     max_calls: int | None = None
@@ -61,10 +62,11 @@ class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MeteringProxy:
-    """HTTP server that meters one model; ``async with`` starts and stops it.
+    """An HTTP server that forwards requests to one model, and counts and limits what each caller
+    spends. ``async with`` starts and stops it.
 
     Example:
-        async with Meter("openai:gpt-5-mini") as meter:
+        async with MeteringProxy("openai:gpt-5-mini") as meter:
             async with meter.seat("item-1", ModelAccessBudget(max_tokens=200_000)) as seat:
                 …    a system asks seat.base_url with seat.key
             print(seat.usage, seat.cost)
@@ -82,11 +84,14 @@ class MeteringProxy:
         reply_tokens: int = REPLY_TOKENS,
         max_in_flight: int = 64,
     ) -> None:
-        """``budget`` is the budget of each seat, a caller's account, that is opened without one.
-        ``name`` is the model's name in requests and replies; the default is the provider's name for
-        it. ``key`` is the meter's own API key; by default, a new one is generated. Each request is
-        recorded in the file ``record``. ``reply_tokens`` limits a reply if the caller gives no
-        limit."""
+        """Create a metering server for one model. It starts with ``async with``.
+
+        ``budget``: the budget of each seat (a caller's account) that is opened without one.
+        ``name``: the model's name in requests and replies; the default is the provider's name for
+        it. ``key``: the meter's own API key; by default, a new one is generated. ``record``: a file
+        in which each request is recorded. ``reply_tokens``: the limit of a reply if the caller
+        gives none.
+        """
         self._model = Model(model) if isinstance(model, str) else model
         self._budget = budget
         self.address = address or ListenAddress()
@@ -114,12 +119,12 @@ class MeteringProxy:
 
     @property
     def url(self) -> str:
-        """Base URL for clients of OpenAI's APIs: ``http://127.0.0.1:PORT/v1``."""
+        """The base URL for clients of OpenAI's APIs, such as ``http://127.0.0.1:PORT/v1``."""
         return f"{self._http.url}/v1"
 
     @property
     def client(self) -> Client:
-        """The model behind the meter, once it has started."""
+        """The client of the model behind the meter. It exists once the meter has started."""
         assert self._client is not None, "the meter has not started"
         return self._client
 
@@ -156,8 +161,8 @@ class MeteringProxy:
     async def seat(
         self, name: str, budget: ModelAccessBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
-        """Open a seat until the block ends. A name that is in use gets a number. Raises ConfigError
-        for a limit in dollars if the model has no price."""
+        """Open a seat, which is a caller's account, until the block ends. If the name is in use, a
+        number is added. Raises ConfigError for a limit in dollars if the model has no price."""
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         free = next(each for each in names if each not in self.seats)
         seat = self._open(free, budget or self._budget)
@@ -208,8 +213,8 @@ class MeteringProxy:
     async def ask(
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
     ) -> Reply:
-        """Forward one request within the budget of ``seat``. Raises RequestRejected: 402 if nothing
-        is left."""
+        """Forward one request to the model within the budget of a seat. Raises RequestRejected,
+        with status 402 if nothing is left of the budget."""
         seat.num_requests += 1
         number, began = seat.num_requests, time.perf_counter()
         metered = MeteredRequest(seat, asked, self.client, self._reply_tokens)
@@ -280,7 +285,7 @@ class MeteringProxy:
 
 
 class _SeatKeys(BearerKeys):
-    """The keys of the open seats."""
+    """The API keys of all open seats, by which the HTTP server identifies callers."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -299,7 +304,8 @@ class _SeatKeys(BearerKeys):
 
 
 class MeteredModel:
-    """The metered model as the three APIs use it for one seat, a caller's account."""
+    """The metered model as the API routes use it on behalf of one seat, which is a caller's
+    account."""
 
     def __init__(self, meter: MeteringProxy, seat: MeteredModelAccess) -> None:
         self.name = meter.name
@@ -357,7 +363,7 @@ class MeteredModel:
 
 
 def _with_seeds(request: Request, num_replies: int) -> list[Request]:
-    """Return one request for each reply. If ``request`` has a seed, the request for reply number i
+    """Return one request for each reply. If the request has a seed, the request for reply number i
     has ``seed + i``."""
     seed = request.sampling.seed
     if seed is None:
@@ -369,7 +375,7 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """Return ``replies`` with the prompt tokens of all of them in the usage of the first one."""
+    """Return the replies with the prompt tokens of all of them in the usage of the first one."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],
@@ -380,7 +386,8 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
 
 
 def _state(seat: MeteredModelAccess) -> dict[str, Any]:
-    """Return the state of a seat as the meter shows it to callers."""
+    """Return the state of a seat, which is a caller's account, as the meter reports it over
+    HTTP."""
     return {
         "name": seat.name,
         "requests": seat.usage.calls,

@@ -1,5 +1,5 @@
-"""One request of a seat on its way to the model: what is reserved for it, how it is shortened to
-the budget, and what is booked.
+"""One request to a metered model: the amount that is reserved for it, how its reply is shortened to
+fit the budget of the caller's account ("seat"), and the cost that is charged.
 
     tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> booked
       │ does not fit: the limit of the reply is lowered to the rest
@@ -12,8 +12,8 @@ freed, and is refused once nothing can be left for it. So no seat spends a token
 budget, however many requests it sends at once, and whatever they ask for.
 
 Failures that cost nothing (rate limits, connections, 5xx) are retried, so that every system meets
-the same model. A reply that was lost after it may have been paid is booked in full and answered
-with 504; whether to ask again is the caller's decision. Not here: seats and routes (``meter.py``).
+the same model. A reply that was lost after it may have been paid is charged in full and answered
+with 504; whether to ask again is the caller's decision. Accounts and routes are in ``meter.py``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _LARGE_CHARS = 1 << 16
 
 
 class _ReplyLostAfterPayment(Exception):
-    """Ends the retries of a request whose reply was lost after it may have been paid."""
+    """Raised to end the retries of a request whose reply was lost after it may have been paid."""
 
 
 class MeteredRequest:
-    """One request of a seat, on its way to the model; implements ``RequestReservation``."""
+    """One request of a caller on its way to the model, whose reply is limited to the caller's
+    budget. Implements ``RequestReservation``."""
 
     def __init__(
         self, seat: MeteredModelAccess, asked: Request, client: Client, reply_tokens: int
@@ -67,7 +68,8 @@ class MeteredRequest:
         self._reservation: Reservation
 
     async def count_prompt(self) -> None:
-        """Count the tokens of the prompt, if the model's template is in this process."""
+        """Count the tokens of the prompt exactly, if the model's chat template is available in this
+        process. Otherwise an upper bound is used."""
         rendering: PromptRenderer | None = getattr(self._client, "rendering", None)
         if rendering is None:
             return
@@ -78,7 +80,8 @@ class MeteredRequest:
         self._num_prompt, self._is_exact = len(ids), True
 
     async def answered(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
-        """Send the request, shortened to the budget. Raises RequestRejected."""
+        """Send the request, shortened to the budget, and return the reply. Raises RequestRejected
+        if nothing is left of the budget, or if the model fails."""
         try:
             while True:
                 self.sent, self._reservation = self._fitted()
@@ -116,16 +119,16 @@ class MeteredRequest:
         raise self._refused(reservation.amount)
 
     def _longest_reply(self) -> int:
-        """Maximum tokens of the reply, before the budget is looked at. A limit that fills the
-        window stands for none."""
+        """Return the maximum number of tokens of the reply, regardless of the budget. If the
+        caller's limit is as large as the model's window, it counts as not given."""
         asked, window = self._asked.sampling.max_tokens, self._seat.window
         limit = asked if asked < window else min(self._reply_tokens, window)
         room = window - self._num_prompt
         return min(limit, room) if self._is_exact and room > 0 else limit
 
     def _tokens_over(self, amount: BudgetAmount) -> float:
-        """By how many tokens the reply must be shortened so that ``amount`` is within the budget;
-        infinite if no reply is short enough."""
+        """Return by how many tokens the reply must be shortened to stay within the budget. The
+        result is infinite if no reply is short enough."""
         ledger, price = self._seat.ledger, self._client.price
         exceeded = ledger.would_pass(amount)
         if exceeded is None:
@@ -141,7 +144,8 @@ class MeteredRequest:
         return max(over, 1)
 
     def _refused(self, amount: BudgetAmount) -> RequestRejected:
-        """The error of a request that the budget does not allow, which the seat remembers."""
+        """Build the error for a request that the budget does not allow, and record the refusal in
+        the caller's account."""
         seat, ledger = self._seat, self._seat.ledger
         stop = ledger.would_pass(amount) or Stop.MAX_TOKENS
         spent, limit = ledger.spent, ledger.limit
@@ -189,9 +193,9 @@ class MeteredRequest:
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:
-    """Return ``request`` as it is sent to the model: its reply is limited to ``max_tokens``.
-    Log-probabilities are requested only if the caller wants the likeliest tokens, because many
-    models refuse to report them."""
+    """Return the request as it is sent to the model, with its reply limited to ``max_tokens``. It
+    asks for log-probabilities only if the caller wants the likeliest tokens, because many models
+    refuse to report them."""
     sampling = msgspec.structs.replace(
         request.sampling,
         max_tokens=max_tokens,

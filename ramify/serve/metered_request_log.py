@@ -1,11 +1,12 @@
-"""The record of a meter: one line of JSON for each request, and each message once.
+"""The log file of the metering endpoint: one line of JSON for each request, and each message only
+once.
 
     {"type":"message","id":"9f3a…","message":{"role":"user","content":"…"}}
     {"type":"request","seat":"oolong/test/3","number":1,"status":200,"messages":["9f3a…"],…}
 
 A conversation sends all its messages again with each request. They are stored once and referred to
-by a digest, so that the record grows with what is new. Only its owner can read the file. Keys never
-reach it, since it holds what a request says and not its headers.
+by a digest, so that the file grows only with what is new. Only its owner can read the file. It
+contains no keys, since it holds what a request says and not its headers.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class FirstSeenMessage(msgspec.Struct, frozen=True, tag="message"):
-    """A message that was not in the record before."""
+    """A line of the log with a message that did not occur before."""
 
     id: str
     message: Message
 
 
 class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True, kw_only=True):
-    """One request to the model, or one that was refused."""
+    """A line of the log about one request to the model, whether it was answered or refused."""
 
     seat: str
     number: int
@@ -57,11 +58,11 @@ class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=Tr
 
 
 class MeterLogWriter:
-    """Writes the log file of a metering endpoint: one line for each request and each new
+    """A writer for the log file of a metering endpoint, with one line for each request and each new
     message."""
 
     def __init__(self, path: Path) -> None:
-        """Append to the file ``path``. Raises StoreError if it cannot be opened."""
+        """Open the log file for appending. Raises StoreError if that fails."""
         self.path = path
         make_folder(path.parent)
         try:
@@ -85,8 +86,8 @@ class MeterLogWriter:
         seconds: float,
         error: str,
     ) -> None:
-        """Write one request to the log. ``asked`` is the request as the caller made it, and
-        ``sent`` is the request that the model got, or None if nothing was sent."""
+        """Write one request to the log. ``asked``: the request as the caller made it. ``sent``: the
+        request that the model got, or None if nothing was sent."""
         lines = bytearray()
         ids = tuple(self._id_of(message, lines) for message in asked.messages)
         entry = MeterLogEntry(
@@ -111,7 +112,8 @@ class MeterLogWriter:
             self._fd = -1
 
     def _id_of(self, message: Message, lines: bytearray) -> str:
-        """The id of a message. A new one is added to ``lines``."""
+        """Return the id of a message. If the message is new, the line that stores it is added to
+        ``lines``."""
         digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
         if digest not in self._known:
             self._known.add(digest)

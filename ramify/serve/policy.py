@@ -1,4 +1,4 @@
-"""OpenAI-compatible server for one local policy: ``ramify serve-policy FOLDER``.
+"""An OpenAI-compatible HTTP server for one local policy: ``ramify serve-policy FOLDER``.
 
     GET  /health                 {"status": "ok", "version": 0, …}, also while it sleeps
     GET  /metrics                cache usage, under vLLM's metric names
@@ -12,8 +12,9 @@
     GET  /version, /server_info  facts that a trainer compares with its policy
 
 The server remembers the token ids of its last replies. If a conversation comes back with one more
-message, it continues from exactly those ids. A client that disconnects frees its slot. Not here:
-keys (see ramify/http_server/), replacing the weights and giving memory back (see weight_routes.py).
+message, it continues from exactly those ids. A client that disconnects frees its slot. Keys are
+checked in ``ramify/http_server/``; replacing the weights and giving memory back is in
+``weight_routes.py``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _MAX_PATHS = 4096
 
 
 class PolicyServer:
-    """HTTP server for one policy; ``async with`` starts and stops it."""
+    """An HTTP server for one policy, which is a local model. ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -79,18 +80,19 @@ class PolicyServer:
         recorder: TrafficRecorder | None = None,
         max_replies: int = _MAX_REPLIES,
     ) -> None:
-        """``name`` is the model's name. ``key`` is the bearer key that clients must send; by
-        default the server generates one for this start, if its ``address`` needs one. ``recorder``
-        stores replies and feedback about them, but no requests with ``store: false``; its owner
-        closes it. At most ``max_replies`` replies may be in progress; further requests are rejected
+        """Create a server for one policy. It starts with ``async with``. Raises ConfigError if
+        clients may replace the weights without a key.
+
+        ``name``: the model's name. ``key``: the bearer key that clients must send; by default the
+        server generates one for this start, if its ``address`` needs one. ``recorder``: stores
+        replies and feedback about them, but no requests with ``store: false``; its owner closes it.
+        ``max_replies``: the maximum number of replies in progress; further requests are rejected
         with status 429.
 
-        With ``weight_transfer``, clients may also replace the weights. ``weight_syncs`` names your
-        own weight sync classes that a trainer may use. With ``weights_root``, weight files are read
-        only from below that folder. ``wait_s`` is how long a request waits for a sleeping engine,
-        in seconds.
-
-        Raises ConfigError for an open address with ``weight_transfer``.
+        ``weight_transfer``: clients may also replace the weights. ``weight_syncs``: the names of
+        your own weight sync classes that a trainer may use. ``weights_root``: the only folder from
+        which weight files are read. ``wait_s``: how long a request waits for a sleeping engine, in
+        seconds.
         """
         self.address = address = address or ListenAddress()
         if address.is_open and weight_transfer:
@@ -127,7 +129,7 @@ class PolicyServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
+        """The base URL of the API, such as ``http://127.0.0.1:PORT/v1``."""
         return f"{self._http.url}/v1"
 
     async def __aenter__(self) -> PolicyServer:
@@ -184,7 +186,9 @@ class PolicyServer:
 
     @asynccontextmanager
     async def _admitted(self, _: web.Request) -> AsyncIterator[CallerModel]:
-        """Admit one request, which is counted until the block ends. Raises RequestRejected."""
+        """Admit one request, and count it as in progress until the block ends. Raises
+        RequestRejected if the server is overloaded, or its engine sleeps or has no valid
+        weights."""
         with self._progress.more(1):
             if self._weights is not None:
                 with errors_as_rejections():  # the engine sleeps too long
@@ -204,7 +208,7 @@ class PolicyServer:
 
 
 class _RepliesInProgress:
-    """Counts the replies that a server is working on, and limits their number."""
+    """A counter of the replies that a server is working on, which also limits their number."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -212,8 +216,8 @@ class _RepliesInProgress:
 
     @contextmanager
     def more(self, num_replies: int) -> Iterator[None]:
-        """Count ``num_replies`` until the block ends. Raises RequestRejected if they are too
-        many."""
+        """Count some replies as in progress until the block ends. Raises RequestRejected if that
+        would be too many."""
         if self._num + num_replies > self._most:
             raise RequestRejected(
                 f"{self._num} replies are in progress, and {self._most} may be at once: try again "
@@ -229,11 +233,12 @@ class _RepliesInProgress:
 
 
 class PolicyAnswerer:
-    """Answers requests with one policy, whose exact token ids of earlier replies it remembers."""
+    """A policy that answers requests, and remembers the exact token ids of its earlier replies, so
+    that conversations continue from them."""
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """``progress`` counts the replies in progress. The first reply to each request is counted
-        before this class gets the request."""
+        """Wrap the client of a policy. ``progress``: the counter of replies in progress; the first
+        reply to each request is already counted when this class gets the request."""
         self.name = name
         self._progress = progress
         self.window = client.window
@@ -241,11 +246,13 @@ class PolicyAnswerer:
         self._paths = _KnownPaths()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Return ``request`` with the token ids of its longest known prefix."""
+        """Return the request with the token ids of the longest prefix of its conversation that was
+        seen before."""
         return self._paths.with_known_prefix_ids(request)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return independent replies: with a seed, reply number i is that of ``seed + i``."""
+        """Generate independent replies to a request. If it has a seed, reply number i is sampled
+        with ``seed + i``."""
         request, schema = self.with_known_prefix_ids(request), await _schema_of(request)
         if num_replies == 1:
             return (await self._reply(request, schema),)
@@ -284,8 +291,8 @@ class PolicyAnswerer:
         return reply
 
     async def _take(self, request: Request, reply: Reply, schema: JsonSchema | None) -> None:
-        """Remember ``reply``. Raises RequestRejected if it does not match the request's schema,
-        which the engine does not enforce."""
+        """Remember the token ids of a reply. Raises RequestRejected if the reply does not match the
+        request's schema, which the engine does not enforce."""
         self._paths.remember(request, reply)
         if schema is None or reply.finish != "stop":
             return
@@ -308,14 +315,15 @@ def _failure(schema: JsonSchema, value: Any) -> str | None:
 
 
 async def _schema_of(request: Request) -> JsonSchema | None:
-    """Compile the schema of a request. Raises ConfigError if it is invalid or too large."""
+    """Compile the JSON schema of a request, or return None if it has none. Raises ConfigError if
+    the schema is invalid or too large."""
     if request.schema is None:
         return None
     return await asyncio.to_thread(partial(JsonSchema, request.schema, trusted=False))
 
 
 def _apart(request: Request, num_replies: int) -> list[Request]:
-    """Return one request per reply, which differ in their seeds."""
+    """Return one request for each reply. They differ only in their seeds."""
     sampling = request.sampling
     if sampling.seed is None:
         return [request] * num_replies
@@ -327,7 +335,7 @@ def _apart(request: Request, num_replies: int) -> list[Request]:
 async def _merged(
     streams: Sequence[AsyncGenerator[Message | Reply, None]],
 ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-    """Yield the parts of all streams as they arrive, with the number of their stream."""
+    """Yield the parts of all streams as they arrive, each with the index of its stream."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as parts:
             async for part in parts:
@@ -359,13 +367,15 @@ async def _merged(
 
 
 class _KnownPaths:
-    """Token ids (prompt and sampled) of the last few thousand conversations, up to a reply."""
+    """The remembered token ids (prompt and sampled) of the last few thousand conversations, each up
+    to a reply."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Return ``request`` with the token ids of its longest known prefix."""
+        """Return the request with the token ids of the longest prefix of its conversation that was
+        seen before."""
         known: KnownPrefix | None = None
         for end, key in _keys(request.tools, request.messages):
             if (ids := self._ids.get(key)) is not None:
@@ -383,8 +393,8 @@ class _KnownPaths:
 
 
 def _keys(tools: Sequence[Tool], messages: Sequence[Message]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of messages, key) of each beginning of a conversation that ends with a
-    reply."""
+    """Yield the prefixes of a conversation that end with a reply, each as its number of messages
+    and a digest that identifies it."""
     digest = hashlib.blake2b(_encode(tools), digest_size=16)
     for index, message in enumerate(messages):
         digest.update(_encode(message))

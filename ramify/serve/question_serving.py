@@ -1,12 +1,14 @@
-"""Questions that a server is answering: admission, the key's budget, the run, and its end.
+"""Answer the questions that a server receives: admit the request, hold part of the key's budget,
+start the run, and charge what it used.
 
     capacity? ──> body ──> hold budget ──> run ──> answer, or cancel if the client leaves
                                                      └──> settle budget, count metrics
 
 Only the model can count the tokens of its final answer. So ``max_tokens`` is stated in the
 question, and a longer answer is cut at four characters per token, an estimate that needs no
-tokenizer. Not here: HTTP (see run_server.py) and the format of a response (see chat_completions.py
-and responses.py). A ``RequestRejected`` carries the status for a rejection.
+tokenizer. HTTP is handled by ``run_server.py``, and the format of a response by
+``chat_completions.py`` and ``responses.py``. A ``RequestRejected`` carries the HTTP status for a
+rejection.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _CHARS_PER_TOKEN = 4
 
 
 class ServedAnswer(msgspec.Struct, frozen=True):
-    """Answer to one request, before it is written in the format of an API."""
+    """The answer to one request, before it is written in the format of an API."""
 
     text: str
     finish: Literal["stop", "length", "tool_calls", "content_filter"]
@@ -61,7 +63,8 @@ class ServedAnswer(msgspec.Struct, frozen=True):
 
 
 def length_note(max_tokens: int | None) -> str:
-    """Note to the model about the requested length; empty without ``max_tokens``."""
+    """Return a note that tells the model the maximum length of its answer. It is empty if the
+    request has no ``max_tokens``."""
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
 
 
@@ -110,7 +113,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
 
 
 def suspended(why: str, run: str) -> RequestRejected:
-    """Error response for a run that can be continued."""
+    """Return the error response for a run that was interrupted and can be continued."""
     return RequestRejected(
         f"{why}: once the server is back, send the request again with ramify.resume={run!r}, which "
         "pays for no reply twice",
@@ -121,7 +124,7 @@ def suspended(why: str, run: str) -> RequestRejected:
 
 
 def failure_of(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
-    """Return the error response for a failed run."""
+    """Return the error response for a run that failed."""
     text = error or "the run gave no answer"
     if isinstance(failure, ModelError):
         return RequestRejected(
@@ -137,9 +140,9 @@ def failure_of(failure: BaseException | None, error: str | None, run: str) -> Re
 
 
 def _cut(text: str, request: AnswerRequest) -> tuple[str, bool]:
-    """Cut ``text`` at the first stop sequence and at the maximum length.
+    """Cut an answer at the first stop sequence and at its maximum length.
 
-    Returns the text and whether it was too long.
+    Returns the remaining text, and True if the answer was longer than the maximum length.
     """
     ends = [at for at in (text.find(stop) for stop in request.stops if stop) if at >= 0]
     text = text[: min(ends)] if ends else text
@@ -148,7 +151,7 @@ def _cut(text: str, request: AnswerRequest) -> tuple[str, bool]:
 
 
 class ServedQuestion:
-    """One question in progress: its request, its held budget and its run."""
+    """One question that is being answered: its request, its held budget, and its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
@@ -159,7 +162,7 @@ class ServedQuestion:
         self.paid_cost = 0.0
 
     async def answer(self) -> ServedAnswer:
-        """Wait for the answer. Cancelling this call cancels the run.
+        """Wait for the answer of the run. Cancelling this call cancels the run.
 
         Raises RequestRejected if the run failed.
         """
@@ -192,7 +195,7 @@ class ServedQuestion:
 
 
 class ServedQuestions:
-    """All questions that one server is answering."""
+    """The questions that one server is answering, with the limits on their number."""
 
     def __init__(
         self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling
@@ -212,11 +215,12 @@ class ServedQuestions:
 
     @property
     def num_active(self) -> int:
-        """Number of requests in progress, including those whose body is arriving."""
+        """The number of requests in progress, including those whose body is still arriving."""
         return self._num_admitted
 
     async def prepare(self) -> int:
-        """Prepare the models and the sandbox; return the smallest window in tokens.
+        """Prepare the models and the sandbox, and return the smallest context window of the models
+        in tokens.
 
         Raises ConfigError if a key has a budget in dollars but a model has no known price.
         """
@@ -236,10 +240,11 @@ class ServedQuestions:
 
     @contextmanager
     def admitted(self, caller: ApiCaller) -> Iterator[None]:
-        """Count a request of ``caller`` as active, from before its body is read until its response
-        is sent.
+        """Count a request of a caller as active, from before its body is read until its response
+        has been sent.
 
-        Raises RequestRejected if the server is stopping, or if it or the key has too many.
+        Raises RequestRejected if the server is stopping, or if the server or the key has too many
+        requests in progress.
         """
         self._refuse_if_ending()
         if self._num_admitted >= self._max_runs:
@@ -268,7 +273,8 @@ class ServedQuestions:
     async def ask(
         self, caller: ApiCaller, request: AnswerRequest, prompt: RunPrompt
     ) -> AsyncIterator[ServedQuestion]:
-        """Start the run of an admitted request; leaving the block early cancels it.
+        """Start the run of an admitted request. Leaving the block before the run has ended cancels
+        it.
 
         Raises RequestRejected if the server is stopping, or the key's budget is spent.
         """
@@ -356,7 +362,7 @@ class ServedQuestions:
     # --- shutdown
 
     async def drain(self, grace_s: float, last_s: float) -> None:
-        """Reject new questions and wait for the current ones.
+        """Reject new questions and wait for those in progress.
 
         Runs get ``grace_s`` seconds to end. Then they are asked to finish with their best answer,
         and get ``last_s`` more seconds.
@@ -369,7 +375,7 @@ class ServedQuestions:
             await self._is_idle_within(last_s)
 
     async def close(self) -> None:
-        """Cancel every run that is still in progress."""
+        """Cancel all runs that are still in progress."""
         self.is_ending = True
         for served in tuple(self._active):
             await served.watch.stop()

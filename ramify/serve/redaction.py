@@ -1,15 +1,16 @@
-"""Redaction of what recorded conversations contain of people: text, and the tokens that spell it.
+"""Redact personal data and keys from recorded conversations: in the text, and in the tokens that
+spell it.
 
     text   "write to ann@x.org please"   ──> "write to «redacted e-mail» please"
     ids    [ 5, 17, 80, 81, 82, 31 ]     ──> [ 5, 17, x, x, x, 31 ], and which ones they are
 
-The same number of ids remains, so that positions, log-probabilities and versions of all other
-tokens are unchanged. A token that spells only a part of a redacted span is replaced as a whole.
-Ids are never made from text: a span is found in the text that the ids decode to.
+The number of token ids stays the same, so that positions, log-probabilities and versions of all
+other tokens are unchanged. A token that spells only a part of a redacted span is replaced as a
+whole. Ids are never made from text: a span is found in the text that the ids decode to.
 
-Decides what is redacted by default: e-mail addresses, phone numbers, card numbers with a valid
-check digit, and keys (``ramify/secrets.py``). Patterns find forms, not meaning: names and addresses
-stay. Not here: where conversations are kept (see traffic_recorder.py).
+By default, this redacts e-mail addresses, phone numbers, card numbers with a valid check digit, and
+keys (``ramify/secrets.py``). Patterns recognise forms, not meaning: names and addresses stay.
+Conversations are stored by ``traffic_recorder.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PHONE_DIGITS = range(8, 16)
 
 
 class RedactedSpan(NamedTuple):
-    """A range of characters that is redacted."""
+    """A range of characters in a text that is redacted."""
 
     start: int
     end: int
@@ -44,17 +45,18 @@ class RedactedSpan(NamedTuple):
 
 
 class Redaction:
-    """Removes personal data and keys from conversations before they are stored."""
+    """A set of rules that removes personal data and keys from conversations before they are
+    stored."""
 
     def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
-        """``patterns`` are regular expressions for what to redact, in addition to the default set.
-        ``defaults=False`` turns the default set off. Raises ConfigError for a pattern that does not
-        compile, or that matches an empty text."""
+        """Create a redaction. ``patterns``: regular expressions for what to redact, in addition to
+        the default set. ``defaults``: False turns the default set off. Raises ConfigError for a
+        pattern that does not compile, or that matches an empty text."""
         self._patterns = [_compiled(pattern) for pattern in patterns]
         self._secrets = SecretRedactor() if defaults else None
 
     def spans(self, text: str) -> list[RedactedSpan]:
-        """Return the spans of ``text`` that are redacted, in order and without overlaps."""
+        """Return the parts of a text that are redacted, in order and without overlaps."""
         merged: list[RedactedSpan] = []
         for span in sorted(self._found(text)):
             if merged and span.start < merged[-1].end:
@@ -65,12 +67,12 @@ class Redaction:
         return merged
 
     def text(self, text: str) -> str:
-        """Return ``text`` with a mark in place of each redacted span."""
+        """Return a text with a mark in place of each redacted part."""
         return self._marked(text, set())
 
     def message(self, message: Message, removed: set[str]) -> Message:
-        """Return ``message`` with a mark in place of each redacted text. The redacted texts are
-        added to ``removed``."""
+        """Return a message with a mark in place of each redacted text. The redacted texts are added
+        to the set ``removed``."""
         calls = tuple(
             ToolCall(call.id, call.name, self._marked(call.arguments, removed))
             for call in message.tool_calls
@@ -94,8 +96,8 @@ class Redaction:
         return value
 
     def cell(self, cell: Cell) -> Cell:
-        """Return ``cell`` with its code, output and errors redacted. Its full output is not
-        stored."""
+        """Return the record of a cell with its code, output, value and errors redacted. The
+        reference to its full output is removed, since that is not stored."""
         return msgspec.structs.replace(
             cell,
             code=self.text(cell.code),
@@ -108,8 +110,8 @@ class Redaction:
     def tokens(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
-        """Return, for each of ``ids``, whether the token is part of something that is redacted.
-        ``removed`` are texts that were redacted in the messages: they are redacted here as well."""
+        """Return, for each token id, True if the token is part of something that is redacted.
+        ``removed``: texts that were redacted in the messages; they are redacted here as well."""
         text = decode(ids)
         spans = [(span.start, span.end) for span in self.spans(text)]
         for value in removed:
@@ -157,20 +159,21 @@ a caller could otherwise keep the server busy."""
 
 
 class _PrefixLengths:
-    """Finds how many token ids, from the first one on, decode to a given number of characters. Only
-    the prefixes that are needed are decoded."""
+    """A search for how many token ids, counted from the first one, decode to a given number of
+    characters. Only the prefixes that are needed are decoded."""
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids = ids
         self._decode = decode
 
     def last_up_to(self, chars: int) -> int:
-        """Return the largest number of ids whose text has at most ``chars`` characters. An
-        incomplete character at its end counts as one."""
+        """Return the largest number of token ids whose text has at most ``chars`` characters. An
+        incomplete character at the end of the text counts as one."""
         return bisect_right(range(1, len(self._ids) + 1), chars, key=self._all)
 
     def first_from(self, chars: int) -> int:
-        """Return the smallest number of ids whose text has ``chars`` complete characters."""
+        """Return the smallest number of token ids whose text has at least ``chars`` complete
+        characters."""
         return bisect_left(range(len(self._ids) + 1), chars, key=self._complete)
 
     def _all(self, num: int) -> int:
@@ -194,7 +197,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _has_check_digit(number: str) -> bool:
-    """Whether the digits of ``number`` pass Luhn's test, as all card numbers do."""
+    """Return True if the digits of a number pass Luhn's test, as those of all card numbers do."""
     digits = [int(char) for char in number if char.isdigit()]
     doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
     return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0 and any(digits)

@@ -1,4 +1,4 @@
-"""The OpenAI responses API for runs: reads requests, and writes responses and streams.
+"""The OpenAI responses API of ``ramify serve``: read requests, and write responses and streams.
 
     body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
 
@@ -93,7 +93,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read a request body. Raises RequestRejected, which names the wrong field."""
+    """Read the body of a request. Raises RequestRejected, which names the invalid field."""
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     items = (
@@ -138,7 +138,7 @@ def new_id() -> str:
 def response_body(
     answer: ServedAnswer, request: AnswerRequest, id: str, model: str
 ) -> dict[str, Any]:
-    """Response body of an answer that is not streamed."""
+    """Return the response body for an answer that is not streamed."""
     return _final_body(
         _Head(request, id, model),
         _function_calls(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)],
@@ -147,7 +147,7 @@ def response_body(
 
 
 class ResponseStream:
-    """Events of one streamed response, numbered without gaps.
+    """The events of one streamed response in the format of the API, numbered without gaps.
 
     Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
     """
@@ -256,7 +256,7 @@ class ResponseStream:
 
 
 class _Head:
-    """Makes the bodies of one response, which have the same id, model and settings."""
+    """A builder for the bodies of one response, which all have the same id, model and settings."""
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
         self._id = id
@@ -321,7 +321,8 @@ def _function_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _message_of(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
-    """Convert an item to a message; None for earlier reasoning, which is ignored."""
+    """Convert an item of the request to a message. Returns None for earlier reasoning, which is
+    ignored."""
     match item.type:
         case "message":
             if item.role is None:

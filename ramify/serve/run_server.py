@@ -1,4 +1,5 @@
-"""OpenAI-compatible server that answers each request with a recursive run: ``ramify serve``.
+"""An OpenAI-compatible HTTP server that answers each request with a recursive run: ``ramify
+serve``.
 
     GET  /v1/models, /v1/models/NAME     the only model
     POST /v1/chat/completions            when streamed: progress as reasoning, then the answer
@@ -10,8 +11,8 @@
     request ──> key ──> admit ──> read ──> hold budget ──> run ──> answer or stream ──> settle
 
 Any model name is accepted; the answer names the actual model. A client that disconnects cancels its
-run. Not here: keys, sizes and waits (see ramify/http_server/), the format of each API (see
-chat_completions.py and responses.py), admission and budgets (see question_serving.py).
+run. Keys, sizes and timeouts are checked in ``ramify/http_server/``, the formats of the APIs are in
+``chat_completions.py`` and ``responses.py``, and admission and budgets in ``question_serving.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _UNPACKED = 8
 
 
 class ApiFormatModule(Protocol):
-    """Interface of the modules ``chat_completions`` and ``responses``."""
+    """The interface that the modules ``chat_completions`` and ``responses`` have in common."""
 
     @property
     def PATH(self) -> str: ...
@@ -79,9 +80,9 @@ APIS: tuple[ApiFormatModule, ...] = (chat_completions, responses)
 
 
 class RunServer:
-    """HTTP server for runs.
+    """An HTTP server that answers each request with a recursive run.
 
-    ``async with`` starts it, and closes it at once at the end of the block. Call ``drain`` before
+    ``async with`` starts it, and stops it at once at the end of the block. Call ``drain`` before
     that to let current runs end.
     """
 
@@ -98,15 +99,18 @@ class RunServer:
         ping_s: float = 15.0,
         open_recorder: Callable[[Sequence[Client]], TrafficRecorder] | None = None,
     ) -> None:
-        """``name`` is the model's name. Without ``keys``, the server generates a key for this start
-        (``key``) if its ``address`` needs one. ``max_runs`` is the maximum number of concurrent
-        runs, by default as many as this machine can hold; further requests get status 429.
-        ``sampling`` sets the defaults; a request may change its temperature, top_p and seed.
-        ``ping_s`` is the maximum silence of a stream in seconds.
+        """Create a server whose answers come from the recursive language model ``rlm``. It starts
+        with ``async with``.
 
-        ``open_recorder`` is called with the clients of the models. It returns the recorder of runs
-        and of feedback about them, which the server closes. Requests with ``store: false`` are not
-        recorded.
+        ``name``: the model's name. ``keys``: the API keys that clients may use; without them, the
+        server generates a key for this start (``key``) if its ``address`` needs one. ``max_runs``:
+        the maximum number of concurrent runs, by default as many as this machine can hold; further
+        requests get status 429. ``sampling``: the default settings; a request may change its
+        temperature, top_p and seed. ``ping_s``: the maximum silence of a stream in seconds.
+
+        ``open_recorder``: a function that gets the clients of the models and returns the recorder
+        of runs and of feedback about them, which the server closes. Requests with ``store: false``
+        are not recorded.
         """
         self.address = address = address or ListenAddress()
         self.key = ""
@@ -142,16 +146,17 @@ class RunServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the API: ``http://127.0.0.1:PORT/v1``."""
+        """The base URL of the API, such as ``http://127.0.0.1:PORT/v1``."""
         return f"{self._http.url}/v1"
 
     @property
     def num_runs(self) -> int:
-        """Number of runs in progress."""
+        """The number of runs in progress."""
         return self._questions.num_active
 
     def unfinished_runs(self) -> list[str]:
-        """Ids of stored runs that a stopped server left unfinished and that can be continued."""
+        """Return the ids of stored runs that a stopped server left unfinished and that can be
+        continued."""
         return self._questions.unfinished.left()
 
     # --- start and shutdown
@@ -185,7 +190,8 @@ class RunServer:
         await self.close()
 
     async def close(self) -> None:
-        """Stop at once: cancel all runs and answer their requests with an error. Idempotent."""
+        """Stop at once: cancel all runs, and answer their requests with an error. Calling this
+        twice is harmless."""
         if self._is_open:
             self._is_open = False
             await self._questions.close()
@@ -195,7 +201,7 @@ class RunServer:
             await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
-        """Reject new requests and wait for the current runs.
+        """Reject new requests and wait for the runs in progress.
 
         Runs get ``grace_s`` seconds to end. Then they are asked to finish with their best answer,
         and get ``last_s`` more seconds.
@@ -258,14 +264,14 @@ class RunServer:
         return handle
 
     async def _record(self, id: str, question: ServedQuestion) -> None:
-        """Record a run before the end of its answer is sent."""
+        """Record the run of a question before the end of its answer is sent."""
         request, running = question.request, question.watch.running
         if self._recorder is not None and running is not None and not request.is_private:
             temperature = request.sampling(self._sampling).temperature
             await self._recorder.record_run(id, running.recorder.trajectory, temperature)
 
     def _notice(self, request: AnswerRequest) -> dict[str, str]:
-        """Headers that tell a client that its run is recorded."""
+        """Return the HTTP headers that tell a client that its run is recorded."""
         is_recorded = self._recorder is not None and not request.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
@@ -285,7 +291,7 @@ class RunServer:
     async def _streamed(
         self, http: web.Request, api: ApiFormatModule, question: ServedQuestion
     ) -> web.StreamResponse:
-        """Stream an answer.
+        """Send an answer as a stream of events.
 
         A failure before the first reply of a model gives an error response; a later failure is
         written as the last event.

@@ -1,4 +1,4 @@
-"""Metrics of a server of runs, in the format of Prometheus.
+"""The metrics of ``ramify serve``, in the format of Prometheus.
 
 Names of keys and models are not labels of metrics: a label should have few values, and the names of
 callers are private.
@@ -26,7 +26,7 @@ _DURATION = "ramify_run_seconds"
 
 
 class ServerMetrics:
-    """Counters of one server since its start."""
+    """The counters of one server since its start."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
@@ -44,7 +44,7 @@ class ServerMetrics:
         self._counts["ramify_events_sent_total"][""] += count
 
     def run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
-        """Count a run that has ended."""
+        """Count a run that has ended, with its usage, cost and duration."""
         self._counts["ramify_runs_total"][f'stop="{stop}"'] += 1
         tokens = self._counts["ramify_tokens_total"]
         tokens['kind="input"'] += usage.input_tokens
@@ -55,7 +55,7 @@ class ServerMetrics:
         self._seconds += seconds
 
     def text(self) -> str:
-        """All metrics in the Prometheus text format."""
+        """Return all metrics in the text format of Prometheus."""
         lines = []
         for name, about in _ABOUT.items():
             lines += [f"# HELP {name} {about}", f"# TYPE {name} counter"]

@@ -1,4 +1,5 @@
-"""Token completions: token ids in, token ids out, in the formats of vLLM and SGLang.
+"""Token completions, which take and return token ids instead of text, in the formats of vLLM and
+SGLang.
 
 ``POST /v1/completions`` is vLLM's API with ``return_token_ids``; ``POST /generate`` is SGLang's.
 
@@ -11,8 +12,8 @@ fields that vLLM lacks: ``versions`` (which weights sampled which tokens) and ``
 left by top-p and top-k). If the server reports experts, ``routed_experts`` has those of the tokens
 that predict the sampled ones, as if the request had set ``routed_experts_prompt_start`` (vLLM) or
 ``routed_experts_start_len`` (SGLang) to the prompt's last token. A request may set
-``prompt_cache_key``, the same for all requests that share a prefix. A field that would
-change the answer but is not supported is rejected by name.
+``prompt_cache_key``, the same for all requests that share a prefix. A field that would change the
+answer but is not supported is rejected by name.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ _generate_decoder = msgspec.json.Decoder(_Generate)
 
 
 async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
-    """Answer a request in vLLM's format. Raises Refused or RequestRejected."""
+    """Answer a completion request in vLLM's format. Raises Refused or RequestRejected if the
+    request is invalid."""
     parsed = decode_request(_prompt_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_HERE)
     tokenizer = client.policy.tokenizer
@@ -160,7 +162,8 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
 
 
 async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
-    """Answer a request in SGLang's format. Raises Refused or RequestRejected."""
+    """Answer a completion request in SGLang's format. Raises Refused or RequestRejected if the
+    request is invalid."""
     parsed = decode_request(_generate_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_IN_GENERATE)
     params, ids = parsed.sampling_params, parsed.input_ids

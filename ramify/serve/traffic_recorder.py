@@ -1,5 +1,5 @@
-"""Keeps the conversations that a served policy holds, with their exact token ids, as runs of a
-store, and the feedback about them.
+"""Record the conversations of a served policy, with their exact token ids and the feedback about
+them, as runs in a store.
 
     request ─ reply ──> redact ──> its conversation ──> STORE/runs/RUN_ID.jsonl   one per tree
     POST /v1/feedback ─> reply's id ──> its turn ──────>        … a score of that turn
@@ -11,10 +11,10 @@ that call has a next turn already, the request is a fork of it, in the same run.
 one request are calls of that run, too. Any other request begins a run. After each reply the journal
 is complete, so that a killed server loses only replies that were not sent yet.
 
-Decides also when conversations are deleted: when they have been silent for too long, and the oldest
-first when the store is too large. A conversation that cannot be stored is counted and logged; its
-reply is still sent. Not here: what is redacted (see redaction.py), HTTP (see policy.py and
-feedback.py), and how a training reads the store (see ramify/train/traffic.py).
+Conversations are deleted when no reply was added for too long, and the oldest first when the store
+is too large. A conversation that cannot be stored is counted and logged; its reply is still sent.
+What is redacted is decided in ``redaction.py``; HTTP is handled by ``policy.py`` and
+``feedback.py``; training reads the store with ``ramify/train/traffic.py``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _log = ComponentLogger("serve")
 
 
 class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a policy that the recorder of its conversations needs."""
+    """The facts about a policy that are needed to record its conversations."""
 
     identity: PolicyArchitectureIdentity
     decode: Callable[[Sequence[int]], str]
@@ -103,7 +103,8 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, policy: Policy) -> PolicyFactsForRecorder:
-        """Describe a policy of this process."""
+        """Collect the facts that the recorder needs about a policy that is loaded in this
+        process."""
         from ramify.models.policy_vocabulary_identity import identity_of
         from ramify.models.weights import fingerprint
 
@@ -121,7 +122,7 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is kept, and for how long."""
+    """The limits on how much recorded traffic is kept, and for how long."""
 
     max_bytes: int = 10 << 30
     max_age_s: float | None = None
@@ -129,7 +130,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplyNotFoundError(RamifyError):
-    """Raised if no recorded reply has this id."""
+    """Raised if no recorded reply has the given id."""
 
 
 class _Conversation:
@@ -151,8 +152,8 @@ class _RecordedTurn(NamedTuple):
 
 
 class TrafficRecorder:
-    """Records conversations into one store. Its methods may be called from one event loop; the
-    files are written in one thread. ``close`` it at the end."""
+    """A recorder that stores conversations in one store. Call its methods from one event loop; the
+    files are written in a separate thread. Call ``close`` at the end."""
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class TrafficRecorder:
         redaction: Redaction | None = None,
         retention: Retention | None = None,
     ) -> None:
-        """Raises ConfigError if ``folder`` holds other runs, or conversations of another policy,
-        or cannot be written."""
+        """Open or create the store in a folder. Raises ConfigError if the folder holds other runs
+        or conversations of another policy, or cannot be written."""
         self._redaction = redaction or Redaction()
         self._retention = retention or Retention()
         self._policy = policy
@@ -188,13 +189,14 @@ class TrafficRecorder:
         """Replies that could not be stored."""
 
     async def record(self, id: str, choice: int, request: Request, reply: Reply) -> None:
-        """Store a reply to ``request``, which is sent as number ``choice`` of the response ``id``.
-        Never raises because of the store."""
+        """Store a reply of a policy, together with its request. ``id``: the id of the response.
+        ``choice``: the number of the reply within it. If storing fails, this is logged and nothing
+        is raised."""
         await self._kept(partial(self._record, id, choice, request, reply))
 
     async def _kept(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which stores a reply, in the recorder's thread. If the store fails, the
-        reply counts as lost, and nothing is raised."""
+        """Store a reply by calling ``work`` in the recorder's thread. If the store fails, the reply
+        counts as lost, and nothing is raised."""
         try:
             await self._run(work)
         except (RamifyError, OSError, sqlite3.Error) as error:
@@ -203,17 +205,19 @@ class TrafficRecorder:
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
 
     async def record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Store a run of ``ramify serve``, whose answer is sent under ``id``. Never raises because
-        of the store."""
+        """Store a run of ``ramify serve``. ``id``: the id of the response with its answer. If
+        storing fails, this is logged and nothing is raised."""
         await self._kept(partial(self._record_run, id, run, temperature))
 
     async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
-        """Store a score of the reply that was sent under ``id``. Raises ReplyNotFoundError, and
-        StoreError if it cannot be written."""
+        """Store a user's score of a recorded reply, which is identified by the id of the response
+        and the number of the choice. Raises ReplyNotFoundError, and StoreError if the score cannot
+        be written."""
         await self._run(partial(self._feedback, id, choice, score, note))
 
     async def close(self) -> None:
-        """Write everything to disk. Idempotent."""
+        """Write everything to disk and stop the recorder's thread. Calling this twice is
+        harmless."""
         if self._pruning is not None:
             await asyncio.to_thread(self._pruning.join)
         with contextlib.suppress(RuntimeError):  # already closed
@@ -240,7 +244,7 @@ class TrafficRecorder:
         self._look_at_size()
 
     def _record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Store a redacted copy of a run. Its contexts stay out."""
+        """Store a redacted copy of a run, without the contexts of its calls."""
         conversation = _Conversation(self.store.new_id("run"), self._redaction.text(run.question))
         conversation.started_at = run.started_at
         self._append(conversation, [self._started(conversation)], 0.0)
@@ -262,7 +266,7 @@ class TrafficRecorder:
         self._look_at_size()
 
     def _events_of(self, call: Call, temperature: float) -> Iterator[AnyEvent]:
-        """Return the events of one call of a run, redacted."""
+        """Yield the redacted events of one call of a run."""
         redaction = self._redaction
         yield CallStarted(
             id=call.id,
@@ -299,8 +303,7 @@ class TrafficRecorder:
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
         """Append one reply to the journal of its conversation, or begin a new conversation with it.
-        If a request has several replies, ``first`` is the turn of the first one; it is None for the
-        first one itself."""
+        ``first``: for a further reply to the same request, the turn of the first reply."""
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
@@ -359,8 +362,8 @@ class TrafficRecorder:
         return place
 
     def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """Return the stored turn whose token ids the prompt begins with, or None if there is none
-        any more."""
+        """Return the stored turn that a request continues, which is the one whose token ids its
+        prompt begins with, or None if there is no such turn."""
         known = request.known
         if known is None or (reply.prompt_ids or ())[: len(known.ids)] != known.ids:
             return None
@@ -372,7 +375,7 @@ class TrafficRecorder:
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
     ) -> tuple[Reply, list[float]]:
-        """Return ``reply`` as it is stored, with its redacted tokens replaced, and a list with 1
+        """Return the reply as it is stored, with its redacted tokens replaced, and a list with 1
         for each sampled token that was redacted and 0 for each other one."""
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
@@ -428,7 +431,8 @@ class TrafficRecorder:
         self._written += journal.file.size - before
 
     def _journal(self, run: str) -> Journal | None:
-        """Return the journal of ``run``, opened if necessary; None if the run does not exist."""
+        """Return the journal of a run, and open it if necessary. Returns None if the run does not
+        exist."""
         journal = self._journals.get(run)
         if journal is not None:
             self._journals.move_to_end(run)
@@ -462,17 +466,19 @@ class TrafficRecorder:
         journal.append(event)
 
     def _look_at_size(self) -> None:
-        """Begin to prune if the last look at the store is too old, or the store may be full."""
+        """Begin to delete old conversations if the last check of the store was too long ago, or if
+        the store may be full."""
         is_time = time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
         if self._pruning is None and is_time:
             self._begin_pruning()
 
     def _is_filling(self) -> bool:
-        """Whether the replies since the last measurement may have filled the store."""
+        """Return True if the replies since the last check may have filled the store."""
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Look for what has to be deleted, in another thread, so that no reply waits."""
+        """Start a thread that deletes old conversations if necessary, so that no reply has to
+        wait."""
         self._checked_at, self._written = time.monotonic(), 0
         self._close_journals()  # an open one would stay
         self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
@@ -514,15 +520,16 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
 
 
 def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
-    """Return the turn that a new reply becomes. Its prompt continues the turn ``earlier``, if there
-    is one."""
+    """Return the turn that a new reply becomes: the next turn of the call that it continues, or the
+    first turn of a new call."""
     if earlier is not None and conversation.num_turns[earlier.call] == earlier.turn + 1:
         return _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
 
 
 def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> AgentCallReason:
-    """Return why a call begins."""
+    """Return why a new call begins: as a further sample, as a branch of an earlier call, or as a
+    new conversation."""
     if first is not None:
         return AgentCallReason.SAMPLE
     return AgentCallReason.NEW if earlier is None else AgentCallReason.BRANCH
@@ -533,7 +540,7 @@ def _key(ids: Sequence[int]) -> bytes:
 
 
 def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
-    """Return ``values`` with ``blank`` in the places that are flagged."""
+    """Return the values with a replacement in the positions that are flagged."""
     return tuple(blank if flag else value for value, flag in zip(values, flags, strict=True))
 
 
@@ -551,9 +558,9 @@ def _opened(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
-    """Mark ``store`` as the store of this policy's conversations. Raises ConfigError if the store
-    already holds conversations of another policy. Also raises it if the store holds any other runs,
-    since old conversations are deleted, and these runs would be, too."""
+    """Mark a store as the one for the conversations of this policy. Raises ConfigError if it
+    already holds conversations of another policy, or any other runs, since these would be deleted
+    like old conversations."""
     identity = read_identity(store.root)
     if identity is None:
         if store.ids():

@@ -1,5 +1,5 @@
-"""The guest is the code that runs cells inside a sandbox: one live notebook namespace and its
-connection to the host, the process that opened the session. It runs in any container.
+"""The guest: the code in a sandbox that runs cells in a live notebook namespace and talks to the
+host, the process that opened the session. It runs in any container.
 
 This package defines what a cell can rely on (a true ``__main__``, echo, tracebacks, reserved
 names), how values and output are sent, and how code calls the host. Starting and confining the
@@ -7,7 +7,7 @@ process is done elsewhere. To start a guest, pass two file descriptors and call
 ``Guest(...).serve()``. The package uses the standard library only, and importing it has no side
 effects.
 
-In a session, this folder is the package ``ramify_guest`` (see ``host/server_files.py``). Its
+In a session, this folder is the package ``ramify_guest`` (see ``host/shipped_modules.py``). Its
 modules import each other by relative names only, and this file imports none of them.
 
     guest.py  Guest: answers the host,  ──┬─> notebook.py           names and cells

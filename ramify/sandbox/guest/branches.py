@@ -32,8 +32,8 @@ _EPERM = 1
 
 
 class JailForkFunctions(NamedTuple):
-    """The functions with which a session in the jail forks. After the fork, each of the two
-    processes gets its own connection to the host."""
+    """The functions with which a session forks in the jail, the sandbox that the kernel confines.
+    After the fork, each of the two processes gets its own connection to the host."""
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]
@@ -44,8 +44,8 @@ class JailForkFunctions(NamedTuple):
 
 
 class GuestBranches:
-    """The forking of one session into branches, which are copies of its process that continue on
-    their own."""
+    """The part of a session that forks it into branches, which are copies of its process that
+    continue independently."""
 
     __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 
@@ -79,6 +79,7 @@ class GuestBranches:
         if not pid:
             self._channel.pid = _getpid()
             self._pids = []
+            # The server kills the process group; the jail knows branches by their session id.
             os.setsid()
             self._channel.send({"op": "hello", "pid": self._channel.pid})
         elif reason is None:

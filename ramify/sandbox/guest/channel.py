@@ -42,7 +42,7 @@ _PREFIX_BYTES = PREFIX.size
 
 
 class GuestInterrupts:
-    """Handles interrupts (SIGINT) of the thread that created this object. An interrupt that arrives
+    """A handler for interrupts (SIGINT) of the thread that created it. An interrupt that arrives
     between ``enter`` and ``leave`` is delayed until ``leave``."""
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
@@ -206,6 +206,7 @@ class GuestChannel:
         alone: short, complete and without any data after it. This is the fast path. Otherwise
         return None, and ``next`` continues with the data that was read."""
         reader = self._reader
+        # Descriptors arrive only with ``recvmsg``, which the reader calls.
         if reader.have or reader.receive is not None:
             return None
         self._poll.poll()
@@ -305,8 +306,8 @@ class FrameWaiter:
 
 
 class FrameDispatcher:
-    """Hands each frame from the host to the thread that waits for it: answers to the threads that
-    called the host, and requests to the thread that handles requests."""
+    """A dispatcher that hands each frame from the host to the thread that waits for it: answers to
+    the threads that called the host, and requests to the thread that handles requests."""
 
     __slots__ = (
         "_calls",
@@ -375,8 +376,8 @@ class FrameDispatcher:
         self._calls.clear()
 
     def wait(self, ticket: FrameWaiter) -> None:
-        """Wait until the frame of this waiting thread has arrived, reading for other threads
-        meanwhile if none does."""
+        """Wait until the frame for this thread has arrived. If no other thread is reading from the
+        host, this thread reads for all of them meanwhile."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
                 self._interrupts.wait(ticket.wake.acquire)

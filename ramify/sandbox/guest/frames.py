@@ -242,8 +242,8 @@ def slice_blobs(
 
 
 class FrameReader:
-    """Reads frames from a descriptor, or assembles them from bytes that its owner has read. A long
-    frame is read straight into a separate buffer."""
+    """A reader that gets frames from a descriptor, or assembles them from bytes that its owner has
+    read. A long frame is read straight into a separate buffer."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
@@ -388,8 +388,8 @@ def unpack_value(
 
 
 def is_aligned(data: Buffer) -> bool:
-    """Return True if an encoded value has tables or arrays, whose buffers are aligned within
-    ``data``."""
+    """Return True if an encoded value has tables or arrays, whose buffers are aligned within the
+    encoded data."""
     end = U32.size + U32.unpack_from(data)[0]
     tail = bytes(data[max(U32.size, end - 2 * ALIGNMENT) : end])
     return tail.rstrip().endswith(b',"aligned":true}')

@@ -22,8 +22,8 @@ from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, Val
 
 
 class HostError(Exception):
-    """Raised in a cell if a call to the host fails. ``kind`` names the exception class that the
-    host meant, and ``data`` holds its attributes."""
+    """Raised in a cell if a call to the host fails. ``kind`` is the name of the exception class
+    that the host reported, and ``data`` holds its attributes."""
 
     def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,8 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 
 class HostCalls:
-    """Sends the calls of one session to the host, numbers them, and waits for the answers."""
+    """A sender for the calls of one session to the host, which numbers them and waits for the
+    answers."""
 
     __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 

@@ -103,8 +103,8 @@ class InterpreterBaseline:
 
 
 class MemoryLimit:
-    """Limits of address space: one for cells, and a slightly larger one for the guest, so that the
-    guest can still report that a cell has used up its memory."""
+    """The limits of address space: one for cells, and a slightly larger one for the guest, so that
+    the guest can still report that a cell has used up its memory."""
 
     __slots__ = ("limits",)
 

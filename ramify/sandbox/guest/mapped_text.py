@@ -51,7 +51,7 @@ class TextOffsetIndex:
         encoding: str = "utf-8",
         digest: str = "",
     ) -> None:
-        """Create the index of a text.
+        """Create the index of a text from its bytes and the counts for each block.
 
         ``data``: the bytes, as an object that supports ``data[a:b]``. ``chars_at``: the number of
         characters that begin before each block, followed by the total; empty if each byte is one

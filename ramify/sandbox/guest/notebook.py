@@ -1,4 +1,4 @@
-"""The live namespace of a session, and the execution of cells in it.
+"""Run the cells of a session in a live namespace, as a notebook does.
 
 This module defines what a cell sees: a true ``__main__``, reserved names that are restored after
 each cell, and modules that the host has installed. It evaluates the last expression of a cell,
@@ -177,7 +177,7 @@ Outcome = tuple[str | None, str | None]
 
 
 class GuestNotebook:
-    """A namespace like that of a notebook, and the execution of cells in it."""
+    """A live namespace, as in a notebook, in which the cells of a session run."""
 
     __slots__ = (
         "_flags",

@@ -42,8 +42,8 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """Empty the buffer. Returns its content, and how many bytes before that were discarded
-        since the last call."""
+        """Empty the buffer. Returns its content, and how many bytes before it were discarded since
+        the last call."""
         joined = b"".join(self._parts)
         tail = joined[-self._limit :]
         lost = self.lost + len(joined) - len(tail)
@@ -105,7 +105,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _without_partial_end(data: bytes) -> bytes:
-    """Return bytes of UTF-8 without an incomplete character at the end."""
+    """Return UTF-8 bytes without an incomplete character at the end."""
     body = data.rstrip(_CONTINUATION)
     if (
         body
@@ -239,7 +239,8 @@ _clock = time.monotonic
 
 
 class CellOutput:
-    """Collects the output of the running cell, and keeps the output of the last cell that ended."""
+    """The output of the running cell on its way to the host, and the output of the last cell that
+    ended."""
 
     __slots__ = (
         "_channel",
@@ -303,8 +304,8 @@ class CellOutput:
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
-        """Print bytes: store them, and send the output to the host if enough of it or enough time
-        has accumulated."""
+        """Store printed bytes, and send the output to the host if enough output or enough time has
+        accumulated."""
         try:
             self.spool.write(data)
         except OSError:  # other processes have filled the file

@@ -1,5 +1,5 @@
-"""Encode the values that host and session exchange: as JSON with tags for the types that JSON
-lacks, and with long strings and bytes beside it.
+"""Encode the values that host and session exchange as JSON, with tags for types that JSON lacks.
+Long strings and bytes are not part of the JSON, but are sent after it.
 
 Values are supported by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict,
 set, frozenset, date, time, datetime and timedelta. A time zone becomes its offset; an OrderedDict,
@@ -69,8 +69,8 @@ def int_of(digits: Any) -> int:
 
 
 class HashCollisionCheck:
-    """Protects the host from sets and dicts whose keys were chosen to have equal hashes, which are
-    slow to build. One object checks all sets and dicts of one value.
+    """A check that protects the host from sets and dicts whose keys were chosen to have equal
+    hashes, which are slow to build. One object checks all sets and dicts of one value.
 
     ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets combine the hashes of their
     items. So a session can choose keys that collide: a set of 40,000 multiples of that number takes
@@ -190,8 +190,8 @@ def _is_utf8(text: str) -> bool:
 
 
 class ValueEncoder:
-    """Encodes values as data that JSON can represent. Long strings and bytes are collected in the
-    list ``blobs`` instead."""
+    """An encoder that converts values to data that JSON can represent. Long strings and bytes are
+    collected in the list ``blobs`` instead."""
 
     __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "has_buffers", "tags")
 
@@ -379,8 +379,8 @@ class FileDigest(NamedTuple):
 
 
 class ValueDecoder:
-    """Decodes the output of a ``ValueEncoder`` into values. Each blob may be used only once, so
-    that a small header cannot produce a huge value."""
+    """A decoder that restores the values that a ``ValueEncoder`` has encoded. Each blob may be used
+    only once, so that a small header cannot produce a huge value."""
 
     __slots__ = ("_files", "_keys", "_packages", "_refers", "blobs")
 
@@ -517,8 +517,8 @@ class ValueDecoder:
 
 
 def encoded(blobs: Sequence[Any]) -> list[Buffer]:
-    """Encode the texts among some blobs as bytes. An encoder that was created with ``defers``
-    leaves long texts unencoded until then."""
+    """Return a list of blobs with all texts encoded as bytes. An encoder that was created with
+    ``defers`` leaves long texts unencoded."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 

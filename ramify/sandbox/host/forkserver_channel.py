@@ -34,8 +34,8 @@ MODULES = ("guest", "server/process_setup", "server/forkserver")
 
 
 class ForkServerChannel:
-    """The control connection to a fork server, or to a template (a process forked from the server
-    that sessions are forked from in turn)."""
+    """The control connection to a fork server, or to a template, a process that was forked from the
+    server and from which sessions are forked in turn."""
 
     def __init__(self, sock: socket.socket, complaints: int | None = None) -> None:
         sock.setblocking(False)

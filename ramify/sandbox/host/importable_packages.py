@@ -52,8 +52,8 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 
 def listed(packages: Sequence[str]) -> list[str]:
-    """Return the folders of the given packages that are visible in a jail only in part, and whose
-    names imports have to look up. Raises ConfigError if a package is not installed."""
+    """Return the folders of the given packages that a jail makes visible only in part. Imports have
+    to look up names in them. Raises ConfigError if a package is not installed."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
@@ -124,8 +124,8 @@ def _shown(place: str) -> list[str]:
 
 
 def _package(folder: str) -> list[str]:
-    """Return the paths of everything in a package's folder except hidden files and symbolic links.
-    If the folder has none of these, return only the folder itself."""
+    """Return the paths of everything in a package's folder that is neither hidden nor a symbolic
+    link. If nothing in the folder is hidden, return only the folder itself."""
     paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):

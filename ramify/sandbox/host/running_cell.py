@@ -45,8 +45,8 @@ _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 
 class CellClock:
-    """Measures how long a cell has worked, in seconds. While the cell waits for the host, only the
-    CPU time of its other threads counts, if that can be read."""
+    """A clock that measures how long a cell has worked, in seconds. While the cell waits for the
+    host, only the CPU time of its other threads counts, if that can be read."""
 
     __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
@@ -97,7 +97,8 @@ class PendingHostCall(NamedTuple):
 
 
 class CellCalls:
-    """Answers the calls that one running cell makes to the host, each in its own task."""
+    """The pending calls of one running cell to the host, each of which is answered in its own
+    task."""
 
     __slots__ = ("_clock", "_last_id", "_on_bug", "answer", "bug", "pending", "tasks", "wire")
 

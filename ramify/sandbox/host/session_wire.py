@@ -310,7 +310,8 @@ in bytes. May raise ProtocolError."""
 
 
 class GuestFrameConnection:
-    """Sends frames to one guest, and receives, checks and decodes its frames."""
+    """The connection to one guest, over which frames are sent, and are received, checked and
+    decoded."""
 
     __slots__ = (
         "_assembler",

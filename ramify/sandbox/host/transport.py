@@ -143,8 +143,8 @@ class SharedReadState:
 
 
 class FrameAssembler:
-    """Assembles bytes from a guest into complete frames, which are views that are valid until the
-    next ``feed``. If the caller stops iterating early, the rest is kept."""
+    """An assembler that turns bytes from a guest into complete frames. Each frame is a view that is
+    valid until the next ``feed``. If the caller stops iterating early, the rest is kept."""
 
     __slots__ = ("_held", "_max_bytes", "_need")
 

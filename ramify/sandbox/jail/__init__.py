@@ -1,3 +1,3 @@
-"""The confinement of sessions in the jail. This code runs in the fork server, and in a session
-before user code.
+"""The confinement of sessions in the jail. This code runs in the fork server, and in the process of
+each session before any user code.
 """

@@ -73,8 +73,8 @@ class JailSessionDescriptors(NamedTuple):
 
 
 class JailSessionConfiner:
-    """Confines the processes of sessions. What all sessions have in common, such as the compiled
-    system call filter, is prepared once."""
+    """The confinement of sessions' processes. What all sessions have in common, such as the
+    compiled system call filter, is prepared once."""
 
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool

@@ -181,7 +181,8 @@ _ENOENT = 2
 
 
 class SeccompNotification(NamedTuple):
-    """A system call that is blocked until the listener of its filter answers."""
+    """A system call of a confined process, which is blocked until the owner of the system call
+    filter answers."""
 
     id: int
     pid: int

@@ -115,9 +115,9 @@ _NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test
 
 
 class InMemoryStdlibImporter:
-    """Imports modules of the standard library from memory, for sessions that cannot read its files:
-    they may make no system call that names a file, or the folder belongs to a user that their
-    process no longer is."""
+    """An importer that finds modules of the standard library in memory. Sessions need it if they
+    may make no system call that names a file, or if their user may not read the library's
+    folder."""
 
     def __init__(self, folders: list[str]) -> None:
         self._modules: dict[str, tuple[str, bytes]] = {}

@@ -63,7 +63,8 @@ class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class DockerService:
-    """Starts containers on a Docker-compatible engine. Implements ``remote.SandboxService``."""
+    """A service that starts containers on a Docker-compatible engine. Implements
+    ``remote.SandboxService``."""
 
     name = "docker"
     carries: Carries = "bytes"

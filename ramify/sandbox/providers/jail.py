@@ -90,8 +90,8 @@ def learn(server: StartedForkServer) -> None:
 
 
 def known() -> ProbedTier | None:
-    """Return the level of isolation of this machine if it was determined before, otherwise None. It
-    applies if all features of the kernel are used."""
+    """Return the level of isolation of this machine if it was determined before, otherwise None.
+    The result holds for a jail that uses all features of the kernel."""
     if _WHOLE not in _probed and (kept := kept_tier()) is not None:
         _probed[_WHOLE] = kept
     return _probed.get(_WHOLE)

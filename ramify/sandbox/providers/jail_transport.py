@@ -65,8 +65,8 @@ class ForkableJailTransport(ProcessTransport):
         return transport
 
     def _ended(self) -> None:
-        """Report the end of a session that ends while it forks, when it may have no connection on
-        which the host would notice."""
+        """Report that the session has ended in the middle of a fork. At that time it may have no
+        connection by which the host would notice this."""
         if self.forking is not None:
             self.forking.give_up_branch()
             if not self.forking.old:

@@ -56,8 +56,9 @@ def machine_bytes() -> int:
 
 
 class JailMemoryWatcher:
-    """Limits the memory that all sessions of a jail use together, by measuring it regularly while
-    there are sessions. If it exceeds the budget, the largest session is ended."""
+    """A watcher that limits the memory that all sessions of a jail use together. It measures the
+    memory regularly while there are sessions; if it exceeds the budget, the largest session is
+    ended."""
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
         """Create a watcher without sessions. ``limit_bytes``: the budget of all sessions together;
@@ -128,8 +129,8 @@ _SLOWEST_S = 0.05
 
 
 class ForkRequestListener:
-    """Answers the requests of a session and its branches to create processes. They are refused,
-    except for a single one after the host itself has requested a fork."""
+    """A listener that answers the requests of a session and its branches to create processes.
+    Requests are refused, except for a single one after the host itself has requested a fork."""
 
     __slots__ = (
         "_counts",

@@ -128,8 +128,8 @@ def _check_private(found: os.stat_result, is_kind: object) -> None:
 
 
 def _check_parent(found: os.stat_result) -> None:
-    """Raise PermissionError if another user could replace our folder by putting another in its
-    place."""
+    """Raise PermissionError if another user could replace the folder of the kept result by another
+    one."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
         raise PermissionError("others can write here")

@@ -149,8 +149,8 @@ class ForkServerControl:
 
 
 class ForkServer:
-    """Forks sessions and templates on request, and cleans up after them. A template is a process
-    that has decoded a large context; it is a fork server too."""
+    """A server that forks sessions and templates on request, and cleans up after them. A template
+    is a process that has decoded a large context; it is a fork server too."""
 
     def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
         self.control = control
@@ -449,8 +449,8 @@ def _in_child(life: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Execute the code that every session runs once in advance, so that no session has to pay for
-    it.
+    """Run, once and in advance, the code that every session will execute, so that no session has to
+    pay for the first run.
 
     Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
     Code that has already run writes less: it is specialised, and its caches are filled.
@@ -465,7 +465,8 @@ def _warm_up() -> None:
 
 
 def _rehearse(cells: int) -> None:
-    """Run a guest, the code that serves a session, on some trivial cells, as a rehearsal."""
+    """Run some trivial cells in a guest, the code that serves a session, so that later sessions
+    start faster."""
     if not hasattr(os, "memfd_create"):
         return
     host, guest_end = socket.socketpair()

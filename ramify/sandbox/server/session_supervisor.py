@@ -47,7 +47,7 @@ _CHUNK = 1 << 16
 
 
 class SupervisorChannel:
-    """Messages to and from the host over standard input and output."""
+    """The messages to and from the host, over standard input and output."""
 
     def __init__(self, has_lines: bool) -> None:
         self._has_lines = has_lines
@@ -75,7 +75,8 @@ class SupervisorChannel:
 
 
 class SessionSupervisor:
-    """Forwards bytes between the host and one guest, and controls the guest's process."""
+    """The supervisor of one guest, the code that runs cells. It forwards bytes between the host and
+    the guest, and controls the guest's process."""
 
     def __init__(self, wire: SupervisorChannel, pid: int, sock: socket.socket, spool: int) -> None:
         self._wire = wire
