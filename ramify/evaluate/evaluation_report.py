@@ -41,7 +41,6 @@ class ItemKindStatistics(msgspec.Struct, frozen=True):
 
     Example:
         evaluate.report(done).rows[0].average.value    # of all items, from 0 to 1
-    ""
     """
 
     kind: str
@@ -105,7 +104,6 @@ def report(
 
     Example:
         print(evaluate.table(evaluate.report(done, k=4)))    # pass@4 and majority@4
-    ""
     """
     plan, outcomes = evaluation.plan, evaluation.outcomes
     k = plan.attempts if k is None else k

@@ -54,7 +54,6 @@ def parse_length(text: str) -> int:
 
     >>> parse_length("8k")
     8192
-    ""
     """
     match = _LENGTH.fullmatch(text.strip())
     num = int(match[1]) * _UNITS[match[2].lower()] if match else 0

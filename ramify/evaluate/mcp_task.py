@@ -32,7 +32,6 @@ class McpTask:
 
     Example:
         evaluate.McpTask(my_task, "uvx mcp-server-git", lifetime="process", timeout_s=60)
-    ""
     """
 
     def __init__(

@@ -12,7 +12,6 @@ system that would answer earlier if it knew that its budget is smaller.
     score with a budget of   $0.0021   $0.0044   $0.012
     free                       0.350     0.700    0.900
     rlms                       0.100     0.450    0.850
-""
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class MoneyPoint(msgspec.Struct, frozen=True):
 
     Example:
         [(point.dollars, point.score.value) for point in curves["rlms"]]
-    ""
     """
 
     dollars: float
@@ -59,7 +57,6 @@ def money_curves(
 
     Example:
         curves = money_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
-    ""
     """
     known = {
         name: [each for each in attempts if each.reward is not None and each.cost is not None]

@@ -61,7 +61,6 @@ class RewardModel:
     Example:
         reward = evaluate.RewardModel("http://gpu1:8000/classify", model="my-rm", label="good")
         task = tasks.SimpleTask("helpful", splits, reward)
-    ""
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class RewardModel:
         answers and may take ``timeout_s`` seconds.
 
         Raises ConfigError for an unknown form, a URL that is not HTTP, and a missing key.
-        ""
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

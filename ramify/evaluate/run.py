@@ -126,7 +126,6 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
     Example:
         [outcome for outcome in done.outcomes if outcome.error]    # attempts that failed
-    ""
     """
 
     plan: EvaluationPlan
@@ -179,7 +178,6 @@ async def evaluate(
     Example:
         plan = evaluate.EvaluationPlan(model="gpt-5-mini", task="needle", items=20, attempts=4)
         done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
-    ""
     """
     mode = functools.partial(attempt, grace_s=grace_s, direct=direct)
     job = EvaluationSetup(

@@ -54,7 +54,6 @@ def text_env(
 
     Example:
         Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
-    ""
     """
     items = items_of(task, split)
     model: list[ModelSpec] = [_ExternalClient(), *([sub_model] if sub_model is not None else [])]
@@ -82,7 +81,6 @@ class TaskEnv:
     Example:
         env = evaluate.text_env(task)(index=0)
         prompt, info = env.init()
-    ""
     """
 
     def __init__(self, task: Task, item: Item, rlm: RLM) -> None:

@@ -31,7 +31,6 @@ class MeanEstimate(msgspec.Struct, frozen=True):
 
     >>> evaluate.MeanEstimate(0.5, low=0.3, high=0.7).high
     0.7
-    ""
     """
 
     value: float
@@ -47,7 +46,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
-    ""
     """
     if not 0 <= c <= n:
         raise ConfigError(f"pass@k: {c} of {n} attempts cannot be right")
@@ -68,7 +66,6 @@ def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], 
 
     >>> majority_at_k(["a", "b", "b", "c", "c", "a"], [1, 0, 0, 0, 0, 1], 3)
     0.0
-    ""
     """
     if not 1 <= k <= len(answers):
         raise ConfigError(
@@ -95,7 +92,6 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
     >>> evaluate.mean_with_interval([1.0, 1.0, 1.0]).low
     1.0
-    ""
     """
     if not values:
         raise ConfigError("cannot take a mean over no items")
@@ -117,7 +113,6 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
-    ""
     """
     if not 0 <= num <= of or not of:
         raise ConfigError(f"{num} of {of} attempts cannot have succeeded")
@@ -165,7 +160,6 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
     >>> score_with_interval([1.0] * 4).low              # 0.025 ** (1 / 4)
     0.39763...
-    ""
     """
     if not values:
         raise ConfigError("cannot take a mean over no items")
@@ -207,7 +201,6 @@ def paired_difference(
 
     >>> evaluate.paired_difference([1.0, 1.0], [0.0, 1.0]).value
     0.5
-    ""
     """
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
@@ -256,7 +249,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0
-    ""
     """
     place = share * (len(ordered) - 1)
     low = math.floor(place)

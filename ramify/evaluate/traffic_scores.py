@@ -154,7 +154,6 @@ def score_stored_conversations(
     rewards are stored for the whole conversation, and ``Score.calls`` for single calls. If the
     function raises or returns no valid score, RamifyError names the conversation; scores that were
     already stored are kept. Conversations that a server is still writing get no score.
-    ""
     """
     scored = busy = 0
     for id in store.ids():

@@ -1,12 +1,13 @@
-"""The harness with which environments of ``verifiers`` are played here: the library's own chat
-program, run in this process.
+"""The harness with which environments of the ``verifiers`` library are played here: the library's
+own chat program, run in this process.
 
 The library's ``null`` harness starts this program in a new process for each segment of a rollout,
-in an environment that ``uv`` installs. Here the same code runs in the event loop of the run, so the
-conversation is the same, and a rollout needs no process, no network and no ``uv``. The program asks
-models, calls the tools of the task, and adds no tools: it executes no code.
+in an environment that ``uv`` installs. Here the same code runs in the event loop of the run. The
+conversation is the same, but a rollout needs no extra process, no network and no ``uv``. The
+program sends requests to the model and calls the tools of the task. It adds no tools and executes
+no code.
 
-Not here: which harness a seat of an environment gets (see verifiers_episodes.py).
+Which harness an agent of an environment gets is decided in ``verifiers_episodes.py``.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ HARNESS_ID = "ramify_chat"
 
 @functools.cache
 def register_chat_harness() -> str:
-    """Make the harness known to the library, and return its id."""
+    """Register the in-process chat harness with the ``verifiers`` library, and return its id."""
     vf = verifiers_v1()
     null = importlib.import_module("verifiers.v1.harnesses.null")
     launch = importlib.import_module("verifiers.v1.harnesses.utils.launch")
     program = compile(launch.CHAT_PROGRAM_SOURCE, "<chat program of verifiers>", "exec")
 
     class InProcessChatHarness(null.NullHarness):  # type: ignore[misc,name-defined]
-        """Runs the chat program in this process."""
+        """A harness that runs the library's chat program in this process instead of a new one."""
 
         async def setup(self, runtime: Any) -> None:
-            """The program needs nothing in the runtime."""
+            """Do nothing, since the program needs nothing in the runtime."""
 
         async def launch(
             self,
@@ -76,7 +77,8 @@ def register_chat_harness() -> str:
                 return await _run(arguments)
 
     async def _run(arguments: dict[str, Any]) -> Any:
-        """Run the program once; its result is that of a process."""
+        """Run the chat program once, and return its exit code and errors as if it had been a
+        process."""
         names: dict[str, Any] = {"__name__": "chat_program"}
         exec(program, names)
         make, clients = names["DefaultAsyncHttpxClient"], []
@@ -109,12 +111,14 @@ def register_chat_harness() -> str:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Trusted certificates. Reading them takes a fifth of a second, so it happens once."""
+    """Return an SSL context with the trusted certificates. Reading them takes a fifth of a second,
+    so it is done only once."""
     return ssl.create_default_context()
 
 
 def _written(folder: str, prompt: Any) -> str:
-    """Path of a file with the messages of ``prompt``; empty if it is a text or missing."""
+    """Write the messages of a prompt to a file in ``folder`` and return its path. Returns an empty
+    string if the prompt is a plain text or missing."""
     if prompt is None or isinstance(prompt, str):
         return ""
     to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire

@@ -1,4 +1,4 @@
-"""Tasks of this package in the ``verifiers`` library (0.4, ``verifiers.v1``): a taskset, and a
+"""Tasks of this package as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``), with a
 harness that runs our engine.
 
     # my_ledger.py, a package that the loaders of verifiers find by its name
@@ -6,13 +6,13 @@ harness that runs our engine.
     RamifyHarness = harness(scaffold="minimal")
     __all__ = ["LedgerTaskset", "RamifyHarness"]
 
-With the harness, one of their rollouts is one of our runs: with sessions and children, and with
-every model request going through their interception server, so that their trainers see each call as
-a branch of the trace. The reward is the task's. With another harness, the prompt is the question
-and a context that fits, and the answer is the last reply.
+With this harness, a rollout of the library is a run of our engine, with sessions and child calls.
+Every model request passes through the library's interception server, so its trainers see each call
+as a branch of the trace. The reward is computed by the task. With any other harness, the prompt is
+the question followed by the context, if that is short enough, and the answer is the last reply.
 
-Rows only contain the task's name, options, split and index, so that any of their workers can make
-the item.
+The rows of a taskset contain only the task's name, options, split and index, so that any worker of
+the library can make the item itself.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _KEY = "ramify"
 
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
-    """Return the ``Taskset`` class over a split of the task called ``name`` (see
-    ``tasks.base.task_of``). It has the first ``num`` items of the split, or by default all of them,
-    which may be infinitely many.
+    """Return a ``Taskset`` class of the ``verifiers`` library over a split of the task called
+    ``name`` (see ``tasks.base.task_of``). It has the first ``num`` items of the split, or by
+    default all of them, which may be infinitely many.
 
     Example:
         ledger = evaluate.taskset("ledger", num=100, multi=1.0)
@@ -54,7 +54,7 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
     size = len(items) if num is None else min(num, len(items))
 
     class Data(vf.TaskData):  # type: ignore[misc,name-defined]
-        """Identifies an item."""
+        """The fields that identify an item: its task, options, split and index."""
 
         ramify_task: str
         ramify_options: str
@@ -62,7 +62,7 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
         ramify_index: int
 
     class Row(vf.Task[Data]):  # type: ignore[misc,name-defined]
-        """One item."""
+        """An item as a task of the ``verifiers`` library."""
 
         @vf.reward  # type: ignore[untyped-decorator]
         async def task_rewards(self, trace: Any) -> dict[str, float]:
@@ -106,13 +106,13 @@ def harness(
     sandbox: SandboxSpec | None = None,
     window: int = 128_000,
 ) -> type:
-    """Return the ``Harness`` class with which verifiers runs the rows of ``taskset`` in our engine.
-    ``window`` is the context window of the model, in tokens."""
+    """Return a ``Harness`` class with which the ``verifiers`` library runs the tasksets of this
+    module in our engine. ``window`` is the context window of the model, in tokens."""
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
-        """Recursive language model, whose code runs in its own sandbox sessions instead of the
-        runtime that verifiers provides."""
+        """A harness that runs a recursive language model. The model's code runs in sandbox sessions
+        of our engine instead of the runtime that verifiers provides."""
 
         NEEDS_CONTAINER = False
         APPENDS_SYSTEM_PROMPT = True
@@ -180,7 +180,7 @@ def _prompt(item: Item) -> str:
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
     """Return the rewards and metrics of a trace. If our engine ran it, they are recorded in the
-    trace. With another harness, the last reply of the trace is scored as the answer."""
+    trace; with any other harness, the last reply of the trace is scored as the answer."""
     recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
     if recorded is not None:
         return recorded

@@ -1,4 +1,5 @@
-"""Run environments of the ``verifiers`` library (0.4, ``verifiers.v1``) unchanged, as tasks.
+"""Environments of the ``verifiers`` library (0.4, ``verifiers.v1``), run unchanged as tasks of this
+package.
 
     task = verifiers_task("gsm8k-v1")                          an installed taskset by its id
     task = task_of("verifiers:gsm8k-v1")                       the same in a recipe: task.name=…
@@ -9,16 +10,17 @@
             ── score <──── rewards and metrics of the episode's traces
 
 The library itself plays each rollout: its environment, its tool servers, its runtime, and the code
-around the reply (``setup``, ``finalize``). Rewards, metrics and judges are computed by its own
-code, while the runtime still exists. Only the model is ours: every request becomes a turn of a call
-of the rollout, with the exact ids that were sampled.
+around the reply (``setup``, ``finalize``). It also computes the rewards and metrics and asks the
+judges, while the runtime still exists. Only the model is ours: every request becomes a turn of a
+call in the rollout, with the exact token ids that were sampled.
 
 A conversation whose agent is not trainable (``agents.user.trainable = False``) is recorded without
-ids, so nothing is learned from it. The model below the root answers it: ``depths[1]`` of a recipe,
-``sub_model`` of an RLM, or else the policy. The same model can answer the judges of a rubric.
+token ids, so nothing is learned from it. It is answered by the model for calls below the root:
+``depths[1]`` of a recipe, ``sub_model`` of an RLM, or else the policy. The same model can answer
+the judges of a rubric.
 
-Not here: tasksets as questions for an RLM with a session (see tasks/verifiers.py), and tasks of
-ours in that library (see verifiers_env.py).
+Two related adapters are in other modules: tasksets as questions for an RLM with a session
+(``tasks/verifiers.py``), and our tasks in that library (``verifiers_env.py``).
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def verifiers_task(
     judge: str = "",
     name: str = "",
 ) -> SimpleTask:
-    """Return a task whose attempts are episodes of a verifiers environment.
+    """Return a task whose attempts are episodes of an environment of the ``verifiers`` library.
 
     Args:
         taskset: The tasks to play: an object, or the id of an installed taskset.
@@ -103,11 +105,12 @@ def verifiers_task(
 
 
 class VerifiersSplit(LazySequence[Item]):
-    """The items of one split of a taskset."""
+    """The items of one split (train, validation or test) of a taskset."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """Tasks are divided into blocks of ``runner.period``, usually ten. The split has the tasks
-        at the positions ``kept`` of each block."""
+        """Create a split of the runner's taskset. Its tasks are divided into blocks of
+        ``runner.period``, usually ten, and the split has the tasks at the positions ``kept`` of
+        each block."""
         self._runner = runner
         self._split = split
         self._kept = kept
@@ -133,15 +136,15 @@ class VerifiersSplit(LazySequence[Item]):
 
 
 class RunningVerifiersEnv(msgspec.Struct):
-    """A verifiers environment whose tool servers are running, with the endpoint that its agents
-    call."""
+    """An environment of the ``verifiers`` library whose tool servers are running, with the model
+    endpoint that its agents call."""
 
     env: Any
     endpoint: ModelEndpoint
 
 
 class EpisodeRunner:
-    """Plays and scores episodes of one environment."""
+    """Plays and scores episodes of one environment of the ``verifiers`` library."""
 
     def __init__(
         self,
@@ -175,16 +178,16 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def positions(self) -> dict[str, Sequence[int]]:
-        """Return for each split which tasks of a block belong to it. Tasks are divided into blocks
-        of ``period`` tasks, usually ten, and a position is a place in the block."""
+        """Return, for each split, which tasks belong to it. Tasks are divided into blocks of
+        ``period`` tasks, usually ten, and each split has certain positions of every block."""
         every = range(self.period)
         if self.period < 3:
             return {"train": every, "validation": every, "test": every}
         return {"train": every[:-2], "validation": every[-2:-1], "test": every[-1:]}
 
     def _resolved(self, config: dict[str, Any]) -> Any:
-        """Return the configuration of the environment, in which every agent has a harness and a
-        runtime that work here. Raises ConfigError if the library refuses it."""
+        """Return the configuration of the environment with a harness and a runtime for every agent
+        that work here. Raises ConfigError if the library rejects the configuration."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         agents = importlib.import_module("verifiers.v1.configs.agent")
         kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
@@ -213,14 +216,15 @@ class EpisodeRunner:
         return spec.model_copy(update={key: getattr(checked, key) for key in update})
 
     def _taskset_harness(self) -> str:
-        """Id of the harness that the taskset brings; empty if it brings none."""
+        """Return the id of the harness that the taskset recommends, or an empty string if it
+        recommends none."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         id = self._taskset.config.id
         found = str(loaders.default_harness_id(id)) if id else "bash"
         return "" if found == "bash" else found
 
     def _make(self, max_turns: int) -> Any:
-        """Return a new environment over the taskset, in which each agent has at most ``max_turns``
+        """Create an environment over the taskset in which each agent may take at most ``max_turns``
         turns."""
         agents = importlib.import_module("verifiers.v1.configs.agent")
         seats = {
@@ -240,7 +244,8 @@ class EpisodeRunner:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def prepare(self, item: Item) -> TaskStart:
-        """Start an attempt at ``item`` in which the environment conducts the conversations."""
+        """Begin an attempt in which the environment, instead of our engine, conducts the
+        conversations."""
         attempt = EpisodeAttempt(self, item)
         return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
 
@@ -254,8 +259,8 @@ class EpisodeRunner:
         return Score(record["rewards"], record["calls"], record["metrics"])
 
     async def play(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
-        """Play one episode. Returns the episode, and the rewards and metrics that are recorded for
-        it."""
+        """Play one episode. Returns the episode of the library, and the rewards and metrics to be
+        recorded for it."""
         max_turns = conversations.max_turns
         served = await conversations.shared(self, lambda: self._served(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
@@ -296,7 +301,7 @@ class EpisodeRunner:
 
 
 class EpisodeAttempt:
-    """Plays one episode, and keeps its rewards until the attempt is scored."""
+    """An attempt that plays one episode, and keeps its rewards until the attempt is scored."""
 
     def __init__(self, runner: EpisodeRunner, item: Item) -> None:
         self._runner = runner
@@ -304,7 +309,7 @@ class EpisodeAttempt:
         self._record: dict[str, Any] | None = None
 
     async def conduct(self, conversations: RunModelClient) -> str:
-        """Play the episode, and return the last reply of its first trained agent."""
+        """Play the episode, and return the last reply of its first trained agent as the answer."""
         episode, self._record = await self._runner.play(self._item, conversations)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         return str((trained or episode.traces)[0].last_reply or "")
@@ -314,8 +319,8 @@ class EpisodeAttempt:
 
 
 def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) -> dict[str, Any]:
-    """Return the rewards and metrics of an episode: the means over its trained traces, and the
-    rewards of each trace for the calls of that trace."""
+    """Summarise an episode: the mean rewards and metrics of its trained traces, and the rewards of
+    each trace for the calls that belong to it."""
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     rewards = [_rewards(name, item, trace) for trace in traces]
     calls = {
@@ -340,7 +345,8 @@ def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) 
 
 
 def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
-    """Map each reward name to its weighted value. Raises RamifyError if a value is missing."""
+    """Return the weighted rewards of a trace by name. Raises RamifyError if there are none or one
+    of them has no value."""
     missing = [key for key, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
         what = f"its reward '{missing[0]}' returned nothing" if missing else "it has no rewards"
@@ -349,7 +355,7 @@ def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each named value, over the traces that have it."""
+    """Return the mean of each named value over the traces that have it."""
     names = dict.fromkeys(name for each in values for name in each)
     return {name: fmean(each[name] for each in values if name in each) for name in names}
 
@@ -368,7 +374,8 @@ def _one_line(error: Any) -> str:
 
 
 def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
-    """A copy of a configuration in which all judges have the fields in ``update``."""
+    """Return a copy of a configuration in which the given fields of all judges are replaced,
+    however deeply the judges are nested."""
     if isinstance(config, vf.JudgeConfig):
         return config.model_copy(update=update)
     if isinstance(config, list):
@@ -380,7 +387,8 @@ def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
 
 
 def _env_class(vf: Any, env: Any, taskset: Any) -> type:
-    """The class of the environment. Raises ConfigError if there is none."""
+    """Return the environment class that the user chose, or the one that belongs to the taskset.
+    Raises ConfigError if there is none."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     if isinstance(env, type) and issubclass(env, vf.Env):
         return env
@@ -394,8 +402,8 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
 
 
 def known_as(taskset: Any) -> str:
-    """Return the id of a taskset. A taskset that was created by a program is registered under a new
-    id, so that the library finds its class."""
+    """Return the id of a taskset. If a program created the taskset itself, its class is first
+    registered under a new id, so that the library can find it."""
     if taskset.config.id:
         return str(taskset.config.id)
     kind = type(taskset)

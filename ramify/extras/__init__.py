@@ -1,17 +1,19 @@
-"""The code beside the core: sandboxes of other vendors, planning on clusters, and studies.
+"""Optional parts beside the core: sandboxes of other vendors, planning for clusters, studies, and
+test suites.
 
     sandboxes/    sessions of monty, IPython, E2B, Modal, Daytona and Prime
     cluster/      plans, simulations and job files of a run on many machines
     studies/      tasks and signals of studies, and the defaults of other trainers
     suites/       questions over long contexts, by which answers of models and systems are compared
 
-A user reaches these parts by name, as if an installed package had brought them: ``ENTRY_POINTS``
-says what the ``[project.entry-points]`` of such a package would say, and ``ramify/plugins.py``
-reads it. Nothing outside this package imports a module of it, and none of its folders imports
-another one (``tests/extras/test_beside.py``). Without a folder, only its names are unknown.
+Users refer to these parts by name, as if an installed package had provided them. ``ENTRY_POINTS``
+contains what the ``[project.entry-points]`` of such a package would contain, and
+``ramify/plugins.py`` reads it. Nothing outside this package imports one of its modules, and none of
+its folders imports another one (``tests/extras/test_beside.py``). If a folder is deleted, only its
+names become unknown.
 
-Decides which names the parts have. Not here: how a name is looked up (``ramify/plugins.py``), and
-where a part that has moved is today (``MOVED_MODULES`` there).
+This module defines the names of the parts. They are looked up by ``ramify/plugins.py``, which also
+knows where moved modules are now (``MOVED_MODULES``).
 """
 
 from __future__ import annotations

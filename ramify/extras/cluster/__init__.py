@@ -1,4 +1,5 @@
-"""Estimates for runs on many machines: placement, memory of each process, and time of a step.
+"""Estimates for training runs on many machines: the placement of processes, the memory of each, and
+the time of a step.
 
 Before a run starts:
 

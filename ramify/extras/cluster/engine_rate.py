@@ -1,4 +1,5 @@
-"""Speed of one engine as a function of the number of sequences that it decodes at once.
+"""The speed of an inference engine as a function of the number of sequences that it decodes at
+once.
 
     step(b) seconds   time of one token for each of b sequences
     + prompt_token_s  for each prompt token that is read; all sequences wait for it
@@ -10,13 +11,13 @@ seconds. These three non-negative numbers minimize the absolute deviations over 
 prompt token passes through the model together with decoded ones, so ``prompt_token_s <=
 per_sequence``.
 
-Two reasons for this form: without the bound, the two terms are hard to separate, because prompts
-arrive as steadily as tokens at an engine that is always full. And single requests carry little
-information, because the order in which waiting requests get slots is not recorded.
+There are two reasons for this form. Without that bound, the last two terms are hard to separate,
+because prompts arrive as steadily as tokens at an engine that is always full. And single requests
+carry little information, because the order in which waiting requests get slots is not recorded.
 
-``measure_engine_rate`` measures a live engine instead, about which a run says too little: one that
+``measure_engine_rate`` measures a live engine instead, if a run says too little about it: one that
 was never full, or a model without a run. It sends single requests, a long prompt, and 1, 2, 4 …
-requests at once, all of random words, which no cache holds. It takes a few minutes on a slow
+concurrent requests, all of random words, which no cache contains. It takes a few minutes on a slow
 engine, and costs tokens on a paid one.
 
 ``recorded_cpu`` reads the CPU time of a run's steps from its metrics:
@@ -59,7 +60,8 @@ _ROUNDS = 20
 
 
 class EngineRate(msgspec.Struct, frozen=True):
-    """Speed of one engine."""
+    """The speed of one inference engine: seconds per decoding step by the number of concurrent
+    sequences, and the time for prompt tokens and requests."""
 
     points: tuple[tuple[float, float], ...]
     """(concurrent sequences, seconds per step), sorted by sequences. Values between points are
@@ -68,7 +70,7 @@ class EngineRate(msgspec.Struct, frozen=True):
     request_s: float = 0.0
 
     def step_s(self, sequences: float) -> float:
-        """Return the seconds of one step with this many sequences."""
+        """Return the seconds that one decoding step takes with a number of concurrent sequences."""
         points = self.points
         if len(points) == 1 or sequences <= points[0][0]:
             return points[0][1]
@@ -77,12 +79,12 @@ class EngineRate(msgspec.Struct, frozen=True):
         return y0 + (y1 - y0) * (sequences - x0) / (x1 - x0)
 
     def tokens_per_s(self, sequences: float) -> float:
-        """Return the total tokens per second of all sequences."""
+        """Return the tokens per second that all concurrent sequences get together."""
         return sequences / self.step_s(sequences)
 
 
 class MeasuredRequest(NamedTuple):
-    """One measured request to an engine, or to several that share the load evenly."""
+    """A measured request to an engine, or to one of several engines that share the load evenly."""
 
     begun_s: float
     ended_s: float
@@ -98,10 +100,12 @@ def fit(
     *,
     hidden: float = 1.0,
 ) -> EngineRate:
-    """Fit the rate of one of ``engines`` engines to ``requests``.
+    """Fit the speed of an inference engine to the measured requests of a run, in which ``engines``
+    engines shared the load.
 
     ``hidden`` is the number of requests that ran for each recorded one. Raises ConfigError if there
-    are too few requests."""
+    are too few requests.
+    """
     usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
     served = admitted(usable, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
@@ -133,9 +137,9 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """Divide the time into windows. Returns, for each: busy seconds, steps of one engine, tokens
-    that it sampled and prompt tokens that it read. A request's tokens are spread evenly over its
-    time."""
+    """Divide the time into windows. Returns four arrays with a value for each window: busy seconds,
+    steps of one engine, tokens that it sampled, and prompt tokens that it read. The tokens of a
+    request are spread evenly over its time."""
     at, running, pace = _events(served)
     passed = np.where(running > 0, np.diff(at), 0.0)
     steps = passed * pace / np.maximum(running, 1)
@@ -160,8 +164,8 @@ def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, .
 
 
 def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
-    """Return the times at which a request began or ended, the number of running requests after
-    each, and their total tokens per second."""
+    """Return three arrays: the times at which a request began or ended, the number of running
+    requests after each of them, and the tokens per second of these requests together."""
     begins = np.array([each.begun_s for each in served])
     ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
     pace = np.array([each.sampled for each in served]) / (ends - begins)
@@ -177,8 +181,8 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
 
 
 def admitted(requests: Sequence[MeasuredRequest], room: float | None) -> list[MeasuredRequest]:
-    """Shift the beginning of each request to when it got one of ``room`` slots, first come, first
-    served."""
+    """Return the requests with their beginning moved to the time at which each got one of ``room``
+    slots, first come, first served. With ``room=None``, they are returned unchanged."""
     if room is None:
         return list(requests)
     begins = [each.begun_s for each in requests]
@@ -203,8 +207,8 @@ def admitted(requests: Sequence[MeasuredRequest], room: float | None) -> list[Me
 
 
 def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float], list[float]]:
-    """Return, for each request, the mean number of sequences in its engine while it ran (itself
-    included) and the prompt tokens that the engine read meanwhile."""
+    """Return two values for each request: the mean number of sequences in its engine while it ran
+    (itself included), and the prompt tokens that the engine read meanwhile."""
     at, running, _ = _events(served)
     area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
     begins = np.array([each.begun_s for each in served])
@@ -223,9 +227,9 @@ def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float
 
 
 def _typical(rows: Floats, took: Floats) -> list[float]:
-    """Like ``non_negative``, but minimize absolute instead of squared deviations, so that windows
-    in which the machine was busy otherwise have no undue influence. The result is scaled to the
-    total time."""
+    """Fit non-negative coefficients by minimizing absolute instead of squared deviations, so that
+    windows in which the machine was also busy with something else have little influence. The result
+    is scaled so that the total time is right."""
     coefficients = non_negative(rows, took)
     least = 0.02 * float(took.mean())
     for _ in range(_ROUNDS):
@@ -240,8 +244,8 @@ def _typical(rows: Floats, took: Floats) -> list[float]:
 def non_negative(
     matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
 ) -> list[float]:
-    """Solve least squares with non-negative coefficients by trying every subset of non-zero ones;
-    there are few."""
+    """Solve a least-squares problem with non-negative coefficients. Every subset of coefficients is
+    tried, which is fast because there are few."""
     rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]
     best, least = [0.0] * num, float(seconds @ seconds)
@@ -262,8 +266,8 @@ def non_negative(
 def from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
 ) -> EngineRate:
-    """Return the rate from (concurrent sequences, seconds per step). A step with more sequences is
-    never faster."""
+    """Return the speed of an engine from measured pairs of concurrent sequences and seconds per
+    step. A step with more sequences is assumed to take at least as long."""
     points: list[tuple[float, float]] = []
     for sequences, step_s in sorted(measured):
         points.append((float(sequences), max(step_s, points[-1][1] if points else 0.0)))
@@ -276,8 +280,8 @@ _SHORT, _LONG = 8, 64
 
 
 async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -> EngineRate:
-    """Measure the rate of the engine behind ``client`` with up to ``slots`` sequences and replies
-    of up to ``tokens`` tokens. Raises ConfigError if its replies are too short."""
+    """Measure the speed of a live engine with up to ``slots`` concurrent requests and replies of up
+    to ``tokens`` tokens. Raises ConfigError if the engine's replies are too short."""
     draw = random.Random(0)
     await _timed(client, draw, _SHORT, 1)  # warm up: the first request includes initialization
     short = [await _timed(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
@@ -300,9 +304,9 @@ async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -
 async def _step_s(
     client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
 ) -> float:
-    """Measure a decoding step with ``at_once`` concurrent sequences of ``tokens`` tokens each.
-    Returns its seconds without the time for reading prompts. Raises ConfigError if the model's
-    replies end too early."""
+    """Measure the seconds of one decoding step with ``at_once`` concurrent sequences of ``tokens``
+    tokens each, without the time for reading prompts. Raises ConfigError if the model's replies end
+    too early."""
     timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
     read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
     steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]
@@ -324,7 +328,7 @@ async def _step_s(
 async def _timed(
     client: Client, draw: random.Random, words: int, tokens: int
 ) -> tuple[float, Reply]:
-    """Make a request and return (seconds, reply)."""
+    """Send a request with a prompt of random words, and return its seconds and its reply."""
     text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
     sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))
     started = time.perf_counter()
@@ -337,7 +341,7 @@ _BATCH = re.compile(r"batch(\d+)\.(decode|prefill)/steps")
 
 
 class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of the rollouts of one step."""
+    """The CPU seconds that the rollouts of one training step used, as the run recorded them."""
 
     step: int = 0
     cores: int
@@ -350,7 +354,8 @@ class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recorded_cpu(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
-    """The CPU time of the steps in ``lines``, the metrics of the run in folder ``run``."""
+    """Yield the recorded CPU time of each step of a run, given its folder and its metrics. Runs of
+    earlier versions have it in a separate file, which is read as well."""
     for line in lines:
         if "cpu/loop_s" in line.values:
             yield _recorded(line)

@@ -1,15 +1,16 @@
-"""The files with which a scheduler runs a job, and the commands that submit it.
+"""The files from which a scheduler starts a training run, and the commands that submit them.
 
     slurm       job.sbatch, node.sh            sbatch
     k8s         job.yaml                       kubectl: a Service, and one Job per kind of node
     skypilot    task.yaml                      sky jobs launch
     ray         node.sh                        ray job submit, to a cluster that is running
 
-The run's key is never in a file that is written here. Slurm's script makes it in a file that only
+The run's key is never in a file that is written here. Slurm's script creates it in a file that only
 its owner can read, Kubernetes reads it from a Secret, and SkyPilot from its own secrets. Other keys
-(``secrets``) are names of variables, whose values are looked up where the job is submitted.
+(``secrets``) are names of environment variables, whose values are looked up where the job is
+submitted.
 
-Not here: the job (``scheduler_job.py``) and the command (``launch_cli.py``).
+The job itself is described in ``scheduler_job.py``, and the command is in ``launch_cli.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _SCRIPTS = "/ramify"
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the scheduler that a recipe does not contain."""
+    """Settings for the scheduler that a recipe does not contain, such as the time limit or the
+    container image."""
 
     hours: float | None = None
     """Time limit; None: the scheduler's own."""
@@ -55,7 +57,8 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmitCommand(msgspec.Struct, frozen=True):
-    """One command that submits a job or prepares for it."""
+    """A shell command that submits a job or prepares for its submission, for example by creating a
+    secret."""
 
     words: tuple[str, ...]
     variables: tuple[str, ...] = ()
@@ -68,7 +71,7 @@ class SubmitCommand(msgspec.Struct, frozen=True):
     skipped."""
 
     def __str__(self) -> str:
-        """The command as one types it into a shell."""
+        """Return the command as a user would type it into a shell."""
         text = shlex.join(self.words)
         made = "$(openssl rand -hex 32)"
         if self.stdin:
@@ -78,7 +81,7 @@ class SubmitCommand(msgspec.Struct, frozen=True):
 
 
 class JobFiles(msgspec.Struct, frozen=True):
-    """Files of a job, and how it is submitted from the folder in which they are."""
+    """The files of a job by name, and the commands that submit it."""
 
     texts: dict[str, str]
     """Map a file name to its text."""
@@ -86,8 +89,9 @@ class JobFiles(msgspec.Struct, frozen=True):
 
 
 def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
-    """Return the files for a scheduler, to be written to ``folder``. Raises ConfigError for an
-    unknown ``kind``, and if the scheduler needs an option that is not set."""
+    """Return the files for a scheduler, which are to be written to ``folder``, with the commands
+    that submit them. Raises ConfigError for an unknown scheduler, or if it needs an option that is
+    not set."""
     if kind not in SCHEDULERS:
         raise ConfigError(f"--on {kind}: {nearest(kind, SCHEDULERS)}")
     return SCHEDULERS[kind](job, options, folder)
@@ -161,7 +165,7 @@ def _component(group: NodeGroup) -> list[str]:
 
 
 def _others(job: SchedulerJob, script: str) -> str:
-    """Return the command that starts all nodes except the head."""
+    """Return the shell command that starts the script on all nodes except the head."""
     parts = []
     for index, group in enumerate(job.groups):
         start = f"NODE_RANK=$SLURM_PROCID exec bash {script} {group.cpus} {group.gpus}"
@@ -225,7 +229,8 @@ def _kubernetes(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles
 def _kubernetes_job(
     job: SchedulerJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
 ) -> dict[str, object]:
-    """A Job of ``count`` pods, whose ranks begin with ``first``."""
+    """Return a Kubernetes Job with ``count`` pods, one for each node. The node ranks begin with
+    ``first``."""
     amounts: dict[str, object] = {"cpu": str(group.cpus)}
     if group.memory_gb:
         amounts["memory"] = f"{group.memory_gb}G"
@@ -292,8 +297,8 @@ def _gpu_resource(device: DeviceHardwareSpec) -> str:
 
 
 def _secret_name(job: SchedulerJob, variable: str) -> str:
-    """Return the name of the secret for a variable: ``tiny-openai-api-key`` for ``OPENAI_API_KEY``
-    and the job ``tiny``."""
+    """Return the name of the Kubernetes secret for an environment variable; for example,
+    ``tiny-openai-api-key`` for ``OPENAI_API_KEY`` in the job ``tiny``."""
     return f"{job.name}-{variable.lower().replace('_', '-')}"
 
 
@@ -352,7 +357,8 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _typed(text: str) -> object:
-    """Convert ``"true"`` to True and ``"50"`` to 50. Other texts stay unchanged."""
+    """Convert the text of an option to a boolean or a number if it looks like one; for example,
+    ``"50"`` becomes 50. Other texts stay unchanged."""
     try:
         value: object = json.loads(text)
     except json.JSONDecodeError:
@@ -385,7 +391,8 @@ SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
 
 
 def default_folders(kind: str, name: str) -> tuple[str, str]:
-    """Return the folders of the recipe and of the run on the nodes of the scheduler."""
+    """Return two folders on the nodes of a scheduler: the one from which the recipe is read, and
+    the one to which the run is written."""
     if kind == "k8s":
         return _SHARED, f"{_SHARED}/runs/{name}"
     if kind == "skypilot":  # the folder is copied there
@@ -394,7 +401,7 @@ def default_folders(kind: str, name: str) -> tuple[str, str]:
 
 
 def _refuse(kind: str, options: JobOptions, *names: str) -> None:
-    """Raise ConfigError for options that have no meaning for a scheduler."""
+    """Raise ConfigError if options are set that have no meaning for a scheduler."""
     for name in names:
         if getattr(options, name):
             shown = "option" if name == "settings" else name
@@ -405,7 +412,8 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_/][\w./-]*")
 
 
 def to_yaml(value: object, indent: int = 0) -> str:
-    """YAML of mappings, lists and scalars. Texts of several lines are blocks, to be readable."""
+    """Format mappings, lists and scalars as YAML. Texts of several lines become blocks, so that
+    they stay readable."""
     pad = " " * indent
     if isinstance(value, dict):
         return "\n".join(

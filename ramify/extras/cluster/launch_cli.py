@@ -1,12 +1,11 @@
-"""``ramify launch``: the job files of a recipe for Slurm, Kubernetes, SkyPilot or Ray, and their
-submission.
+"""The command ``ramify launch``, which writes the job files of a recipe for Slurm, Kubernetes,
+SkyPilot or Ray, and submits them on request.
 
     ramify launch recipes/tiny.py --on slurm --option partition=gpu
         launch/tiny/job.sbatch, launch/tiny/node.sh: 2 nodes of 8 GPUs and 64 CPUs
         submit: sbatch launch/tiny/job.sbatch
 
-Not here: the plan (``plan.py``), the job (``scheduler_job.py``) and the files
-(``job_files.py``).
+The plan is made by ``plan.py``, the job by ``scheduler_job.py`` and the files by ``job_files.py``.
 """
 
 from __future__ import annotations
@@ -125,7 +124,8 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def _write(made: JobFiles, folder: Path) -> list[str]:
-    """Write the files and return their paths. Raises ConfigError if a text has a secret."""
+    """Write the job files and return their paths. Raises ConfigError if a file would contain a key
+    from the environment."""
     redactor = SecretRedactor()
     for name, text in made.texts.items():
         if redactor.redact(text) != text:
@@ -140,7 +140,8 @@ def _write(made: JobFiles, folder: Path) -> list[str]:
 
 
 def _submit(command: SubmitCommand, folder: Path) -> None:
-    """Run one command of the scheduler. Raises ConfigError with its own message."""
+    """Run one command of the scheduler, unless its check says that it is not needed. If it fails,
+    raises ConfigError with the scheduler's message."""
     environment = dict(os.environ)
     if command.unless and _call(command.unless, "", environment).returncode == 0:
         return

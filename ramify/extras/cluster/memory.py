@@ -1,4 +1,5 @@
-"""Memory of a process of each role, part by part, from the model's shape and the run's settings.
+"""Estimates of the memory that each process of a training run needs, component by component, from
+the model's shape and the run's settings.
 
     trainer rank    its shard of weights, gradients and optimizer state (fp32); gathered layers
                     while they are computed; a second model for a KL term or a critic; activations
@@ -9,9 +10,10 @@
     rank 0, also    the engine if it is embedded, with its own copy of the policy; otherwise one
                     tensor on its way to engines
 
-Figures are exact if bytes follow from sizes (weights, gradients, optimizer state, keys and values;
-tests compare them with real ones). Activations are the budget by which batches are packed. Not
-here: memory that libraries reserve (CUDA contexts and NCCL buffers, one or two gigabytes on a GPU).
+Figures are exact if they follow from sizes (weights, gradients, optimizer state, keys and values),
+and tests compare these with real ones. For activations, the figure is the limit up to which batches
+are packed. Memory that libraries reserve (CUDA contexts and NCCL buffers, one or two gigabytes on a
+GPU) is not included.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
-    """Memory of one process."""
+    """The estimated memory of one process: bytes by component, and the memory of its device."""
 
     parts: dict[str, int]
     """Name of a part -> bytes."""
@@ -59,7 +61,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 
     @property
     def between(self) -> int:
-        """Return the bytes that a trainer holds while it does not learn."""
+        """The bytes that a trainer holds while it is not learning, for example while it waits for
+        rollouts."""
         return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
 
     @property
@@ -70,7 +73,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 def estimate_rank_memory(
     run: Run, shape: ModelShape, device: DeviceHardwareSpec, ranks: int, rank: int = 0
 ) -> MemoryEstimate:
-    """Estimate the memory of one trainer rank, or of a single-process trainer."""
+    """Estimate the memory of one rank of the trainer, or of a trainer that is a single process."""
     shards = max(1, ranks // run.compute.shard.replicas)
     parts = {
         "weights": _share((shape.parameters + shape.adapters) * FP32, shards),
@@ -90,7 +93,7 @@ def estimate_rank_memory(
 def estimate_engine_memory(
     run: Run, shape: ModelShape, device: DeviceHardwareSpec
 ) -> MemoryEstimate:
-    """Estimate the memory of an engine in its own process."""
+    """Estimate the memory of an inference engine that runs in a separate process."""
     itemsize = itemsize_of(run, device)
     weights = shape.parameters * itemsize
     spec = run.inference
@@ -104,11 +107,12 @@ def estimate_engine_memory(
 
 
 def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
-    """Estimate the main memory of the empty sessions of one rollout worker, or of the run without
-    rollout workers.
+    """Estimate the main memory of the empty sessions of one rollout worker, or of the run itself if
+    it has no rollout workers.
 
-    Sessions of child calls and the data that code creates are extra, because their size is
-    unknown."""
+    Sessions of child calls and the data that code creates need more, which is not included because
+    their size is unknown.
+    """
     at_once = _at_once(run, rollout_workers)
     return MemoryEstimate(
         {f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9)
@@ -116,8 +120,8 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
 
 
 def limits_of_sessions(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
-    """Yield (name of a limit, bytes) for each limit that ends a session; 0 for a share of the
-    machine."""
+    """Yield the name and the bytes of each memory limit beyond which a session is ended. A limit of
+    0 bytes means a share of the machine's memory."""
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
     if not isinstance(run.sandbox, JailSpec):
@@ -132,7 +136,8 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def itemsize_of(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the bytes per parameter in engines: see ``train/policy_defaults.py``."""
+    """Return how many bytes one parameter takes in an inference engine, by the rules of
+    ``train/policy_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
         return 2 if run.compute.precision == "bf16" else FP32
@@ -144,7 +149,8 @@ def itemsize_of(run: Run, device: DeviceHardwareSpec) -> int:
 def cache_bytes(
     shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
-    """Return the bytes of keys and values if every slot fills the window, up to ``limit``."""
+    """Return the bytes that keys and values take if every slot (concurrent sequence) fills the
+    context window, but at most ``limit``."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
     longest = min(shape.window, max(1, limit // token))
@@ -152,8 +158,8 @@ def cache_bytes(
 
 
 def max_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the maximum number of tokens in a training batch on one device: the configured number,
-    or what fits into the memory for activations."""
+    """Return the maximum number of tokens in a training batch on one device. This is the configured
+    number, or as many as fit into the memory for activations."""
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))
@@ -161,7 +167,7 @@ def max_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
 
 
 def slots(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the number of sequences that an engine decodes at once."""
+    """Return how many sequences an inference engine decodes at once."""
     return (
         _slots_of(run, device)
         if run.inference is not None
@@ -186,8 +192,8 @@ def _optimizer(run: Run, shape: ModelShape) -> int:
 
 
 def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the bytes of gathered weights during computation, and of full gradients until they are
-    reduced."""
+    """Return the bytes of weights that are gathered from other ranks during computation, and of
+    full gradients before they are reduced."""
     itemsize = compute_itemsize(run, device)
     shard = run.compute.shard
     experts = shape.experts // shape.layers
@@ -204,20 +210,22 @@ def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
 
 
 def _split(run: Run, dense: int, experts: int) -> int:
-    """Return how many parameters one rank computes with: its share of the ``dense`` parameters plus
-    its share of the ``experts`` parameters."""
+    """Return how many parameters one rank computes with: its share of the dense parameters plus its
+    share of the expert parameters."""
     shard = run.compute.shard
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 
 
 def compute_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
-    """Bytes per element of products, and of weights that are gathered for them."""
+    """Return the bytes per element of matrix products, and of the weights that are gathered for
+    them."""
     by_precision = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}
     return by_precision[run.compute.precision]
 
 
 def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
-    """Return the bytes of models other than the trained one."""
+    """Return the bytes of models other than the trained one, by name: the reference model and the
+    critic."""
     if run.rl is None:
         return {}
     models = {}
@@ -232,7 +240,8 @@ def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
 
 
 def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
-    """Return the bytes that rank 0 holds in addition, because it controls the run."""
+    """Return the bytes, by component, that rank 0 holds in addition to other ranks because it
+    controls the run."""
     itemsize = itemsize_of(run, device)
     parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
@@ -253,7 +262,7 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[
 
 
 def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the number of slots according to ``inference.args``."""
+    """Return how many sequences an engine decodes at once according to its command-line options."""
     args = run.inference.args if run.inference is not None else ()
     for name, value in pairwise(args):
         if name in ("--slots", "--max-num-seqs", "--max-running-requests") and value.isdigit():
@@ -262,7 +271,8 @@ def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
 
 
 def _share_of_gpu(args: Sequence[str]) -> float:
-    """Return the share of a GPU that vLLM or SGLang reserves according to its options."""
+    """Return the share of a GPU's memory that vLLM or SGLang reserves according to its command-line
+    options."""
     for name, value in pairwise(" ".join(args).replace("=", " ").split()):
         if name in _SHARE_OPTIONS and value.replace(".", "", 1).isdigit():
             return float(value)

@@ -1,5 +1,5 @@
-"""Every mesh that a model's ranks can form: the memory of a rank, what it sends in a step, and the
-seconds of learning with communication and idle ranks.
+"""Estimates for every mesh (arrangement of the trainer's ranks) that a model allows: the memory of
+a rank, the bytes that it sends in a step, and the seconds of learning.
 
     a batch          2 gathers of each layer's weights, 1 of what is outside; gradients once
                      (``shard``), then summed over copies (``replicas``)
@@ -9,9 +9,10 @@ seconds of learning with communication and idle ranks.
 
     seconds = max(products, gathers and gradients) + sums of hidden states + exchanges
 
-Gathers overlap with products, exchanges inside layers do not. A rollout is not divided between
-ranks, so more groups of ranks than rollouts leave some idle, and every group waits for the one with
-the most. Not here: sampling and sending weights to engines (``step_time_estimate.py``).
+Gathering weights overlaps with computing products; exchanges inside layers do not. A rollout is
+never divided between ranks, so if there are more groups of ranks than rollouts, some are idle, and
+every group waits for the one with the most work. Sampling, and sending weights to engines, are
+estimated in ``step_time_estimate.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NODE_GB_PER_S, NETWORK_GB_PER_S = 200.0, 25.0
 
 
 class RankCommunicationBytes(msgspec.Struct, frozen=True):
-    """Bytes that one rank sends in a step."""
+    """The bytes that one rank of the trainer sends in a step, by purpose."""
 
     shard: float
     """Gathered weights and reduced gradients."""
@@ -82,8 +83,8 @@ def meshes(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> list[MeshEstimate]:
-    """Return every mesh that ``ranks`` ranks can form. Meshes that fit into memory come first, and
-    each part of the list is sorted by speed, fastest first."""
+    """Estimate every mesh that a number of ranks can form. Meshes that fit into memory come first,
+    and within each of the two groups the fastest is first."""
     found = [
         _estimate(run, shape, sizes, device, tokens, shares) for sizes in _sizes(run, config, ranks)
     ]
@@ -91,7 +92,8 @@ def meshes(
 
 
 def _sizes(run: Run, config: Any, ranks: int) -> Iterator[MeshSizes]:
-    """Meshes that the model's layers can be split over; ``tensor`` stays within a machine."""
+    """Yield the meshes over which the model's layers can be split. Tensor parallelism never extends
+    beyond one machine."""
     shard = run.compute.shard
     for tensor in (each for each in _divisors(ranks) if each <= NODE_GPUS):
         for replicas in _divisors(ranks // tensor):
@@ -144,7 +146,8 @@ def learning_seconds(
     shares: DeviceEfficiency,
     sent: RankCommunicationBytes | None = None,
 ) -> float:
-    """Seconds of learning in one step on this mesh."""
+    """Estimate the seconds that the trainer spends learning in one step on a mesh, including
+    communication and waiting."""
     flop = num_passes(run) * forward_flop_per_token(shape, tokens.mean_length)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)
@@ -162,7 +165,7 @@ def learning_seconds(
 def sent_bytes(
     run: Run, shape: ModelShape, sizes: MeshSizes, device: DeviceHardwareSpec, tokens: StepTokens
 ) -> RankCommunicationBytes:
-    """Bytes that one rank sends in a step."""
+    """Estimate the bytes that one rank sends in a step on a mesh."""
     itemsize = memory.compute_itemsize(run, device)
     most = _most_tokens(sizes, tokens)
     batches = math.ceil(most / max(1, memory.max_tokens(run, shape, device)))
@@ -194,8 +197,7 @@ def sent_bytes(
 
 
 def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
-    """Return how many tokens the busiest group of ranks learns from in a step. Other groups have no
-    more rollouts than this one."""
+    """Return how many tokens the busiest group of ranks learns from in a step."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
         tokens.learnt / sizes.num_batches,
@@ -204,7 +206,7 @@ def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
 
 
 def _link(device: DeviceHardwareSpec, is_near: bool) -> float:
-    """Bytes that a rank sends per second."""
+    """Return how many bytes a rank can send per second, within a machine or between machines."""
     near = device.gb_per_s / 4 if device.is_cpu else NODE_GB_PER_S
     return 1e9 * (near if is_near or device.is_cpu else NETWORK_GB_PER_S)
 

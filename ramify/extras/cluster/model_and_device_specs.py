@@ -1,13 +1,13 @@
-"""The sizes of models and devices that determine memory and time.
+"""The sizes of models and the speeds of devices, which determine the memory and the time of a run.
 
-A model has numbers of parameters and widths of layers. Parameters are counted on the model itself,
-which is created without memory for its weights (PyTorch's meta device). So the count is right
-for every supported architecture, and tied matrices count once.
+A model is described by its numbers of parameters and the widths of its layers. Parameters are
+counted on the model itself, which is created without memory for its weights (on PyTorch's meta
+device). So the count is right for every supported architecture, and tied matrices count once.
 
-A device has memory, and the two speeds that bound training and decoding. Its figures are from data
-sheets, for dense bf16 without sparsity. A program achieves a share of them (``DeviceEfficiency``),
-which is stated with each estimate. The figures of a CPU core were measured for this package
-(``backends/single.py``).
+A device is described by its memory and the two speeds that bound training and decoding. The figures
+are from data sheets, for dense bf16 without sparsity. A program achieves a share of them
+(``DeviceEfficiency``), which is stated with each estimate. The figures of a CPU core were measured
+for this package (``backends/single.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DeviceHardwareSpec(msgspec.Struct, frozen=True):
-    """One GPU, or one core of a CPU."""
+    """The memory and peak speeds of one GPU, or of one CPU core."""
 
     name: str
     memory_gb: float
@@ -43,7 +43,8 @@ class DeviceHardwareSpec(msgspec.Struct, frozen=True):
 
 
 class DeviceEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Share of a device's peak speed that a program achieves."""
+    """The shares of a device's peak speed that a program achieves in training, in reading prompts
+    and in decoding."""
 
     train: float = 0.35
     """Share of FLOP/s in forward and backward passes (MFU)."""
@@ -76,14 +77,16 @@ DEVICES = {
 
 
 def device_of(name: str) -> DeviceHardwareSpec:
-    """Return the device called ``name``. Raises ConfigError for an unknown name."""
+    """Return the device with the given name, such as ``h100``. Raises ConfigError for an unknown
+    name."""
     if name not in DEVICES:
         raise ConfigError(f"unknown device '{name}': {nearest(name, DEVICES)}")
     return DEVICES[name]
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """Sizes of one model. Counts are numbers of parameters unless stated otherwise."""
+    """The sizes of a model that determine its memory and speed. Counts are numbers of parameters
+    unless stated otherwise."""
 
     parameters: int
     inside: int
@@ -116,7 +119,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.adapters or self.parameters
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes of the keys and values of one position."""
+        """Return the bytes that the keys and values of one token take in a cache."""
         return 2 * self.layers * self.kv_heads * self.head_size * itemsize
 
 
@@ -158,16 +161,18 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
 
 
 def num_experts(config: Any) -> int:
-    """Number of experts in a layer; 0 if the model is not a mixture."""
+    """Return the number of experts in a layer, or 0 if the model is not a mixture of experts."""
     text = config.get_text_config()
     return next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 0)
 
 
 def config_of(run: Run) -> Any:
-    """Return the configuration of the run's policy without loading its weights.
+    """Return the Hugging Face configuration of the run's policy without loading its weights.
 
-    If the tokenizer is trained on demonstrations, the vocabulary has its maximum size,
-    ``vocab_size``. Sizes that follow from demonstrations are the smallest."""
+    If the tokenizer is trained on demonstrations, its final size is unknown, and the configured
+    maximum, ``vocab_size``, is used. Other sizes that depend on demonstrations are the smallest
+    possible.
+    """
     from transformers import AutoConfig
 
     from ramify.models.load import load_tokenizer, read_config
@@ -193,8 +198,8 @@ def config_of(run: Run) -> Any:
 
 
 def _adapters(model: nn.Module, lora: LoraSpec) -> int:
-    """Count the parameters of LoRA adapters: A [r, columns] and B [rows, r] of each chosen
-    matrix."""
+    """Count the parameters of LoRA adapters. Each chosen matrix gets two of them: A with [rank,
+    columns] and B with [rows, rank]."""
     from torch import nn
 
     from ramify.train.backends.lora import is_chosen

@@ -1,8 +1,9 @@
-"""Plan of a recipe on a cluster: placement slots, memory of each kind of process, time of a step.
+"""The plan of a recipe on a cluster: which process runs on which node, the memory of each kind of
+process, and the time of a step.
 
     plan(run, options)  ->  ClusterResourcePlan  ->  lines(plan), or msgspec.json.encode(plan)
 
-Nothing is started.
+Making a plan starts no process.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _ROLES = {"rank 0": "trainer", "engine": "inference"}
 
 
 class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a cluster plan assumes: devices, number of nodes, speeds, and tokens of a step."""
+    """The assumptions of a cluster plan: devices, number of nodes, speeds, and the number of tokens
+    in a step."""
 
     device: str = ""
     """Device of trainer ranks and engines, a name in ``DEVICES``. Empty: h100 if the roles request
@@ -59,7 +61,8 @@ class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class RoleProcesses(msgspec.Struct, frozen=True):
-    """Processes of one role."""
+    """The processes of one role, such as trainer ranks or engines, with the memory that each
+    needs."""
 
     role: str
     count: int
@@ -72,7 +75,7 @@ class RoleProcesses(msgspec.Struct, frozen=True):
 
 
 class ColocatedProcesses(msgspec.Struct, frozen=True):
-    """Trainer and engine processes that share a device."""
+    """Trainer and engine processes that share a device, with the memory that they need together."""
 
     roles: tuple[str, ...]
     sleeps: bool
@@ -83,12 +86,14 @@ class ColocatedProcesses(msgspec.Struct, frozen=True):
 
     @property
     def most(self) -> tuple[str, int]:
-        """Return the phase with the largest use of memory, and that use in bytes."""
+        """The phase in which the processes use the most memory, and the bytes that they use
+        then."""
         return max(self.bytes.items(), key=lambda phase: phase[1])
 
 
 class ClusterResourcePlan(msgspec.Struct, frozen=True):
-    """Placement of all processes, the memory of each, and the time of a step."""
+    """The plan of a run on a cluster: the placement of all processes, the memory of each, and the
+    time of a step."""
 
     name: str
     shape: ModelShape
@@ -106,10 +111,11 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
 
 
 def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResourcePlan:
-    """Plan ``run`` on the machines of its placement.
+    """Plan a run on the machines of its placement, without starting anything.
 
-    Raises ConfigError if the roles do not fit their pools, with the sums, and if the run lacks
-    required settings."""
+    Raises ConfigError if the roles do not fit their pools of nodes, and if the run lacks required
+    settings.
+    """
     options = options or ClusterPlanOptions()
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = counted(run, spec)
@@ -164,7 +170,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
 
 
 def lines(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Format the plan as text."""
+    """Format a cluster plan as lines of text."""
     shape = plan.shape
     yield (
         f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width "
@@ -199,7 +205,8 @@ def lines(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield a table of the fastest meshes, and the options that choose the first of them."""
+    """Yield a table of the fastest ways to arrange the trainer's ranks, and the options that choose
+    the first of them."""
     if len(plan.meshes) < 2:
         return
     first, fitting = plan.meshes[0], sum(each.fits for each in plan.meshes)
@@ -219,7 +226,7 @@ def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _where(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Describe the placement slots, node by node."""
+    """Yield lines that say which processes are placed on which node."""
     places: dict[tuple[str, int], list[tuple[int, NodeResourceSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
@@ -244,7 +251,7 @@ def _where(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _pool_line(name: str, nodes: int, plan: ClusterResourcePlan) -> str:
-    """A pool of many nodes, with the number of processes of each role."""
+    """Describe a pool of many nodes in one line, with the number of processes of each role."""
     pool = plan.pools.get(name)
     size = f" of {pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool else ""
     slots = [slot for slot in plan.placement_slots if slot.pool == name]
@@ -303,10 +310,11 @@ def _together(
     num: dict[str, int],
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[ColocatedProcesses]:
-    """Return the memory of trainer and engines on a shared device. Engines that sleep never hold
+    """Yield the memory of trainer and engines if they share a device. Engines that sleep never hold
     memory at the same time as the trainer.
 
-    Raises ConfigError if engines would have to sleep and to answer at the same time."""
+    Raises ConfigError if engines would have to sleep and answer requests at the same time.
+    """
     kind = "cpu" if devices[0].is_cpu else "cuda"
     engines = sleeping(run, kind)
     colocated = any(
@@ -336,7 +344,8 @@ def _together(
 
 
 def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -> Iterator[str]:
-    """Yield a sentence for each process or group of processes that exceeds its device."""
+    """Yield a sentence for each process, or group of processes on one device, that exceeds the
+    device's memory."""
     for part in parts:
         if not part.memory.fits:
             yield (
@@ -392,7 +401,7 @@ def _from_run(folder: Path | None) -> step_time_estimate.MeasuredSpeeds | None:
 
 
 def _size(num_bytes: int) -> str:
-    """Format bytes with decimal units, as GPU memory is sold."""
+    """Format a number of bytes with decimal units, in which GPU memory is sold."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

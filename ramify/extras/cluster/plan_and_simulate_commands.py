@@ -1,12 +1,13 @@
-"""``ramify cluster plan`` and ``ramify cluster simulate``: estimates before and after a run.
+"""The commands ``ramify cluster plan``, which estimates the needs of a run before it starts, and
+``ramify cluster simulate``, which predicts the speed of a finished run on other hardware.
 
     ramify cluster plan RECIPE       placement, memory of each process, seconds per step
     ramify cluster simulate RUN      a finished run's speed on other hardware; the fastest is first:
 
     engines  slots  ranks  stale ≤  step s  90 % ≤  steps/h  engines busy  at once  trainer busy  …
 
-Nothing is started. Not here: the estimate (see plan.py), and the simulation with the settings to
-try (see simulate.py).
+Neither command starts a run. The estimate is made in ``plan.py``; the simulation and the settings
+to try are in ``simulate.py``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def plan(
 
 
 def recipe_of(words: list[str]) -> str:
-    """Return the only word that is not a ``FIELD=VALUE`` override. Raises UsageError."""
+    """Return the recipe among the command's words: the only one that is not a ``FIELD=VALUE``
+    override. Raises UsageError if there is not exactly one."""
     recipes = [word for word in words if "=" not in word]
     if len(recipes) != 1:
         raise UsageError("give one recipe")
@@ -219,8 +221,8 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
-    """Parse an option that lists numbers: ``"4,1,2"`` becomes ``[1, 2, 4]``. Raises UsageError for
-    anything else."""
+    """Parse an option that lists numbers, and sort them; for example, ``"4,1,2"`` becomes ``[1, 2,
+    4]``. Raises UsageError for anything else."""
     if text is None:
         return []
     try:
@@ -250,7 +252,7 @@ def _calibrated(model: str, slots: int) -> EngineRate:
 
 
 def _about(inputs: SimulationInputs) -> Iterator[str]:
-    """Yield one sentence about each measurement that the simulated figures are based on."""
+    """Yield one sentence about each measurement on which the simulated figures are based."""
     rate, sizes = inputs.rate, inputs.sizes
     num = sum(map(len, inputs.groups))
     yield (
@@ -274,7 +276,7 @@ def _about(inputs: SimulationInputs) -> Iterator[str]:
 def _assumed(
     inputs: SimulationInputs, settings: Sequence[SimulationSetting], is_calibrated: bool
 ) -> Iterator[str]:
-    """The assumptions behind the table, one sentence each."""
+    """Yield one sentence for each assumption behind the simulated figures."""
     sizes, host = inputs.sizes, inputs.host
     if host is not None and any(setting.embedded for setting in settings):
         yield (
@@ -376,7 +378,8 @@ def _named(result: SimulationResult) -> str:
 
 
 def _count(number: float) -> str:
-    """Three significant digits, or all digits before the decimal point."""
+    """Format a number with three significant digits, or with all digits before the decimal point if
+    there are more."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 

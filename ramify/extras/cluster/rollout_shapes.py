@@ -1,4 +1,5 @@
-"""A rollout as a workload, without its contents: tokens, seconds of code, and dependencies.
+"""The shape of a rollout as a workload, without its contents: tokens, seconds of code, and which
+call waits for which.
 
     Trajectory (ids, texts, seconds)  ──>  RolloutWorkload
                                            └── CallWorkload
@@ -7,9 +8,10 @@
                                                        ├── wave: [CallWorkload, CallWorkload]
                                                        └── wave: [CallWorkload]
 
-Calls of one cell that overlapped in time are one wave and begin together. A call that began after
-all of them had ended waited for them, so it belongs to the next wave. Not here: the speed of an
-engine (see ``engine_rate.py``) and the simulation (see ``simulated_rollout.py``).
+If several calls of one cell overlapped in time, they form a wave and begin together in the
+simulation. A call that began after all of them had ended is assumed to have waited for them, so it
+belongs to the next wave. The speed of an engine is fitted in ``engine_rate.py``, and the simulation
+is in ``simulated_rollout.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Ids = NDArray[np.int32]
 
 
 class CellWorkload(msgspec.Struct, frozen=True):
-    """The workload of one cell: the time of its code, and the calls that it makes."""
+    """The workload of one executed cell of code: the time that its code takes, and the calls that
+    it makes."""
 
     seconds: float
     """Seconds of the session's own work."""
@@ -35,7 +38,7 @@ class CellWorkload(msgspec.Struct, frozen=True):
 
 
 class TurnWorkload(msgspec.Struct, frozen=True):
-    """The workload of one turn: a request to the model, and the cells of its reply."""
+    """The workload of one turn: a request to the model, and the cells of code in its reply."""
 
     new: int
     """Prompt tokens that no cache held, which the engine has to read."""
@@ -52,8 +55,8 @@ class TurnWorkload(msgspec.Struct, frozen=True):
     unknown."""
 
     def path(self, before: Ids) -> Ids | None:
-        """Return all ids of prompt and reply, given the ids up to the end of the previous reply.
-        None if they are unknown."""
+        """Return the token ids of the whole prompt and the reply, given the ids up to the end of
+        the previous reply. Returns None if they are unknown."""
         reused = self.context + self.sampled - len(self.ids) // 4
         if not self.ids or reused > len(before):
             return None
@@ -61,7 +64,7 @@ class TurnWorkload(msgspec.Struct, frozen=True):
 
 
 class CallWorkload(msgspec.Struct, frozen=True):
-    """The workload of one call: a sequence of turns."""
+    """The workload of one call of a model, which is a sequence of turns."""
 
     turns: tuple[TurnWorkload, ...]
     host_s: float = 0.0
@@ -69,13 +72,13 @@ class CallWorkload(msgspec.Struct, frozen=True):
     first reply."""
 
     def walk(self) -> Iterator[CallWorkload]:
-        """Yield this call and all its descendants."""
+        """Yield this call and then all of its descendants."""
         yield self
         for child in self.children():
             yield from child.walk()
 
     def children(self) -> Iterator[CallWorkload]:
-        """Yield the calls that the cells of this call make, in the order in which they begin."""
+        """Yield the calls that the code of this call makes, in the order in which they begin."""
         for turn in self.turns:
             for cell in turn.cells:
                 for wave in cell.waves:
@@ -83,7 +86,7 @@ class CallWorkload(msgspec.Struct, frozen=True):
 
 
 class RolloutWorkload(msgspec.Struct, frozen=True):
-    """The workload of one rollout: its root call, with all calls below."""
+    """The workload of one rollout: its root call with all calls below it."""
 
     roots: tuple[CallWorkload, ...]
     """The root call and its branches, which all begin together."""
@@ -94,12 +97,13 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
     @property
     def sampled(self) -> int:
-        """Number of tokens in all replies."""
+        """The number of tokens in all replies of the rollout."""
         return sum(turn.sampled for call in self.calls() for turn in call.turns)
 
     @property
     def learnt(self) -> int:
-        """Number of tokens that a trainer computes: each prompt token once, and the replies."""
+        """The number of tokens that a trainer computes for the rollout: each prompt token once, and
+        the replies."""
         return sum(
             max((turn.context + turn.sampled for turn in call.turns), default=0)
             for call in self.calls()
@@ -107,8 +111,8 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
 
 def shape_of(trajectory: Trajectory) -> RolloutWorkload:
-    """Return the workload of ``trajectory``. Calls of judges, which come after its end, are
-    excluded."""
+    """Return the workload of a recorded rollout. Calls of judges are excluded, because they follow
+    after the rollout has ended."""
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     below: dict[tuple[str, int, int], list[Call]] = {}
     for call in calls:
@@ -137,7 +141,8 @@ def shape_of(trajectory: Trajectory) -> RolloutWorkload:
 
 
 def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
-    """Divide the calls of one cell into waves. ``end_s`` is used for a call without an end."""
+    """Divide the calls of one cell into waves of calls that overlapped in time. For a call without
+    a recorded end, ``end_s`` is assumed."""
     waves: list[list[Call]] = []
     over = float("-inf")
     for call in sorted(calls, key=lambda each: each.started_s):
@@ -149,7 +154,7 @@ def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
 
 
 def _until(wave: list[Call], end_s: float) -> float:
-    """Return the seconds from the beginning of a wave to the end of its last call."""
+    """Return the seconds from the beginning of a wave of calls to the end of the last one."""
     ends = [end_s if call.ended_s is None else call.ended_s for call in wave]
     return max(ends) - min(call.started_s for call in wave)
 

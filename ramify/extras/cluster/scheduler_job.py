@@ -1,15 +1,15 @@
-"""The job that a recipe's plan implies, and the script that each of its nodes runs.
+"""The scheduler job for a recipe's plan, and the script that each of its nodes runs.
 
     recipe with pools       Ray on all nodes; the head also runs `ramify train --placement ray`
     recipe without pools    one node: `ramify train`; several (fsdp): torchrun on each
 
 A node reads three variables, which the scheduler's file sets (``job_files.py``): NODE_RANK (0 is
-the head), HEAD (the head's address) and PORT. All nodes see the same files. At the end of the
-training the head touches OUT.ended, so that the other nodes know that nothing follows. A node that
-lost the head tries to join the next one, for ten minutes.
+the head), HEAD (the head's address) and PORT. All nodes see the same files. When the training has
+ended, the head creates the file OUT.ended, so that the other nodes know that nothing follows. A
+node that has lost the head tries for ten minutes to join a new one.
 
-Not here: what a scheduler needs (``job_files.py``), and which process is on which node
-(``plan.py``).
+The files for each scheduler are written by ``job_files.py``, and ``plan.py`` decides which process
+runs on which node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DNS_NAME = 40
 
 
 class NodeGroup(msgspec.Struct, frozen=True):
-    """Nodes of one size."""
+    """A number of nodes of the same size, which a job requests together."""
 
     nodes: int
     gpus: int
@@ -47,7 +47,7 @@ class NodeGroup(msgspec.Struct, frozen=True):
 
 
 class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run as a job that a scheduler can start."""
+    """A training run in the form of a job that a scheduler can start."""
 
     name: str
     """Name of the job: letters, digits and hyphens, as in a DNS name."""
@@ -71,12 +71,13 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of all groups."""
+        """The number of nodes of all groups together."""
         return sum(group.nodes for group in self.groups)
 
     @property
     def needs_key(self) -> bool:
-        """Whether processes on several machines must prove that they belong to the run."""
+        """True if the job has several nodes, whose processes must prove to each other that they
+        belong to the run."""
         return self.nodes > 1
 
 
@@ -92,9 +93,9 @@ def job_of(
     restarts: int = 3,
     nodes: int | None = None,
 ) -> SchedulerJob:
-    """Return the scheduler job that starts ``run`` with the nodes and devices in ``plan``.
-    ``nodes`` is the number of nodes, and is used only for a recipe without pools. Raises
-    ConfigError if the ranks cannot be divided evenly among the nodes."""
+    """Return the scheduler job that starts a run on the nodes and devices of its plan. ``nodes`` is
+    used only for a recipe without pools of nodes. Raises ConfigError if the ranks cannot be divided
+    evenly among the nodes."""
     per_node = 1
     if plan.pools:
         groups, by = _of_pools(plan), "ray"
@@ -116,8 +117,8 @@ def job_of(
 
 
 def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
-    """Return the node groups of all pools that have processes, first the pool with the run's own
-    process."""
+    """Return a group of nodes for each pool that has processes. The first one contains the node of
+    the run's own process."""
     used: dict[str, set[int]] = {}
     for slot in plan.placement_slots:
         used.setdefault(slot.pool, set()).add(slot.node)
@@ -135,7 +136,8 @@ def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
 def _without_pools(
     run: Run, plan: ClusterResourcePlan, nodes: int, device: DeviceHardwareSpec
 ) -> tuple[NodeGroup, int]:
-    """The nodes of a recipe without pools, and the number of ranks on each."""
+    """Return the group of nodes for a recipe without pools, and the number of ranks on each
+    node."""
     counts = {part.role: part.count for part in plan.parts}
     ranks = counts.get("other ranks", 0) + 1
     if nodes > 1 and (run.compute.backend != "fsdp" or ranks % nodes):
@@ -222,8 +224,8 @@ if [ "$code" -eq 0 ]; then touch "$OUT.ended"; fi
 
 
 def node_script(job: SchedulerJob, *, is_in_cluster: bool = False) -> str:
-    """Return the text of ``node.sh``. With ``is_in_cluster``, the script runs in a Ray cluster that
-    already has its nodes."""
+    """Return the text of ``node.sh``, which each node runs. If ``is_in_cluster`` is true, the
+    script is for a Ray cluster that is already running."""
     about = f"Trains {job.name}."
     if job.nodes > 1 and not is_in_cluster:
         about = (

@@ -1,21 +1,21 @@
-"""A run in simulated time: groups begin when their staleness allows it, engines and a trainer work,
-and weights are published.
+"""A training run in simulated time: groups of rollouts begin when their staleness allows it,
+engines and a trainer work, and new weights are published.
 
     queue and rollouts (simulated_rollout.py) on engines ───────────────────────▶ a step's groups
           ▲                                       (simulated_engine.py)                 │
           └──────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────────────────┘
 
-Work is drawn from whole measured groups, by the group's number and the seed only, so that every
-setting has the same work. An evaluation takes its measured time; in an asynchronous run, rollouts
-continue meanwhile. Checkpoints are part of the time of publishing. Not here: failures and the
-network.
+Whole measured groups are drawn as work, by the number of the group and the seed only, so that every
+setting gets the same work. An evaluation takes its measured time; in an asynchronous run, rollouts
+continue meanwhile. Saving checkpoints is part of the time of publishing. Failures and the network
+are not simulated.
 
     choices(…, engines=[1, 2], staleness=[0, 1])    every combination of settings
     splits(8)                                       8 devices as 1 + 7, 2 + 6, …, 7 + 1 for engines
                                                     and trainer, or all 8 for both
 
-One engine or one trainer rank has a device to itself. On shared devices, engines pause while the
-trainer learns. Not included: the time to release and reload memory on shared devices.
+An engine or a trainer rank normally has a device to itself. On shared devices, engines pause while
+the trainer learns; the time to release and reload memory is not included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from ramify.progress import report_progress
 
 
 class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one simulation."""
+    """The settings of one simulation, such as the numbers of engines and trainer ranks and the
+    allowed staleness."""
 
     engines: int = 1
     slots: int = 128
@@ -80,7 +81,7 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_token_staleness(self) -> int:
-        """Return the maximum number of versions between sampling a token and learning from it."""
+        """The maximum number of weight versions between sampling a token and learning from it."""
         return self.staleness + self.grace_steps if self.staleness else 0
 
     def __post_init__(self) -> None:
@@ -102,8 +103,8 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted speed, load and staleness of a run with one setting. The first and the last
-    ``staleness + 1`` steps are excluded, because fewer groups are open then."""
+    """The predicted speed, load and staleness of a run with one setting. The first and the last few
+    steps are excluded, because fewer groups are in progress then."""
 
     setting: SimulationSetting
     steps: int
@@ -135,12 +136,12 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps_per_hour(self) -> float:
-        """Return the steps per hour, including the time of evaluations."""
+        """The number of steps per hour, including the time of evaluations."""
         return 3600 / (self.step_mean_s + self.evaluating_s)
 
 
 class _StepCounts(msgspec.Struct):
-    """Cumulative counts at the end of one step."""
+    """The cumulative counters of a simulation at the end of one step."""
 
     at_s: float
     evaluating_s: float
@@ -163,15 +164,15 @@ def simulate(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulationResult:
-    """Simulate ``steps`` steps with ``setting``. ``in_order``: use the groups in their measured
-    order instead of drawing them."""
+    """Simulate a number of training steps with one setting. Groups of rollouts are drawn at random
+    from the measured ones, or used in their measured order if ``in_order`` is true."""
     if steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
     return _Simulation(measured, setting, seed, in_order).run(steps)
 
 
 class _Simulation:
-    """State of one simulation."""
+    """The state of one simulation: its clock, engines, trainer and counters."""
 
     def __init__(
         self, measured: SimulationInputs, setting: SimulationSetting, seed: int, in_order: bool
@@ -212,7 +213,8 @@ class _Simulation:
         return self._result(around, steps)
 
     def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
-        """Return the rollouts of group ``number``, and whether it has no signal."""
+        """Draw the rollouts of a group, and whether all of them get the same reward, in which case
+        nothing can be learned from the group."""
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)
@@ -240,8 +242,8 @@ class _Simulation:
                 self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
-        """Spend ``seconds`` learning: on the engines' devices, on shared CPU cores, or on separate
-        devices."""
+        """Let the trainer learn for the given seconds, on the engines' devices, on shared CPU cores
+        or on separate devices, depending on the setting."""
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)
@@ -250,7 +252,7 @@ class _Simulation:
             yield from self._wait(seconds, self._setting.shared)
 
     def _wait(self, seconds: float, pauses_engines: bool) -> Generator[Event, Any, None]:
-        """Let ``seconds`` pass, optionally with the engines paused."""
+        """Let simulated time pass, with the engines paused if ``pauses_engines`` is true."""
         paused = self._engines if pauses_engines else []
         for engine in paused:
             engine.pause()
@@ -288,8 +290,8 @@ class _Simulation:
         )
 
     def _computed(self) -> float:
-        """Return the CPU seconds that rollouts have used so far. The CPU time of learning is not
-        included."""
+        """Return the CPU seconds that rollouts have used so far, without the CPU time of
+        learning."""
         cores = self._stage.cores
         if cores is None:
             return 0.0
@@ -328,7 +330,8 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least ``share`` of ``values`` do not exceed.
+    """Return a quantile of ``values``: the smallest one that is at least as large as a given share
+    of all of them.
 
     >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
     2.0
@@ -344,7 +347,7 @@ MOST_ROLLOUTS = 300_000
 
 
 class DeviceSplit(NamedTuple):
-    """Devices of engines and of trainer ranks."""
+    """One way to divide devices between inference engines and trainer ranks."""
 
     engines: int
     ranks: int
@@ -352,8 +355,9 @@ class DeviceSplit(NamedTuple):
 
 
 def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
-    """Return all ways to divide ``devices`` if an engine takes ``engine_devices``. Raises
-    ConfigError if there are too few."""
+    """Return all ways to divide a number of devices between engines and trainer ranks, if each
+    engine takes ``engine_devices`` of them. Raises ConfigError if there are too few for one engine.
+    """
     if devices < engine_devices or min(devices, engine_devices) < 1:
         raise ConfigError(
             f"{devices} devices have no room for an engine of {engine_devices}: give at least as "
@@ -376,8 +380,8 @@ def setting_combinations(
     straggler_factor: float | None = None,
     grace_steps: int | None = None,
 ) -> Iterator[SimulationSetting]:
-    """Yield every combination of the given values as a setting. A value that is empty or None is
-    taken from the measured run."""
+    """Yield every combination of the given values as a simulation setting. A value that is empty or
+    None is taken from the measured run."""
     sizes = measured.sizes
     for split, num_slots, most in itertools.product(
         device_splits, slots or [sizes.slots], staleness or [sizes.staleness]
@@ -411,8 +415,8 @@ def predict(
     steps: int = 20,
     seed: int = 0,
 ) -> list[SimulationResult]:
-    """Simulate each setting with the same work. Raises ConfigError if that would take more than
-    about an hour."""
+    """Simulate several settings with the same work, and return a result for each. Raises
+    ConfigError if that would take more than about an hour."""
     num = sum(each.items * each.group * (steps + 2 * each.staleness + 1) for each in settings)
     if num > MOST_ROLLOUTS:
         raise ConfigError(
@@ -429,8 +433,8 @@ def predict(
 
 
 def best(results: Sequence[SimulationResult]) -> SimulationResult:
-    """Return the result with the most steps per hour. Among those within one percent, prefer the
-    lowest staleness, then the fewest devices."""
+    """Return the result with the most steps per hour. Among results within one per cent of it, the
+    one with the lowest staleness wins, and then the one with the fewest devices."""
     most = max(each.steps_per_hour for each in results)
     near = [each for each in results if each.steps_per_hour >= 0.99 * most]
     return min(

@@ -1,15 +1,17 @@
-"""An engine in simulated time: slots, one pace for all sequences that decode, and prompts for which
-all of them wait.
+"""An inference engine in simulated time. It has a number of slots (concurrent sequences), all
+sequences decode at the same pace, and all of them wait while a prompt is read.
 
     request ──▶ waiting ── slot is free ──▶ prompt is read ──▶ decoding ──▶ event with its spans
                                             (others pause)
 
-All sequences of an engine get one token per step, and a step takes ``rate.step_s(sequences)``. A
-single number, the steps so far, therefore gives the progress of every sequence. It is updated when
-something changes. The next sequence to end is the one with the fewest steps at its end.
+All sequences of an engine get one token per step, and a step takes ``rate.step_s(sequences)``
+seconds. So a single number, the steps so far, gives the progress of every sequence; it is updated
+whenever something changes. The next sequence to end is the one with the smallest number of steps at
+its end.
 
-The number of prompt tokens to read is the measured one, or follows from the contents of the slots
-(``SimulatedCache``), which are those of the real slot table, over the token ids of a measured run:
+The number of prompt tokens to read is the measured one, or it follows from the contents of the
+slots. These are simulated by ``SimulatedCache``, which applies the slot table of the real engine to
+the token ids of a measured run:
 
     cache = SimulatedCache(slots=4, capacity=512)
     slot, read = cache.admit(prompt, "0.1")    the next turn of a call finds its own slot; a sibling
@@ -37,7 +39,7 @@ from ramify.inference.local.slots import SlotTable
 
 
 class _SlotRequest:
-    """The attributes of a request that ``SlotTable`` uses."""
+    """A stand-in for a request, with the attributes that the engine's ``SlotTable`` uses."""
 
     def __init__(self, ids: Ids, affinity: str) -> None:
         self.ids = ids
@@ -47,15 +49,16 @@ class _SlotRequest:
 
 
 class SimulatedCache:
-    """Slots of one engine."""
+    """The contents of an engine's slots, which determine how much of a prompt must be read
+    again."""
 
     def __init__(self, slots: int, capacity: int) -> None:
-        """``slots`` is the number of slots, and ``capacity`` is the number of tokens that fit into
-        one."""
+        """Create a cache with a number of slots, each of which holds up to ``capacity`` tokens."""
         self._slots = SlotTable(slots, max(capacity, 1))
 
     def admit(self, prompt: Ids, affinity: str) -> tuple[int, int] | None:
-        """Return (slot, number of tokens to read), or None if no slot is free."""
+        """Give a slot to a request, and return the slot with the number of prompt tokens that must
+        be read. Returns None if no slot is free."""
         request = _SlotRequest(prompt, affinity)
         admitted = self._slots.admit(cast("Any", request))
         if admitted is None:
@@ -65,14 +68,15 @@ class SimulatedCache:
         return slot, len(prompt) - request.num_reused
 
     def release(self, slot: int, ids: Ids) -> None:
-        """End the request in ``slot``. Its ``ids`` remain there; the last one is not computed."""
+        """End the request in a slot. Its token ids remain there for later requests, except for the
+        last one, which has not been computed."""
         slots = self._slots
         slots._tokens_SC[slot, : len(ids)] = ids
         slots.length_S[slot] = len(ids) - 1
         slots.release(slot)
 
     def forget(self) -> None:
-        """Discard all contents, because the weights have changed."""
+        """Discard the contents of all slots, because the weights have changed."""
         self._slots.forget()
 
 
@@ -81,7 +85,7 @@ Spans = list[tuple[int, float]]
 
 
 class SimulatedRequestIds(NamedTuple):
-    """Token ids of a request, if they are known."""
+    """The token ids of a simulated request, if the measured run recorded them."""
 
     ids: Ids
     """Ids of prompt and reply."""
@@ -90,7 +94,7 @@ class SimulatedRequestIds(NamedTuple):
 
 
 class _RunningSequence:
-    """One sequence that waits for a slot or decodes in one."""
+    """A sequence that waits for a slot of the engine or decodes in one."""
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class _RunningSequence:
 
 
 class SimulatedEngine:
-    """One engine that serves requests of rollouts."""
+    """An inference engine in simulated time, which answers the requests of rollouts."""
 
     def __init__(
         self,
@@ -127,8 +131,9 @@ class SimulatedEngine:
         cache: SimulatedCache | None = None,
         cache_tokens: int = 0,
     ) -> None:
-        """``cache`` models the contents of the slots, if they are the only cache. ``cache_tokens``
-        is the capacity of all slots together; 0: unlimited."""
+        """Create an engine with the given speed and number of slots. ``cache`` models the contents
+        of the slots, if they are the engine's only cache. ``cache_tokens`` is the capacity of all
+        slots together, where 0 means unlimited."""
         self.version = 0
         self.in_flight = 0
         """Number of requests that wait or run."""
@@ -162,7 +167,8 @@ class SimulatedEngine:
 
     @property
     def pace(self) -> float:
-        """Seconds of engine time that pass per second of simulated time."""
+        """The seconds of engine time that pass in one second of simulated time. It is below 1 if
+        the engine has to share CPU cores."""
         return self._pace
 
     @pace.setter
@@ -181,6 +187,9 @@ class SimulatedEngine:
         known: SimulatedRequestIds | None = None,
     ) -> Event:
         """Request a reply from the engine. Returns an event that occurs when the reply is complete.
+        ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
+        tokens are in no cache. The value of the event says how many tokens were sampled with which
+        version of the weights. ``cancel`` ends all requests with the same ``owner``.
 
         ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
         tokens are in no cache (all in tokens). The value of the event is a list of spans: how many
@@ -195,7 +204,7 @@ class SimulatedEngine:
         return done
 
     def cancel(self, owner: object) -> None:
-        """End all requests of ``owner`` at their current length."""
+        """End all requests of an owner (a rollout) at their current length."""
         self._catch_up()
         cancelled = [each for _, _, each in self._running if each.owner is owner]
         cancelled += [each for each in self._waiting if each.owner is owner]
@@ -207,7 +216,7 @@ class SimulatedEngine:
         self._reschedule()
 
     def pause(self) -> None:
-        """Stop until ``resume`` has been called as often as ``pause``."""
+        """Stop the engine until ``resume`` has been called as often as ``pause``."""
         self._catch_up()
         self._paused += 1
         self._reschedule()
@@ -218,8 +227,8 @@ class SimulatedEngine:
         self._reschedule()
 
     def take(self, version: int) -> None:
-        """Load new weights. Caches are lost, so running sequences are read again up to their
-        current length."""
+        """Load a new version of the weights. This invalidates all caches, so running sequences are
+        read again up to their current length."""
         self._catch_up()
         for _, _, each in self._running:
             self._record(each)
@@ -230,14 +239,14 @@ class SimulatedEngine:
         self._reschedule()
 
     def settle(self) -> None:
-        """Bring all counters up to the current time."""
+        """Bring all counters up to the current simulated time."""
         self._catch_up()
         self._reschedule()
 
     # --- time -------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Account for the time since the last change."""
+        """Account for the time that has passed since the last change."""
         passed, self._at = self._env.now - self._at, self._env.now
         if self._paused or not self._running or passed <= 0:
             return
@@ -249,7 +258,8 @@ class SimulatedEngine:
         self._steps += (own_s - read_s) / self._rate.step_s(len(self._running))
 
     def _reschedule(self) -> None:
-        """Fill free slots, and schedule a wake-up for when the next sequence ends."""
+        """Fill free slots with waiting requests, and schedule a wake-up for the time when the next
+        sequence ends."""
         while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
@@ -262,7 +272,7 @@ class SimulatedEngine:
         self._ring()
 
     def _room(self) -> int:
-        """Return the number of slots that fit the cache. All slots have the length of the longest
+        """Return how many slots fit into the cache. All slots have the length of the longest
         sequence, running or next, rounded up to a power of two."""
         if not self._cache_tokens:
             return self._slots
@@ -273,7 +283,8 @@ class SimulatedEngine:
         )
 
     def _ring(self) -> None:
-        """Schedule a wake-up for when the next sequence ends."""
+        """Schedule a wake-up for the time when the next sequence ends. Earlier wake-ups become
+        invalid."""
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:
             left = max(self._running[0][0] - self._steps, 0.0)
@@ -286,7 +297,8 @@ class SimulatedEngine:
         self._debt_s += self._rate.prompt_token_s * tokens
 
     def _to_read(self, each: _RunningSequence) -> int:
-        """Return the number of prompt tokens to compute for a sequence that has just got a slot."""
+        """Return how many prompt tokens must be computed for a sequence that has just got a
+        slot."""
         if self._cache is None or each.known is None:
             return each.new
         admitted = self._cache.admit(each.known.ids[: each.context], each.known.affinity)
@@ -315,7 +327,7 @@ class SimulatedEngine:
         each.done.succeed(each.spans)
 
     def _record(self, each: _RunningSequence) -> None:
-        """Record which weights sampled the tokens since the last record."""
+        """Record which version of the weights sampled the tokens since the last record."""
         if each.begun is None:
             return
         tokens = min(self._steps - each.begun, each.sampled) - each.num_recorded
@@ -325,9 +337,9 @@ class SimulatedEngine:
 
 
 def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """Choose the engine for a new rollout: the one with the fewest requests in flight. If several
-    have equally few, choose the one that was given the fewest rollouts, as
-    ``inference/http/fleet.py`` does."""
+    """Choose the engine for a new rollout: the one with the fewest requests in flight and, among
+    equals, the one that was given the fewest rollouts. The real choice in
+    ``inference/http/fleet.py`` is the same."""
     engine = min(engines, key=lambda each: (each.in_flight, each.trees))
     engine.trees += 1
     return engine

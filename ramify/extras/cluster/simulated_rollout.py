@@ -1,22 +1,22 @@
-"""A rollout in simulated time: its calls in order, on engines, in sessions and in the host; and
-the queue of groups.
+"""A rollout in simulated time, whose calls run on engines, in sessions and on the host's CPU cores,
+and the queue of groups of rollouts from which the trainer takes its steps.
 
     call:  request ──▶ host_s ──▶ cell ──▶ wave of concurrent calls ──▶ next wave … ──▶ next request
 
-All calls of a tree go to one engine. A call that waits for its children holds neither a slot nor a
-connection. If CPU cores are shared, requests use the event loop, and cells and host time use cores.
-Otherwise both take their measured time.
+All calls of a rollout use the same engine. A call that waits for its children occupies neither a
+slot nor a connection. If CPU cores are shared, requests use the event loop, and cells and host time
+use cores; otherwise both take their measured time.
 
     sessions      ── one process each; a session computes whenever it has a core
     the process   ── event loop ┐ one Python interpreter: only one computes at a time,
                      engine     ┘ and they take turns if both want to
 
 If n processes want a core and there are C cores, each runs at a pace of min(1, C / n). All paces
-change whenever a process begins or ends. Not here: the amount of work, which is given in CPU
-seconds (see simulation_inputs.py); and caches, memory bandwidth and turbo clocks.
+change whenever a process begins or ends. The amount of work is given in CPU seconds (see
+``simulation_inputs.py``). Caches, memory bandwidth and turbo clocks are not simulated.
 
-The queue has the rules of the real one (``train/rollouts/group_queue.py``); a test checks that
-both make the same decisions. Not here: the time of learning (see ``simulate.py``).
+The queue has the same rules as the real one (``train/rollouts/group_queue.py``), and a test checks
+that both make the same decisions. The time of learning is part of ``simulate.py``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from ramify.train.rollouts.group_queue import RolloutAdmissionOptions, room, suf
 
 
 class SimulatedCores:
-    """The ``num`` CPU cores of the trainer's host, and the work that shares them."""
+    """The CPU cores of the trainer's host, shared by sessions, the event loop and possibly an
+    engine."""
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
-        """``engine`` is the engine in the trainer's process; None if engines have their own
-        devices."""
+        """Create ``num`` cores. ``engine`` is the engine in the trainer's process, which uses them
+        too, or None if the engines have separate devices."""
         self._env = env
         self._num = num
         self._engine = engine
@@ -70,7 +71,8 @@ class SimulatedCores:
             engine.on_wants_changed = self.settle
 
     def session(self, seconds: float) -> Event:
-        """Compute for ``seconds`` of CPU time in a separate process."""
+        """Compute in a separate process. Returns an event that occurs when ``seconds`` of CPU time
+        have been used."""
         done = self._env.event()
         self._catch_up()
         heapq.heappush(self._sessions, (self._done_s + seconds, next(self._ids), done))
@@ -78,7 +80,8 @@ class SimulatedCores:
         return done
 
     def loop(self, seconds: float) -> Event:
-        """Compute for ``seconds`` of CPU time in the event loop, after the work already queued."""
+        """Compute in the event loop, after the work that is already queued there. Returns an event
+        that occurs when ``seconds`` of CPU time have been used."""
         done = self._env.event()
         self._catch_up()
         self._loop.append((seconds, done))
@@ -86,8 +89,8 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Bring all counters up to date, and divide the cores again, in case the engine now needs a
-        core or no longer does."""
+        """Bring all counters up to date and divide the cores again, because the engine may have
+        begun or stopped to need one."""
         self._catch_up()
         self._reschedule()
 
@@ -102,7 +105,8 @@ class SimulatedCores:
             self._loop[0] = (left - passed * self._loop_pace, done)
 
     def _reschedule(self) -> None:
-        """Set the pace of all work, and schedule a wake-up for when the first of it ends."""
+        """Set the pace of all work, and schedule a wake-up for the time when the first piece of it
+        ends."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
         wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
         self._pace = min(1.0, self._num / wanting) if wanting else 0.0
@@ -137,7 +141,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class SimulatedRollout:
-    """One rollout from its request to its end."""
+    """A rollout in the simulation, from its request to its end."""
 
     def __init__(self, rollout: RolloutWorkload, over: Event) -> None:
         self.rollout = rollout
@@ -152,7 +156,7 @@ class SimulatedRollout:
         self.spans: Spans = []
 
     def give_up(self) -> None:
-        """Let its group continue without it, and cancel its requests."""
+        """Give up this rollout, so that its group continues without it, and cancel its requests."""
         self.is_given_up = True
         if self.engine is not None:
             self.engine.cancel(self)
@@ -160,7 +164,8 @@ class SimulatedRollout:
 
 
 class TrainerHostCpuUse(msgspec.Struct, frozen=True):
-    """CPU use of the trainer's machine other than engine and learning."""
+    """How rollouts use the CPU of the trainer's machine, apart from the engine and from
+    learning."""
 
     cores: int
     request_s: float
@@ -170,7 +175,7 @@ class TrainerHostCpuUse(msgspec.Struct, frozen=True):
 
 
 class RolloutSimulator:
-    """Runs rollouts on engines and CPU cores."""
+    """Runs rollouts on simulated engines and CPU cores."""
 
     def __init__(
         self,
@@ -183,9 +188,9 @@ class RolloutSimulator:
         *,
         embedded: bool = False,
     ) -> None:
-        """``at_once`` limits concurrent rollouts, and ``on_wire`` the concurrent requests of all of
-        them. ``host`` describes the shared CPU cores, which the first engine uses too if it is
-        ``embedded``."""
+        """Create a simulator in which at most ``at_once`` rollouts run concurrently, with at most
+        ``on_wire`` concurrent requests. ``host`` describes the shared CPU cores, which the first
+        engine uses too if ``embedded`` is true."""
         self.env = env
         self.engines = engines
         self.cores = (
@@ -199,7 +204,7 @@ class RolloutSimulator:
         self._wire = Resource(env, on_wire)
 
     def play(self, attempt: SimulatedRollout) -> Process:
-        """Wait for a place and run the rollout to its end."""
+        """Wait until the rollout may begin, and run it to its end."""
         with self._room.request() as place:
             yield place
             attempt.began_at = self.env.now
@@ -213,7 +218,8 @@ class RolloutSimulator:
             attempt.over.succeed()
 
     def session(self, seconds: float) -> Event:
-        """Spend the time that a session was measured to take."""
+        """Spend the time that a session took in the measured run, of which only a part was
+        computing if cores are shared."""
         if self.cores is None or self._host is None:
             return self.env.timeout(seconds)
         return self.cores.session(seconds * self._host.session_share)
@@ -276,15 +282,15 @@ Draw = Callable[[int], tuple[Sequence[RolloutWorkload], bool]]
 
 
 class StragglerOptions(RolloutAdmissionOptions, Protocol):
-    """The options that the simulated queue of groups reads, of a ``simulate.SimulationSetting``:
-    those that admit groups, and when a slow rollout counts as a straggler."""
+    """The options that the simulated queue reads: how many groups may be in progress, and when a
+    slow rollout counts as a straggler."""
 
     @property
     def straggler_factor(self) -> float: ...
 
 
 class SimulatedGroup:
-    """A group that has begun and has not been taken by a step."""
+    """A group of rollouts that has begun and has not yet been used by a training step."""
 
     def __init__(
         self, number: int, attempts: Sequence[SimulatedRollout], has_no_signal: bool
@@ -302,7 +308,7 @@ class SimulatedGroup:
 
 
 class SimulatedGroupSchedule:
-    """Groups of one run of ``num_steps`` steps."""
+    """The queue of groups of rollouts in a run of a given number of steps."""
 
     def __init__(
         self,
@@ -325,7 +331,7 @@ class SimulatedGroupSchedule:
         self._news = env.event()
 
     def take(self, step: int) -> Generator[Event, Any, list[SimulatedGroup]]:
-        """Wait for and return the groups of step ``step``."""
+        """Wait until there are enough groups for a training step, and return them."""
         self._at(step)
         while True:
             self._note_begun()
@@ -340,7 +346,7 @@ class SimulatedGroupSchedule:
             )
 
     def newer(self, step: int) -> None:
-        """Handle the weights of step ``step``: more groups may begin."""
+        """Handle the arrival of new weights, after which more groups may begin."""
         if self._rules.max_staleness:
             self._at(step)
             self._begin()
@@ -385,7 +391,7 @@ class SimulatedGroupSchedule:
 
     def _give_up_slow_ones(self) -> float | None:
         """Give up the rollouts that alone hold up the step. If there are none, return the seconds
-        until there may be."""
+        after which there may be some, or None if only the end of another group can change that."""
         straggler_factor = self._rules.straggler_factor
         if not straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
@@ -404,7 +410,8 @@ class SimulatedGroupSchedule:
         return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
 
     def _take_groups(self) -> list[SimulatedGroup]:
-        """Remove and return the groups of a step; those with signal come first."""
+        """Remove the groups of a step from the queue and return them. Groups from which something
+        can be learned come first; groups whose rewards are all equal fill the rest."""
         rules = self._rules
         whole = self._whole()
         zero_variance = [group for group in whole if group.has_no_signal]

@@ -1,4 +1,4 @@
-"""Measurements of a finished run, read from its folder, as the inputs of a simulation.
+"""The inputs of a simulation: measurements of a finished run, read from its folder.
 
     OUT/rollouts/step-*.jsonl     whole call trees by group: the workload of a rollout; requests
                                   with their seconds: the engine's rate
@@ -7,9 +7,9 @@
                                   and sessions, if they share cores
     OUT/checkpoints/*/state.json  sizes of the run: items, group, concurrency, slots, ranks
 
-Measurements are drawn again rather than averaged. Groups are drawn whole, so that long items stay
-long in all of their rollouts and the calls of a tree stay together. The time of learning is the
-value on the fitted line times one of the measured deviations.
+Measurements are drawn at random rather than averaged. Groups are drawn whole, so that long items
+are long in all of their rollouts and the calls of a rollout stay together. The time of learning is
+the value on the fitted line, times one of the measured deviations from it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ CPU_CACHE_BYTES = 2 << 30
 
 
 class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and settings of the measured run: the setting from which a simulation starts."""
+    """The sizes and settings of the measured run, which a simulation uses unless it is given
+    others."""
 
     items: int
     group: int
@@ -69,7 +70,8 @@ class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationInputs(msgspec.Struct, kw_only=True):
-    """Measurements from which a simulation draws."""
+    """The measurements of a run from which a simulation draws: rollouts, the speed of an engine,
+    and the times of learning and publishing."""
 
     groups: list[list[RolloutWorkload]]
     rate: EngineRate
@@ -99,16 +101,16 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     """Measured seconds of each step, without evaluations."""
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutWorkload]:
-        """Return ``num`` rollouts of one measured group. ``of`` is the index of the group; None
-        draws a group at random. If the group has too few rollouts, some are repeated."""
+        """Return ``num`` rollouts of one measured group, given its index, or of a random group if
+        the index ``of`` is None. If the group has too few rollouts, some are repeated."""
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(rollouts):
             return draw.sample(rollouts, num)
         return [*rollouts, *draw.choices(rollouts, k=num - len(rollouts))]
 
     def learn(self, draw: random.Random, tokens: int, ranks: int) -> tuple[float, float]:
-        """Return how many seconds one step spends on learning from ``tokens`` tokens with ``ranks``
-        ranks, and how many on publishing the weights."""
+        """Return how many seconds one step spends on learning from a number of tokens with a number
+        of trainer ranks, and how many on publishing the weights."""
         times = ranks / self.sizes.ranks
         faster = times * self.scaling ** math.log2(times) if times > 1 else times
         learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(
@@ -118,20 +120,21 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     @property
     def longest(self) -> int:
-        """Return the length of the longest sequence in tokens."""
+        """The length of the longest sequence in tokens, including prompt and reply."""
         rollouts = (rollout for group in self.groups for rollout in group)
         turns = (turn for rollout in rollouts for call in rollout.calls() for turn in call.turns)
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def prepare(self, draw: random.Random) -> float:
-        """Draw the seconds between a step's rollouts and its learning."""
+        """Draw the seconds between the end of a step's rollouts and the beginning of its
+        learning."""
         return draw.choice(self.prepare_s)
 
 
 def measured(
     run: Path, *, last: int | None = None, rate: EngineRate | None = None, scaling: float = 1.0
 ) -> SimulationInputs:
-    """Read the measurements of the run in folder ``run``.
+    """Read the measurements of a finished run from its folder, as the inputs of a simulation.
 
     Args:
         run: The ``--out`` of ``ramify train``.
@@ -139,7 +142,8 @@ def measured(
         rate: Rate of the engine, if it was measured in another way.
         scaling: See ``SimulationInputs.scaling``.
 
-    Raises ConfigError that says what to do if the folder does not contain enough."""
+    If the folder does not contain enough, raises ConfigError that says what to do.
+    """
     if not run.is_dir():
         raise ConfigError(f"{run} is not a run's folder: give the --out of ramify train")
     if not 0 < scaling <= 1:
@@ -225,7 +229,7 @@ def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_f
 
 
 def _saved(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
-    """Yield (step, its trajectories) for each step with saved rollouts."""
+    """Yield the number and the trajectories of each step whose rollouts were saved."""
     decoder = msgspec.json.Decoder(Trajectory)
     for path in sorted((run / "rollouts").glob("step-*.jsonl")):
         try:
@@ -236,7 +240,8 @@ def _saved(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
 
 
 def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Group trajectories by their names, ``…/rollout=3``, or by item if they have none."""
+    """Group trajectories by the names of their runs, which end with ``/rollout=N``, or by item if
+    they have no such names."""
     groups: dict[str, list[Trajectory]] = defaultdict(list)
     for tree in trees:
         name, is_named, _ = tree.id.rpartition("/rollout=")
@@ -245,8 +250,8 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> MeasuredRunSettings:
-    """Return the sizes from the run's configuration. Sizes that its checkpoint lacks are
-    counted."""
+    """Return the sizes and settings from the run's configuration. Sizes that are missing there are
+    counted in the saved rollouts."""
     checkpoint = CheckpointStore(run).latest()
     config: dict[str, Any] = read_state(checkpoint).config if checkpoint is not None else {}
     rl, policy = config.get("rl") or {}, config.get("policy") or {}
@@ -278,8 +283,8 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Measur
 
 
 def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
-    """Return the capacity in tokens of an embedded engine's cache; 0 if its size or the model's is
-    unknown."""
+    """Return how many tokens fit into the cache of an engine in the trainer's process, or 0 if the
+    size of the cache or of the model is unknown."""
     num_bytes = policy.get("cache_bytes") or (
         CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0
     )
@@ -297,15 +302,16 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 
 def _rate(trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float) -> EngineRate:
-    """Fit the engine's rate to the recorded requests. Discarded rollouts ran at the same time but
-    are not recorded; ``hidden`` accounts for them."""
+    """Fit the engine's speed to the recorded requests. Discarded rollouts ran at the same time but
+    were not recorded; ``hidden``, the number of rollouts for each recorded one, accounts for them.
+    """
     requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
 def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
-    """Fit the speed of the embedded engine to the CPU time that its steps used. Returns None if no
-    steps were recorded."""
+    """Fit the speed of an engine in the trainer's process to the CPU time that its steps used.
+    Returns None if no steps were recorded."""
     paces = [pace for each in spent for pace in each.engine]
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
     rows = [
@@ -326,9 +332,9 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
 def _host(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
 ) -> TrainerHostCpuUse | None:
-    """Measure what rollouts cost the CPUs of the trainer's host: the event loop's CPU time per
-    request, and the share of their working time that sessions compute. None if the engine recorded
-    no CPU time."""
+    """Measure how rollouts use the CPU of the trainer's host: the event loop's CPU time per
+    request, and the share of their working time in which sessions compute. Returns None if the
+    engine recorded no CPU time."""
     if not spent or not any(each.engine for each in spent):
         return None
     calls = [call for rollout in rollouts for call in rollout.calls()]
@@ -345,14 +351,16 @@ def _host(
 
 
 def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
-    """Yield each root call with the time at which it began."""
+    """Yield each root call of a rollout with the time at which it began."""
     begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
     for root, started_s in zip(shape_of(tree).roots, begins, strict=True):
         yield root, tree.started_at + started_s
 
 
 def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Return the requests of a call and its descendants, and the time at which the call ended.
+    """Return the requests of a call and its descendants, and the time at which the call ended, if
+    it begins at ``at_s``. Requests are timed by their order alone: turns and waves of concurrent
+    calls follow each other without gaps, and the calls of a wave begin together.
 
     ``at_s`` is the time at which the call began. Requests are timed by their order alone: turns and
     waves follow each other without gaps, and the calls of a wave begin together.
@@ -371,9 +379,10 @@ def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], f
 
 
 def _zero_variance(run: Path, otherwise: float) -> float:
-    """Return the share of groups without signal, from 0 to 1. Groups that were lost or skipped do
-    not count. ``otherwise`` is a rough estimate of the share: it is returned if the run has no
-    record of its groups, and if it is 0, the result is 0."""
+    """Return the share of groups, from 0 to 1, in which all rollouts got the same reward, so that
+    nothing can be learned from them. Groups that were lost or skipped do not count. ``otherwise``
+    is a rough estimate of the share: it is returned if the run has no record of its groups, and if
+    it is 0, the result is 0."""
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
@@ -395,8 +404,8 @@ def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, f
 
 
 def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
-    """Return for each step the seconds since the end of the step before it, without evaluations. A
-    step is left out if the step before it was not logged."""
+    """Return, for each step, the seconds since the end of the step before it, without evaluations.
+    A step is left out if the one before it was not logged."""
     seconds: dict[int, float] = {}
     before: metric_file.StepMetrics | None = None
     between_s = 0.0
@@ -411,7 +420,7 @@ def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
 
 
 def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
-    """Return the mean seconds of an evaluation between steps."""
+    """Return the mean seconds that an evaluation between two steps takes."""
     first = min(each.step for each in lines if "learn_s" in each.values)
     last = max(each.step for each in lines if "learn_s" in each.values)
     between = [each for each in lines if first <= each.step < last] or lines
@@ -422,8 +431,8 @@ def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
 def _publishing(
     done: dict[int, metric_file.StepMetrics], step_seconds: dict[int, float]
 ) -> list[float]:
-    """Return the seconds of each step in which the trainer neither waited for rollouts nor
-    learned."""
+    """Return the seconds of each step in which the trainer neither waited for rollouts nor learned,
+    which is mainly the time to publish weights."""
     remaining = [
         step_seconds[step] - done[step].values["work_s"] - done[step].values["learn_s"]
         for step in step_seconds
@@ -437,7 +446,8 @@ def _preparing(
     steps: Sequence[int],
     sizes: MeasuredRunSettings,
 ) -> list[float]:
-    """Return the seconds of each synchronous step's work apart from its rollouts."""
+    """Return how much longer than its rollouts the work of each step took, if the run was
+    synchronous. An asynchronous run yields a single 0."""
     if sizes.staleness:
         return [0.0]
     seconds = []

@@ -1,4 +1,5 @@
-"""Seconds of each part of a step, from the speeds of named devices or from a run's measurements.
+"""Estimates of the time of each part of a training step, from the speeds of known devices or from
+the measurements of a run.
 
     sampling    prompts read and tokens sampled, by all engines together
     learning    the passes of the trainer, by all ranks together
@@ -7,13 +8,13 @@
     step = sampling + learning + sync                    max_staleness = 0: sequential
     step = max(sampling, learning) + sync                otherwise: concurrent
 
-A token costs, in a forward pass, 2 FLOP per weight that multiplies it and 4 per pair of tokens and
+In a forward pass, a token costs 2 FLOP per weight that multiplies it, and 4 per pair of tokens and
 element of the heads. A backward pass costs twice that, and recomputation of layers costs another
 forward pass. Sampling reads all weights, and the cache of all slots, for every token. The tokens of
 a step are measured, or assumed and reported as such (``StepTokens.assumed``).
 
-Not here: waiting for the slowest rollout of a step, for tools and for other models (see
-``simulate.py``, ``ramify cluster simulate``).
+Waiting for the slowest rollout of a step, for tools and for other models is not included; it is
+simulated by ``ramify cluster simulate`` (``simulate.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LINK_GB_PER_S = 10.0
 
 
 class MeasuredSpeeds(msgspec.Struct, frozen=True):
-    """Speeds of a measured run."""
+    """The speeds of a measured run: tokens per second of each trainer rank and of each engine."""
 
     tokens: StepTokens
     learnt_per_s: float
@@ -51,7 +52,7 @@ class MeasuredSpeeds(msgspec.Struct, frozen=True):
 
 
 class StepSeconds(msgspec.Struct, frozen=True):
-    """Seconds of the parts of one step."""
+    """The estimated seconds of the parts of one training step, with the origin of each number."""
 
     sampling: float
     learning: float
@@ -62,8 +63,8 @@ class StepSeconds(msgspec.Struct, frozen=True):
 
 
 def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
-    """Return the speeds of a run's reinforcement learning with ``ranks`` ranks and ``engines``
-    engines. The first step is excluded. Raises ConfigError without measured steps."""
+    """Read the speeds of a finished run from its metrics, given its numbers of trainer ranks and
+    engines. The first step is excluded. Raises ConfigError if no step was measured."""
     rows = [
         row.values
         for row in read_metrics(folder)
@@ -112,8 +113,8 @@ def seconds(
     link_gb_per_s: float = LINK_GB_PER_S,
     from_run: MeasuredSpeeds | None = None,
 ) -> StepSeconds:
-    """Estimate how many seconds one step of reinforcement learning takes. ``devices`` is the device
-    of the trainer, then the device of the engines."""
+    """Estimate how many seconds one step of reinforcement learning takes. ``devices`` contains the
+    device of the trainer and then the device of the engines."""
     trainer, engine = devices
     if from_run is not None:
         learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0

@@ -1,8 +1,9 @@
-"""The work of one step: its tokens, and the floating-point operations that each of them costs.
+"""The amount of work in one training step: its tokens, and the floating-point operations that each
+of them costs.
 
-A token costs, in a forward pass, 2 FLOP per weight that multiplies it and 4 per pair of tokens and
+In a forward pass, a token costs 2 FLOP per weight that multiplies it, and 4 per pair of tokens and
 element of the heads. A backward pass costs twice that, and recomputation of layers costs another
-forward pass. Not here: how long the work takes (``step_time_estimate.py``, ``meshes.py``).
+forward pass. How long the work takes is estimated in ``step_time_estimate.py`` and ``meshes.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ramify.train.config import Run
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """Tokens of one step, over all rollouts."""
+    """The numbers of prompt tokens and sampled tokens in one training step, over all rollouts."""
 
     sampled: float
     given: float
@@ -34,8 +35,9 @@ class StepTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokens:
-        """Assume half of the turns that a rollout may take, each with half of the longest reply and
-        a prompt of the same size, within the window."""
+        """Guess the tokens of a step before a run. Each rollout is assumed to take half of the
+        turns that it may take. In each of them, the reply has half of the maximum length, limited
+        by the window, and the prompt is as long as the reply."""
         rl = run.rl
         if rl is None:
             return cls(0, 0, 0, "no reinforcement learning")
@@ -50,14 +52,15 @@ class StepTokens(msgspec.Struct, frozen=True):
 
 
 def num_passes(run: Run) -> float:
-    """Return the compute of a step, in forward passes over its tokens. Training takes three: the
-    forward pass, and the backward pass, which costs as much as two. Recomputed activations and
-    additional log-probabilities take more."""
+    """Return the compute of a training step, in units of forward passes over its tokens. Training
+    takes three: the forward pass, and the backward pass, which costs as much as two. Recomputed
+    activations and additional log-probabilities take more."""
     return 3.0 + run.compute.recompute + _more_passes(run)
 
 
 def _more_passes(run: Run) -> int:
-    """Return the number of additional forward passes for reference and old log-probabilities."""
+    """Return the number of additional forward passes for the log-probabilities of the reference
+    model and of the policy before the update."""
     if run.rl is None:
         return 0
     streams = needs_of(run.rl.algorithm).streams
@@ -66,5 +69,5 @@ def _more_passes(run: Run) -> int:
 
 def forward_flop_per_token(shape: ModelShape, length: float) -> float:
     """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
-    precede it on average."""
+    precede the token on average."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -1,10 +1,10 @@
-"""The provider ``daytona``: every session runs in a separate Daytona sandbox, over a terminal
-session's websocket.
+"""The provider ``daytona``: every session runs in a separate Daytona sandbox, and its bytes pass
+through the websocket of a terminal session.
 
-Decides which sandbox is created (no network, deleted when it stops). It uses a terminal because
-that is the only two-way stream of the SDK: for a session command, each input is a separate request,
-and the output is a log to follow. The terminal is set to raw mode, and bytes are sent as base64.
-Not tested against the real service: its double in the tests has the SDK's names and signatures.
+The sandbox has no network and is deleted when it stops. A terminal is used because it is the only
+two-way stream of the SDK: for a session command, each input is a separate request, and the output
+is a log to follow. The terminal is set to raw mode, and bytes are sent as base64. This provider has
+not been tested against the real service, but against a double with the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SDK = sdk.Sdk(
 
 
 class DaytonaSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the provider ``daytona``.
+    """The configuration of the provider ``daytona``, which runs sessions in Daytona sandboxes.
 
     Example:
         DaytonaSpec(image="python:3.12-slim")
@@ -51,7 +51,8 @@ class DaytonaSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class DaytonaService:
-    """Starts Daytona sandboxes. Implements ``remote.SandboxService``."""
+    """Creates Daytona sandboxes and starts a command in each. Implements
+    ``remote.SandboxService``."""
 
     name = "daytona"
     carries: Carries = "terminal"
@@ -77,10 +78,10 @@ class DaytonaService:
         return DaytonaStream(client, box, terminal, inbox)
 
     async def _create(self) -> Any:
-        """Create and start a sandbox.
+        """Create and start a sandbox, and delete it if that fails.
 
-        The SDK's ``create`` also waits for the start. If the start fails, the sandbox exists and is
-        deleted by its name.
+        The SDK's ``create`` also waits for the start. If the start fails, the sandbox exists
+        already and is deleted by its name.
         """
         client = self._client
         name = f"ramify-{uuid.uuid4().hex[:12]}"
@@ -116,7 +117,8 @@ class DaytonaService:
 
 
 class DaytonaStream:
-    """Terminal of one sandbox. Implements ``remote.ByteStream``."""
+    """The two-way byte stream over the terminal of one sandbox. Implements
+    ``remote.ByteStream``."""
 
     def __init__(self, client: Any, box: Any, terminal: Any, inbox: SdkCallbackQueue) -> None:
         self._client = client
@@ -138,7 +140,8 @@ class DaytonaStream:
 
 
 def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Return a sandbox that opens sessions at Daytona. ``base.open_sandbox`` calls this function.
+    Raises SandboxError if the SDK or the key is missing."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     return RemoteSandbox(spec, DaytonaService(daytona, spec))

@@ -1,9 +1,9 @@
-"""The provider ``e2b``: every session runs in a separate E2B sandbox, over a background command's
-input and output.
+"""The provider ``e2b``: every session runs in a separate E2B sandbox, and its bytes pass through
+the input and output of a background command.
 
-Decides which sandbox is created: without internet access, and with a limited lifetime. The SDK
-returns output as text, so the guest's bytes are sent as base64. Not tested against the real
-service: its double in the tests has the SDK's names and signatures.
+The sandbox has no internet access and a limited lifetime. The SDK returns output as text, so bytes
+are sent as base64. This provider has not been tested against the real service, but against a double
+with the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SDK = sdk.Sdk(
 
 
 class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the provider ``e2b``.
+    """The configuration of the provider ``e2b``, which runs sessions in E2B sandboxes.
 
     Example:
         E2BSpec(image="my-template")
@@ -48,7 +48,7 @@ class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class E2BService:
-    """Starts E2B sandboxes. Implements ``remote.SandboxService``."""
+    """Creates E2B sandboxes and starts a command in each. Implements ``remote.SandboxService``."""
 
     name = "e2b"
     carries: Carries = "text"
@@ -83,7 +83,8 @@ class E2BService:
 
 
 class E2BStream:
-    """Input and output of a background command. Implements ``remote.ByteStream``."""
+    """The two-way byte stream over the input and output of a background command. Implements
+    ``remote.ByteStream``."""
 
     def __init__(self, box: Any, handle: Any, inbox: SdkCallbackQueue) -> None:
         self._box = box
@@ -100,7 +101,8 @@ class E2BStream:
 
 
 def open_provider(spec: E2BSpec) -> RemoteSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Return a sandbox that opens sessions at E2B. ``base.open_sandbox`` calls this function.
+    Raises SandboxError if the SDK or the key is missing."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
     return RemoteSandbox(spec, E2BService(e2b, spec))

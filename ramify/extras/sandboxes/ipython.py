@@ -1,9 +1,9 @@
-"""The provider ``ipython``: process sessions whose cells run in a real IPython.
+"""The provider ``ipython``: sessions in separate processes whose cells run in a real IPython.
 
-For users who know their notebook: ``%timeit``, ``!command``, ``Out[3]``, ``obj?``. IPython is
-loaded ahead of time and set up in every session. Not here: how it is set up (see
-``ipython_cells.py``, which runs in the session) and everything else about a session (see
-``sandbox/providers/process.py``).
+It is meant for users who know IPython from notebooks, with ``%timeit``, ``!command``, ``Out[3]``
+and ``obj?``. IPython is imported ahead of time and set up in every session by ``ipython_cells.py``,
+which runs there. Everything else about a session is the same as in
+``sandbox/providers/process.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOADED = ("IPython", "IPython.core.interactiveshell")
 
 
 class IPythonSandbox:
-    """Sandbox whose cells run in IPython. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions run cells in IPython. Implements ``base.Sandbox``."""
 
     warning: str | None = WARNING
 
@@ -57,5 +57,6 @@ class IPythonSandbox:
 
 
 def open_provider(spec: SandboxSpec) -> IPythonSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Return a sandbox whose sessions run IPython. ``base.open_sandbox`` calls this function.
+    Raises SandboxError if IPython is not installed."""
     return IPythonSandbox(spec)

@@ -1,9 +1,9 @@
-"""Runs inside a session of the provider ``ipython``: passes its cells to IPython.
+"""The code inside a session of the provider ``ipython`` that passes its cells to IPython.
 
-Decides what stays with the session (where output goes, how errors and echoes are shown, which names
-are reserved) and what IPython handles: magics, ``!commands``, ``In`` and ``Out``, ``_`` and ``__``,
-``obj?``, and a trailing ``;`` that suppresses the echo. Installed as a module of the guest; needs
-only IPython and the guest.
+The session still decides where output goes, how errors and the value of the last expression are
+shown, and which names are reserved. IPython handles magics, ``!commands``, ``In`` and ``Out``,
+``_`` and ``__``, ``obj?``, and a trailing ``;`` that suppresses the value. This file is installed
+as a module in the session and needs only IPython and the session's own code.
 """
 
 # mypy: disable-error-code="misc, attr-defined, no-untyped-call, import-not-found, import-untyped"
@@ -32,7 +32,7 @@ else:
 
 
 class CellNamingCompiler(compilerop.CachingCompiler):
-    """Compiler that names code as the guest does, so that tracebacks look the same."""
+    """A compiler that names cells as other sessions do, so that tracebacks look the same."""
 
     name = "<cell>"
 
@@ -41,7 +41,8 @@ class CellNamingCompiler(compilerop.CachingCompiler):
 
 
 class CellDisplayHook(DisplayHook):
-    """Display hook that keeps the echo for the guest and prints nothing."""
+    """A display hook that keeps the value of a cell's last expression for the session and prints
+    nothing."""
 
     text: str | None = None
 
@@ -60,14 +61,14 @@ class CellDisplayHook(DisplayHook):
 
 
 class HeadlessIPythonShell(interactiveshell.InteractiveShell):
-    """IPython shell without a terminal, a history on disk, or a profile."""
+    """An IPython shell without a terminal, a history on disk, or a profile."""
 
     displayhook_class = CellDisplayHook
     compiler_class = CellNamingCompiler
     system = interactiveshell.InteractiveShell.system_raw
 
     def showtraceback(self, *args: Any, **options: Any) -> None:
-        """Do nothing: the guest shows errors."""
+        """Do nothing, because the session shows errors itself."""
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
         pass
@@ -93,14 +94,15 @@ def make_shell() -> HeadlessIPythonShell:
 
 
 def bind_exits() -> None:
-    """Bind ``exit`` and ``quit`` again: IPython hides the builtins with its own, which need a
-    terminal."""
+    """Bind ``exit`` and ``quit`` to Python's builtins again. IPython replaces them by versions that
+    need a terminal."""
     for name in ("exit", "quit"):
         notebook.namespace[name] = getattr(builtins, name)
 
 
 def evaluate(source: str, name: str) -> tuple[str | None, str | None]:
-    """Run a cell like ``GuestNotebook.evaluate``: return (echo, error)."""
+    """Run a cell in IPython. Returns the text of its last value and the text of its error, either
+    of which may be None."""
     shell.compile.name = name
     shell.displayhook.text = None
     if "_oh" not in notebook.namespace:  # a cell has cleared its globals

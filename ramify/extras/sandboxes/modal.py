@@ -1,9 +1,8 @@
-"""The provider ``modal``: every session runs in a separate Modal sandbox, over the byte streams of
-one ``exec``.
+"""The provider ``modal``: every session runs in a separate Modal sandbox, and its bytes pass
+through the streams of one ``exec``.
 
-Decides which sandbox is created: without network, with limits on memory and CPU, and with a limited
-lifetime. Not tested against the real service: its double in the tests has the SDK's names and
-signatures.
+The sandbox has no network, limits on memory and CPU, and a limited lifetime. This provider has not
+been tested against the real service, but against a double with the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SDK = sdk.Sdk(
 
 
 class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the provider ``modal``.
+    """The configuration of the provider ``modal``, which runs sessions in Modal sandboxes.
 
     Example:
         ModalSpec(image="python:3.12-slim")
@@ -47,7 +46,8 @@ class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class ModalService:
-    """Starts Modal sandboxes. Implements ``remote.SandboxService``."""
+    """Creates Modal sandboxes and starts a command in each. Implements
+    ``remote.SandboxService``."""
 
     name = "modal"
     carries: Carries = "bytes"
@@ -84,7 +84,8 @@ class ModalService:
 
 
 class ModalStream:
-    """Standard input and output of one ``exec``. Implements ``remote.ByteStream``."""
+    """The two-way byte stream over the standard input and output of one ``exec``. Implements
+    ``remote.ByteStream``."""
 
     def __init__(self, box: Any, process: Any) -> None:
         self._box = box
@@ -103,7 +104,8 @@ class ModalStream:
 
 
 def open_provider(spec: ModalSpec) -> RemoteSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Return a sandbox that opens sessions at Modal. ``base.open_sandbox`` calls this function.
+    Raises SandboxError if the SDK or the key is missing."""
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)

@@ -1,11 +1,12 @@
 """The provider ``monty``: sessions in Monty, a small Python interpreter (``pydantic-monty``), on
 any platform that it supports.
 
-Decides how a session works without the guest. Cells are fed to Monty's worker process. Modules to
-install are trusted: they run in the host, and the session can call their functions and see their
-plain values; a module's ``namespace`` is as the last cell left it. A stopped cell is undone, by
-restarting the worker with the state from before. Exceptions of the host arrive as RuntimeError.
-What Monty lacks is listed in ``docs/sandbox.md``.
+Cells are fed to Monty's worker process, since the usual code inside a session cannot run there.
+Modules that the engine installs are trusted: they run in the host process, and the session can call
+their functions and see their plain values. The ``namespace`` that such a module reads is as the
+last cell left it. A cell that is stopped is undone, by restarting the worker with the state from
+before. Exceptions of the host arrive as RuntimeError. What Monty lacks is listed in
+``docs/sandbox.md``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ CAPS = SandboxCapabilities(
 
 
 class MontySandbox:
-    """Sandbox whose sessions run in Monty. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions run in the Monty interpreter. Implements ``base.Sandbox``."""
 
     caps = CAPS
     warning: str | None = None
@@ -105,7 +106,7 @@ class MontySandbox:
 
 
 class MontySession:
-    """A session in a Monty worker. Implements ``base.Session``."""
+    """A session in a worker process of the Monty interpreter. Implements ``base.Session``."""
 
     caps = CAPS
 
@@ -136,7 +137,7 @@ class MontySession:
         self._last_output = ""
 
     async def begin(self, state: bytes | None = None) -> None:
-        """Start a fresh worker, or one with the saved ``state``."""
+        """Start a worker, either a fresh one or one that continues from a saved state."""
         limits = {"max_memory": self._spec.memory_bytes, "max_suspensions": 1_000_000}
         self._checkout = self._pool.checkout(limits=limits)
         self._worker = await self._checkout.__aenter__()
@@ -208,7 +209,8 @@ class MontySession:
         self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
         """Wait until the cell ends, is interrupted, or has used up its working time of ``limit_s``
-        seconds. Returns what the cell returned, or (None, None) if it was stopped."""
+        seconds. Returns the value and the error of the cell, both of which are None if it was
+        stopped."""
         stop = asyncio.ensure_future(cell.stop.wait())
         try:
             while not work.done() and cell.stopped is None:
@@ -258,7 +260,7 @@ class MontySession:
         ), None
 
     async def _timed(self, cell: MontyCell, work: Any) -> Any:
-        """Run one step of Monty; its time counts as the cell's working time."""
+        """Run one step of the interpreter, and add its duration to the cell's working time."""
         before, started = cell.worked_s, self._loop.time()
         task = asyncio.ensure_future(work)
         try:
@@ -271,7 +273,8 @@ class MontySession:
         return task.result()
 
     async def _next(self, cell: MontyCell, step: Any) -> Any:
-        """Return the step that resumes a suspended cell."""
+        """Answer the request for which a cell is suspended, such as a function call, and return the
+        step that resumes the cell."""
         if not hasattr(step, "function_name"):
             return step.resume()
         if step.is_os_function:
@@ -287,8 +290,8 @@ class MontySession:
             return step.resume({"exception": as_builtin(error)})
 
     def _plain(self, value: Any) -> Any:
-        """Return ``value`` with objects of the session's own classes as data: dataclasses as their
-        fields."""
+        """Return a value in which objects of the session's own classes are replaced by plain data:
+        dataclasses by a dict of their fields, and other objects by a short text."""
         if isinstance(value, self._monty.MontyClassProxy):
             return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
         if type(value) in (list, tuple):
@@ -309,8 +312,8 @@ class MontySession:
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Return True if the worker survived a cell: it raises MemoryError if it can, and is killed
-        otherwise."""
+        """Return True if the worker survived a lack of memory. It raises MemoryError if it can, and
+        is killed otherwise."""
         try:
             await self._feed("None")
         except self._monty.MontyError:
@@ -357,9 +360,9 @@ class MontySession:
         return notes or None, error, sorted(restored)
 
     async def _refresh_namespace(self) -> None:
-        """Bring the namespace that installed modules read up to date after a cell. It gets the
-        session's variables, and the dicts that modules share with cells get the contents that the
-        cell left."""
+        """Update the namespace that installed modules read after a cell. It gets the session's
+        variables, and the dicts that modules share with cells get the contents that the cell left.
+        """
         self._namespace.clear()
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):
@@ -438,7 +441,8 @@ class MontySession:
                         self._states[name] = value
 
     def _call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """``call_host`` for a module's functions, which run in a thread."""
+        """Call a function of the host from an installed module. The module's functions run in a
+        thread, so this method blocks until the host has answered."""
         cell = self._cell
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
@@ -492,12 +496,13 @@ class MontySession:
 
 
 def _settle() -> None:
-    """Wait before Python exits. If a thread of Monty's runtime releases a Python object during the
-    exit, it aborts the process (pydantic-monty 1.4.0: one exit in seven on a busy machine), and
-    there is no way to know when the last one has done so."""
+    """Wait briefly before Python exits. If a thread of Monty's runtime releases a Python object
+    during the exit, it aborts the process (pydantic-monty 1.4.0: one exit in seven on a busy
+    machine), and there is no way to know when the last thread has done so."""
     time.sleep(SETTLE_S)
 
 
 def open_provider(spec: SandboxSpec) -> MontySandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Return a sandbox whose sessions run in Monty. ``base.open_sandbox`` calls this function.
+    Raises SandboxError if Monty is not installed."""
     return MontySandbox(spec)

@@ -1,7 +1,5 @@
-"""The cells of a session in Monty: their state, and what has to be known of their code.
-
-Not here: how they run (see ``monty.py``).
-"""
+"""The state of a cell that runs in the Monty interpreter, and the analysis of a cell's code. The
+cells are run by ``monty.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from ramify.sandbox.guest.values import CodecError, ValueEncoder
 
 
 class MontyCell:
-    """One cell that is running."""
+    """The state of a cell that is running: its output, its working time, and whether it was
+    stopped."""
 
     def __init__(self, answer: Answer, max_output_bytes: int) -> None:
         self.answer = answer
@@ -42,8 +41,8 @@ class MontyCell:
 
 
 def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
-    """Inspect a cell: the names that it may bind, whether it ends in an expression, and whether it
-    uses ``_``."""
+    """Return the names that a cell may bind, whether it ends in an expression, and whether it uses
+    ``_``, the value of the last expression."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -71,7 +70,8 @@ def is_plain(value: Any) -> bool:
 
 
 def as_builtin(error: Exception) -> Exception:
-    """Return the exception that Monty can raise in its session instead of ``error``."""
+    """Convert an exception to one that Monty can raise in its session: a builtin exception
+    unchanged, and any other as a RuntimeError with the same message."""
     kind = type(error)
     if kind.__module__ == "builtins" and kind is not HostError:
         return error

@@ -1,10 +1,11 @@
 """The provider ``prime``: every session runs in a separate Prime sandbox.
 
-Decides how its bytes are sent. A virtual machine has live processes with input and output. A
-container has only files, and uses the file relay. SDKs since 0.4 create only virtual machines and
-have no ``is_vm``. No network rule is set, so the provider does not claim to isolate the network: a
-request cannot deny all destinations, and a rule that is set later leaves existing connections open.
-Not tested against the real service: its double in the tests has the SDK's signatures.
+The way in which bytes are sent depends on the sandbox. A virtual machine has live processes with
+input and output. A container has only files, so the stream is relayed through files. SDKs since 0.4
+create only virtual machines and have no ``is_vm``. No network rule is set, so the provider does not
+claim to isolate the network: a request cannot deny all destinations, and a rule that is set later
+leaves existing connections open. This provider has not been tested against the real service, but
+against a double with the SDK's signatures.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ CONTAINER_CALLS = (
 
 
 class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the provider ``prime``.
+    """The configuration of the provider ``prime``, which runs sessions in Prime sandboxes.
 
     Example:
         PrimeSpec(image="python:3.12-slim")
@@ -70,7 +71,8 @@ class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class PrimeService:
-    """Starts Prime sandboxes. Implements ``remote.SandboxService``."""
+    """Creates Prime sandboxes and starts a command in each. Implements
+    ``remote.SandboxService``."""
 
     name = "prime"
     carries: Carries = "text"
@@ -123,7 +125,8 @@ class PrimeService:
 
 
 class PrimeProcess:
-    """Stream over a live process in a virtual machine. Implements ``remote.ByteStream``."""
+    """The two-way byte stream over a live process in a virtual machine. Implements
+    ``remote.ByteStream``."""
 
     def __init__(self, client: Any, id: str, process: Any) -> None:
         self._client = client
@@ -147,7 +150,8 @@ class PrimeProcess:
 
 
 def open_provider(spec: PrimeSpec) -> RemoteSandbox:
-    """Entry point for ``base.open_sandbox``."""
+    """Return a sandbox that opens sessions at Prime. ``base.open_sandbox`` calls this function.
+    Raises SandboxError if the SDK or the key is missing."""
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()

@@ -1,9 +1,9 @@
-"""Shared by the cloud providers: loading an SDK and checking its interface, checking for a key, and
-deleting boxes reliably.
+"""Code that the providers of cloud sandboxes share: loading an SDK and checking its interface,
+checking for a key, and deleting remote machines (boxes) reliably.
 
-An SDK with a different interface is refused before a box (a remote machine) exists. A box is
-deleted however the work in it ends: with an error, a cancelled task, or a second cancellation
-during the deletion. Not here: the calls of a provider (see ``SDK`` in each provider's file).
+An SDK with a different interface is refused before a box is created. A box is deleted however the
+work in it ends: with an error, a cancelled task, or a second cancellation during the deletion.
+Which calls a provider makes is listed as ``SDK`` in its own file.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ExpectedSdkCall:
-    """A call that a provider makes. For example, ``ExpectedSdkCall("Client.read", 2, ("limit",))``
-    stands for ``client.read(path, limit=…)``."""
+    """A call that a provider makes to an SDK, so that it can be checked before it is needed. For
+    example, ``ExpectedSdkCall("Client.read", 2, ("limit",))`` stands for ``client.read(path,
+    limit=…)``."""
 
     name: str
     """Dotted name, starting from the SDK's module."""
@@ -55,7 +56,7 @@ class ExpectedSdkCall:
 
 @dataclass(frozen=True)
 class Sdk:
-    """An SDK and the calls that a provider makes to it."""
+    """The SDK of a cloud service, with the calls that a provider makes to it."""
 
     provider: str
     module: str
@@ -66,8 +67,8 @@ class Sdk:
     calls: tuple[ExpectedSdkCall, ...]
 
     def load(self) -> Any:
-        """Import the SDK's module. Raises SandboxError if it cannot be imported or lacks one of the
-        calls."""
+        """Import the SDK's module and check its interface. Raises SandboxError if the module cannot
+        be imported or lacks one of the calls."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -93,7 +94,7 @@ class Sdk:
 
 
 def _fault(module: Any, call: ExpectedSdkCall) -> str:
-    """Return the reason why ``call`` cannot be made, or an empty string."""
+    """Return the reason why a call to the SDK would fail, or an empty string if it is possible."""
     target = module
     for part in call.name.split("."):
         target = getattr(target, part, None)
@@ -114,8 +115,8 @@ def _fault(module: Any, call: ExpectedSdkCall) -> str:
 
 
 def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
-    """Raise SandboxError unless all ``variables`` are set, ``file`` exists, or the variable
-    ``instead`` is set."""
+    """Raise SandboxError if no key for a service is found. It may be given by all of ``variables``,
+    by the variable ``instead``, or by the existence of a login file."""
     if all(os.environ.get(name) for name in variables) or os.environ.get(instead):
         return
     if file and Path(file).expanduser().is_file():
@@ -125,7 +126,7 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
 
 
 async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
-    """The next output of a process; empty once it has ended."""
+    """Return the next output of a process, or empty bytes once it has ended."""
     async for data in stdout:
         if data:
             return bytes(data)
@@ -135,10 +136,10 @@ async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
 async def create_sandbox(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
-    """Return the box that ``request`` creates.
+    """Wait for the request that creates a box (a remote machine), and return the box.
 
-    If the caller is cancelled, it waits for the box and deletes it: the service may have created it
-    already.
+    If the caller is cancelled meanwhile, the box is still awaited and then deleted, because the
+    service may have created it already.
     """
     task = asyncio.ensure_future(request)
     try:
@@ -165,8 +166,8 @@ async def _create_and_delete(
 
 
 async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box after a failure. If the deletion fails, this is only a warning: the failure
-    itself is the error."""
+    """Delete a box (a remote machine) after a failure. If the deletion fails, only a warning is
+    given, since the original failure is the error to report."""
     try:
         await remove(delete)
     except Exception as error:  # noqa: BLE001  (an SDK may raise anything)
@@ -184,8 +185,8 @@ def _warn(provider: str, box: str, why: str) -> None:
 
 
 async def remove(delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box, even if this task is cancelled meanwhile. Raises the error of the last
-    attempt."""
+    """Delete a box (a remote machine), with several attempts and even if this task is cancelled
+    meanwhile. Raises the error of the last attempt if all of them fail."""
     await _uninterrupted(_attempts(delete))
 
 
@@ -202,7 +203,8 @@ async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
 
 
 async def _uninterrupted(work: Awaitable[None]) -> None:
-    """Wait until ``work`` is done; a cancellation that arrives meanwhile is raised afterwards."""
+    """Wait until an operation is done even if this task is cancelled. The cancellation is raised
+    afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,8 +1,10 @@
-"""A stream made of files, for a service that can write and read files but has no two-way stream.
+"""A byte stream made of files, for a service that can write and read files but has no two-way
+stream.
 
-Decides how often the host polls for output: at once after it has sent something, then less and less
-often. Not here: the other end (see ``stream_over_files_remote.py``) and the service (see
-``prime.py``). Compared with a stream, it costs one more request in each direction; text only.
+The host polls for output: at once after it has sent something, and then less and less often. The
+program at the other end is ``stream_over_files_remote.py``, and the service is defined in
+``prime.py``. Compared with a real stream, this costs one more request in each direction, and only
+text can be sent.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _READ_BYTES = 1 << 20
 
 
 class PrimeFiles:
-    """Reads and writes files in a container of the service Prime. Closing it deletes the
+    """Reads and writes files in a container of the service Prime. Closing the object deletes the
     container."""
 
     def __init__(self, client: Any, id: str) -> None:
@@ -29,12 +31,12 @@ class PrimeFiles:
         self._id = id
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file; create its folder if needed."""
+        """Write a file in the container, and create its folder if needed."""
         await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
-        """Return up to ``length`` bytes (ASCII) of a file from ``offset``. Raises any exception if
-        there is no such file."""
+        """Return up to ``length`` bytes of an ASCII file, starting at ``offset``. If the file does
+        not exist, the SDK raises some exception."""
         reply = await self._client.read_file(self._id, path, offset=offset, length=length)
         return str(reply.content).encode()
 
@@ -43,13 +45,14 @@ class PrimeFiles:
 
 
 def relay_program() -> bytes:
-    """Return the program that the service runs in front of the command: ``python3
-    stream_over_files_remote.py FOLDER COMMAND…``."""
+    """Return the source of the program that relays a command's input and output through files. The
+    service runs it as ``python3 stream_over_files_remote.py FOLDER COMMAND…``."""
     return (Path(__file__).parent / "stream_over_files_remote.py").read_bytes()
 
 
 class ByteStreamOverFiles:
-    """Stream over the files of one box. Implements ``remote.ByteStream``."""
+    """A two-way byte stream that consists of files in one container. Implements
+    ``remote.ByteStream``."""
 
     def __init__(self, files: PrimeFiles, folder: str) -> None:
         self._files = files
@@ -80,7 +83,7 @@ class ByteStreamOverFiles:
         return b""
 
     async def _read(self) -> bytes:
-        """Return new output, or b"" after a wait if there is none."""
+        """Return new output. If there is none, wait a little and return empty bytes."""
         path = f"{self._folder}/out.{self._number}"
         try:
             data = await self._files.get(path, self._offset, _READ_BYTES)
@@ -103,7 +106,9 @@ class ByteStreamOverFiles:
         self._wait_s = min(self._wait_s * 1.5, _LONGEST_S)
 
     def _lines(self, data: bytes) -> bytes:
-        """Return the complete lines of output in ``data`` and the partial line before it."""
+        """Return the lines of output that ``data`` completes, and keep the incomplete line at its
+        end for the next call. Control lines say that the next file continues or that the output has
+        ended."""
         *lines, self._line = (self._line + data).split(b"\n")
         output = []
         for line in lines:

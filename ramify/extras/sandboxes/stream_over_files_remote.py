@@ -1,5 +1,5 @@
-"""Relays a command's input and output through files, for a service that offers no stream. Runs
-remotely, with the standard library only.
+"""A program that relays a command's input and output through files, for a service that offers no
+stream. It runs on the remote machine, with the standard library only.
 
     in.0, in.1, …     written by the host, each at once: "LENGTH READING\\n" and LENGTH bytes of
                       input; READING is the number of the output file that the host reads.
@@ -22,7 +22,8 @@ _SHORTEST_S, _LONGEST_S = 0.005, 0.1
 
 
 def deliver(folder: str, sink: IO[bytes]) -> None:
-    """Write the host's files to the command's input, one after the other."""
+    """Pass the files that the host writes to the command's standard input, one after the other,
+    forever. Output files that the host has finished reading are deleted."""
     number, oldest, wait_s = 0, 0, _SHORTEST_S
     while True:
         path = os.path.join(folder, f"in.{number}")
@@ -56,7 +57,7 @@ def _read_complete(path: str) -> tuple[bytes, int] | None:
 
 
 def collect(folder: str, source: IO[bytes]) -> None:
-    """Write the command's output to files, until it ends."""
+    """Write the command's output to numbered files until the command ends."""
     number, size = 0, 0
     file = open(os.path.join(folder, "out.0"), "wb", buffering=0)  # noqa: SIM115  (replaced in the loop)
     for line in source:

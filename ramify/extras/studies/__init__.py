@@ -1,4 +1,5 @@
-"""Tasks and signals of studies, and the defaults of other trainers to compare with.
+"""Tasks and training signals that were written for studies, and the defaults of other trainers to
+compare with.
 
     paper_evidence_task.py    answers whose proof comes from many sources
     programs/                 named operations, with a demonstrator, judges and an evaluator
@@ -6,6 +7,6 @@
     hindsight_hints.py        hints for a rollout that has ended
     other_trainer_presets.py  the defaults of other trainers, for ``ramify train --preset``
 
-Each of them is a row of ``ENTRY_POINTS`` in ``ramify/extras/__init__.py``. Public names that lead
-here, such as ``train.Hindsight``, are in the ``__init__.pyi`` of their namespace.
+Each of them has a row in ``ENTRY_POINTS`` of ``ramify/extras/__init__.py``. Their public names,
+such as ``train.Hindsight``, are declared in the ``__init__.pyi`` of the namespace.
 """

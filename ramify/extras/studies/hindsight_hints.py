@@ -1,16 +1,17 @@
-"""Hindsight: after a rollout has ended, one short hint that would have helped it, or nothing.
+"""Hindsight hints: after a rollout has ended, a judge may write one short hint that would have
+helped it, from which the policy then learns.
 
     finished trajectory ── judge ── accepted? ── filters ──> hint (expected for 35-40 %)
                                        │            └─ rejected: short, long, sentences, leak,
                                        │                         question, duplicate
                                        └─ abstained: no hint is worth it, outside the format, …
 
-A hint states a rule or a fix, never the answer: what is true of one item alone does not help on
-others. A hint that contains the gold answer, or a long number from it, is rejected. A wrong hint
-does far more harm than none, so abstaining is the default everywhere. Demonstrations and tool
-feedback can replace the judge (self-distillation).
+A hint states a rule or a fix, never the answer, because what is true of one item alone does not
+help on others. A hint that contains the expected answer, or a long number from it, is rejected. A
+wrong hint does far more harm than none, so abstaining is the default everywhere. Demonstrations and
+feedback from tools can replace the judge (self-distillation).
 
-Not here: how hints are used (see train/signals/teacher.py).
+How training uses the hints is decided in ``train/signals/teacher.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LONG_NUMBER = 4
 
 
 class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rules that a hint must pass to be used."""
+    """The rules that a hint must pass to be used, such as limits on its length."""
 
     min_chars: int = 10
     """A hint must have more characters than this."""
@@ -53,7 +54,8 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_sentences: int = 3
 
     def rejects(self, hint: str, item: Item, question: str) -> str:
-        """Why ``hint`` is rejected, in one word; empty if it passes."""
+        """Return the reason why a hint is rejected, in one word, or an empty string if it
+        passes."""
         text = hint.strip()
         if len(text) <= self.min_chars or len(text.split()) < 2:
             return "short"
@@ -67,8 +69,9 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def leaks(hint: str, item: Item) -> bool:
-    """Whether ``hint`` contains the gold answer as a separate word (``7`` in "the answer is 7", not
-    in "f7"), or a number of ``LONG_NUMBER`` digits or more from it."""
+    """Return True if a hint gives away the expected answer. It may contain the answer as a separate
+    word (``7`` in "the answer is 7", but not in "f7"), or a number of ``LONG_NUMBER`` digits or
+    more from it."""
     hint_text = _plain(hint)
     for gold in accepted(item.gold):
         text = _plain(as_text(gold) or "")
@@ -83,8 +86,8 @@ def leaks(hint: str, item: Item) -> bool:
 
 
 def _plain(text: str) -> str:
-    """``text`` without formatting that hides a number: thousands separators, dollar signs,
-    surrounding blanks, case."""
+    """Return a text without formatting that could hide a number: thousands separators, dollar
+    signs, surrounding blanks and upper case."""
     return re.sub(r"(?<=\d)[,_\u2009 ](?=\d{3})", "", text.casefold().replace("$", "")).strip()
 
 
@@ -96,8 +99,8 @@ class Hindsight(
     tag_field="name",
     tag="hindsight",
 ):
-    """Judge-written hints; implements ``HintSource``, and ``Signal`` to inspect hints without
-    learning from them."""
+    """A source of hints that a judge writes after a rollout has ended. Implements ``HintSource``,
+    and ``Signal``, so that hints can be inspected without learning from them."""
 
     judge: Any
     """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``accept`` and ``hint``
@@ -178,7 +181,7 @@ class Hindsight(
     def _add_hints(
         self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Filter the hints of a judge's verdict, and add those that pass to the turn that will be
+        """Filter the hints in a judge's verdict, and add those that pass to the turn that will be
         retried with them."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
@@ -208,7 +211,7 @@ class Hindsight(
 
 
 def _without_repeats(all_hints: Sequence[HintsForTrajectory]) -> list[HintsForTrajectory]:
-    """``all_hints``, in which a hint that an earlier trajectory also has counts as rejected."""
+    """Reject each hint that an earlier trajectory of the group also has, and return all hints."""
     earlier: list[str] = []
     for hints in all_hints:
         if any(_is_same(text, other) for text in hints.reading.notes.values() for other in earlier):
@@ -232,9 +235,9 @@ class DemonstrationHints(
     tag_field="name",
     tag="demonstrations",
 ):
-    """Self-distillation from demonstrations: the teacher sees a solution, and the policy learns to
-    do without it (SDFT, OPSD, and SDPO with ``siblings``). A solution fits only one item, so rules
-    distil better (see ``docs/signals.md``)."""
+    """A source of hints that are solutions of the same item. The teacher sees a solution, and the
+    policy learns to do without it (self-distillation as in SDFT, OPSD, and SDPO with ``siblings``).
+    A solution fits only one item, so policies learn better from rules (see ``docs/signals.md``)."""
 
     source: Literal["siblings", "item"] = "siblings"
     """``siblings``: the replies of a solved rollout of the same group; ``item``:
@@ -296,8 +299,8 @@ class NextMessageHints(
     tag_field="name",
     tag="next_message",
 ):
-    """Self-distillation from live traffic: the hint is what the user wrote after the reply
-    (``task.traffic``); implements ``HintSource``.
+    """A source of hints for recorded conversations (``task.traffic``): the hint for a reply is what
+    the user wrote after it. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.NextMessageHints())
@@ -338,8 +341,8 @@ class FeedbackHints(
     tag_field="name",
     tag="feedback",
 ):
-    """Self-distillation from environment feedback: the hint is the last error of the trajectory
-    (SDPO); implements ``HintSource``.
+    """A source of hints from the environment: the hint is the last error of the trajectory, as in
+    SDPO. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.FeedbackHints(max_chars=500))

@@ -1,10 +1,13 @@
-"""The defaults of TRL, SkyRL, prime-rl, verl and AReaL: the presets of ``ramify train --preset``.
+"""The default settings of TRL, SkyRL, prime-rl, verl and AReaL, as presets for ``ramify train
+--preset``.
 
     TRL.optim["lr"]                  1e-06
     TRL.objectives["gspo"].policy    {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2}
 
-``docs/objectives.md`` lists all of it, and
-``benchmarks/objectives_table.py`` compares losses and gradients with the other trainers' code.
+All settings are listed in ``docs/objectives.md``, and ``benchmarks/objectives_table.py`` compares
+losses and gradients with the code of the other trainers. This module contains only the numbers. How
+a preset changes a run is decided in ``train/other_trainer_presets.py``, and the options are defined
+in ``train/config.py``.
 
 Decides the numbers alone. Not here: how a preset changes a run
 (``train/other_trainer_presets.py``), and the meaning of an option (``train/config.py``).

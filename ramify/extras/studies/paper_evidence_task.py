@@ -1,4 +1,5 @@
-"""Evidence over several papers: choose the papers that matter, and find the passages that answer.
+"""A task of finding evidence in several papers: the model must choose the papers that matter, and
+find the passages in them that answer a question.
 
     context = {"P1": "# Title\\n\\n## Abstract\\n…\\n\\n## Methods\\n…", "P2": …}
 
@@ -12,10 +13,10 @@
     evidence(papers=(20, 40), chars=(20_000, 60_000))       any number and length of papers
     evidence(test="test.jsonl")                             files of papers, or of QASPER
 
-The score is the F1 of the characters. A call below the root has its own reward if its context is
-one of the papers. Planted facts are paraphrased, and half of them use only the short name of what
-was studied. Distractors have the same substance with another outcome, the same outcome with another
-substance, or both without an effect. Not here: the way a policy searches.
+The score is the F1 of the characters. A call below the root gets its own reward if its context is
+one of the papers. The planted facts are paraphrased, and half of them use only the short name of
+what was studied. Distractors have the same substance with another outcome, the same outcome with
+another substance, or both without an effect. How to search is up to the policy.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ _THINGS = ("devices", "observers", "cohorts", "plates", "wards", "models", "arch
 
 
 class EvidenceTask(msgspec.Struct, frozen=True):
-    """The task of finding the passages of several papers that answer a question. Implements
+    """The task of finding the passages in several papers that answer a question. Implements
     ``tasks.Task``."""
 
     splits: Mapping[str, Sequence[Item]]
@@ -165,7 +166,7 @@ def evidence(
     judge_weight: float = 0.5,
     seed: int = 0,
 ) -> EvidenceTask:
-    """Questions whose answer is passages in several papers.
+    """Return a task whose questions are answered by passages in several papers.
 
     Args:
         papers: Bounds of the number of papers, at least 2.
@@ -179,7 +180,8 @@ def evidence(
         judge_weight: Its weight; that of F1 is the rest of 1.
         seed: Seed of the generated items.
 
-    Raises ConfigError for options with which no question can be asked."""
+    Raises ConfigError for options with which no question can be asked.
+    """
     for name, (low, high), least in (
         ("papers", papers, 2),
         ("chars", chars, MIN_CHARS),
@@ -213,8 +215,9 @@ async def _install(session: Session) -> None:
 
 
 def places(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
-    """The passages of an answer: ``[[id, start, end], …]``, the same as JSON, or quotes that occur
-    in exactly one place. None if it is none of these."""
+    """Parse the passages of an answer. They may be given as ``[[id, start, end], …]``, as the same
+    in JSON, or as quotes that occur in exactly one place. Returns None if the answer is none of
+    these."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -255,8 +258,9 @@ def _quoted(part: str, context: Mapping[str, str]) -> Place | None:
 
 
 def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> float:
-    """Return the F1 score of the given passages, counted in characters. The papers are laid end to
-    end for this, so that passages are intervals of one text. Without an answer, the score is 0."""
+    """Return the F1 score of the given passages, counted in characters. For this, the papers are
+    laid end to end, so that passages are intervals of one text. Without an answer, the score is 0.
+    """
     if given is None:
         return 0.0
     lengths = [len(text) + 1 for text in item.context.values()]
@@ -314,7 +318,8 @@ def _make(
 def _paper(
     rng: random.Random, substance: str, outcome: str, facts: int, chars: int, distractors: int
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of one paper, and the places of its ``facts``."""
+    """Generate the text of one paper. Returns the text and the places of the facts that were
+    planted in it."""
     short = f"{substance[:2].upper()}-{rng.randint(10, 99)}"
     is_near = facts > 0 or rng.random() < 0.5
     about = substance if is_near else _substance(rng)
@@ -379,7 +384,7 @@ def _elsewhere(
     rng: random.Random, context: Mapping[str, str], gold: Sequence[Place]
 ) -> list[list[Any]]:
     """Choose as many random passages as there are gold passages, none of which overlaps a gold
-    passage. A passage is ``[text id, start, end]``."""
+    passage. They are the example of a wrong answer."""
     found: list[list[Any]] = []
     while len(found) < len(gold):
         id = rng.choice(list(context))
@@ -401,9 +406,10 @@ def _loaded(split: str, source: Any, num_papers: int) -> Sequence[Item]:
 
 
 def item_of(row: Row) -> Item:
-    """Convert a row with ``question``, ``papers`` (each with ``id`` or ``paper_id``, ``title``,
-    ``abstract``, ``full_text``) and ``evidence`` (each with ``paper_id`` and ``text``). Raises
-    KeyError if a column is missing, and ValueError for evidence that is in no paper."""
+    """Convert a row of a data set to an item. The row has ``question``, ``papers`` (each with
+    ``id`` or ``paper_id``, ``title``, ``abstract``, ``full_text``) and ``evidence`` (each with
+    ``paper_id`` and ``text``). Raises KeyError if a column is missing, and ValueError for evidence
+    that is in no paper."""
     context = {str(each.get("id") or each["paper_id"]): _text_of(each) for each in row["papers"]}
     gold = [_found(each, context) for each in row["evidence"]]
     if not gold:
@@ -427,19 +433,19 @@ def _text_of(paper: Row) -> str:
 
 
 def _sections(full_text: Any) -> Any:
-    """Return the name and the paragraphs of each section. ``full_text`` is a list of sections, or
-    two columns, as in QASPER."""
+    """Return the name and the paragraphs of each section. A paper's full text is a list of
+    sections, or two columns, as in the data set QASPER."""
     if isinstance(full_text, Mapping):
         return zip(full_text["section_name"], full_text["paragraphs"], strict=True)
     return ((each["section_name"], each["paragraphs"]) for each in full_text)
 
 
 def _flat(rows: Sequence[Row], num_papers: int) -> Any:
-    """Yield rows in the form that ``item_of`` reads.
+    """Convert the rows of a file to the form that ``item_of`` reads.
 
-    A row of QASPER has one paper and several questions. It becomes one row for each question, with
-    the paper and the next ones in the file, ``num_papers`` in all. Questions are left out if their
-    paper does not contain the evidence.
+    A row of the data set QASPER has one paper and several questions. It becomes one row for each
+    question, with the paper and the next ones in the file, ``num_papers`` in all. Questions are
+    left out if their paper does not contain the evidence.
     """
     for index, row in enumerate(rows):
         if "qas" not in row:
@@ -458,8 +464,8 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
 
 
 def _asked(qas: Any) -> Any:
-    """Yield each question with the evidence of its first answer that has some: a list of
-    paragraphs, empty if no answer has evidence."""
+    """Yield each question with its evidence, a list of paragraphs from the first answer that has
+    any. The list is empty if no answer has evidence."""
     if isinstance(qas, Mapping):  # columns instead of rows
         rows = [dict(zip(qas, values, strict=True)) for values in zip(*qas.values(), strict=True)]
     else:

@@ -1,4 +1,5 @@
-"""Suites: questions over long contexts, generated from a seed or read from public files.
+"""Suites, which are tasks for measuring: questions over long contexts, generated from a seed or
+read from public files.
 
     suite.py              options, splits and public files, as all suites have them
     planting.py           facts among filler
@@ -12,6 +13,6 @@
     planted.py            summaries whose planted facts are counted
     offline_*.py          what the model for offline use knows of a suite (docs/suites.md)
 
-Each suite is a row of ``ENTRY_POINTS`` in ``ramify/extras/__init__.py``. docs/suites.md has the
-rules of each, its score, and the score of the best constant answer.
+Each suite has a row in ``ENTRY_POINTS`` of ``ramify/extras/__init__.py``. The rules of each suite,
+its score, and the score of the best constant answer are in ``docs/suites.md``.
 """

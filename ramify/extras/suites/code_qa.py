@@ -1,4 +1,5 @@
-"""Questions with four choices about a package of Python modules, as in LongBench-v2's code domain.
+"""The suite ``code_qa``: questions with four choices about a package of Python modules, as in the
+code domain of LongBench-v2.
 
     code_qa(tokens=65_536)
     code_qa(families=("order",))
@@ -14,11 +15,13 @@
 
     What does depot.bodafi.quota() return?  A) 41  B) 58  C) 75  D) 24
 
-Families: ``value`` (constants and arithmetic over three modules), ``caller`` (which function calls
-another one) and ``order`` (which function runs as the nth). The package can be imported. Functions
-and constants of the filler have the same names in other modules, and other values.
+The families of questions are ``value`` (constants and arithmetic over three modules), ``caller``
+(which function calls another one) and ``order`` (which function runs as the nth). The package can
+be imported. The filler consists of further modules, whose functions and constants have the same
+names but other values.
 
-Decides the package, the questions and their choices. The score is ``choice`` of ``ramify.tasks``.
+This module generates the package, the questions and their choices. Answers are scored by ``choice``
+of ``ramify.tasks``.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def code_qa(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Questions with four choices about a package, generated or from LongBench-v2.
+    """Return a task of questions with four choices about a Python package, which is generated or
+    comes from LongBench-v2.
 
     Args:
         tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
@@ -79,8 +83,9 @@ def code_qa(
             the generated split. The same for ``validation`` and ``test``.
         seed: Seed of the generated items.
 
-    Raises ConfigError for an unknown family or domain, a length outside these bounds, and a file in
-    another form."""
+    Raises ConfigError for an unknown family or domain, a length outside these bounds, or a file in
+    another form.
+    """
     chosen = chosen_families("code_qa", families, FAMILIES, tokens)
     sources = (train, validation, test)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
@@ -178,8 +183,8 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about which function calls a given one. One of four functions does; the
-    others only mention it, or call another function of its module."""
+    """Make a question about which function calls a given one. Only one of the four choices does;
+    the others merely mention it, or call another function of its module."""
     target, callers = used[0], used[1:5]
     asked, sibling = rng.sample(_FUNCTIONS, 2)
     own = [rng.choice(_FUNCTIONS) for _ in callers]
@@ -211,8 +216,8 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the order in which four functions begin. They call each other, so a
-    function and all that it calls come before the next call of its caller."""
+    """Make a question about the order in which four functions begin to run. They call each other,
+    so a function and everything that it calls come before the next call of its caller."""
     start, *rest = used[:5]
     run, *called = rng.sample(_FUNCTIONS, 5)
     places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]
@@ -262,12 +267,12 @@ FAMILIES = tuple(_QUESTIONS)
 
 
 def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[str]]:
-    """Return a function that makes modules with a constant and two or three functions. Every second
-    one imports the module before it."""
+    """Return a function that generates filler modules, each with a constant and up to three
+    functions. Every second module imports the one before it."""
     at, step = rng.randrange(NUM_WORDS), 7_654_321
 
     def one(imported: str) -> tuple[str, str]:
-        """Return the name of a module and its text."""
+        """Generate one module, and return its name and its text."""
         nonlocal at
         at = (at + step) % NUM_WORDS
         while word(at) in used:
@@ -318,8 +323,8 @@ def _longbench_item(row: Row) -> Item:
 
 
 def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Sequence[Item]:
-    """Return the items whose domain is one of ``domains``. Raises ConfigError for one that no item
-    has."""
+    """Return the items whose domain is one of the given ones. Raises ConfigError for a domain that
+    no item has."""
     known = [item.kind for item in items]
     for domain in domains:
         if domain not in known:

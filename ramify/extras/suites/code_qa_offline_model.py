@@ -1,9 +1,11 @@
-"""How the offline model answers ``code_qa``: code finds the modules that a question needs, through
-their imports, and a leaf reads them.
+"""The strategy with which the offline model, a stand-in for a real one, answers the suite
+``code_qa``. Code finds the modules that a question needs by following their imports, and a call to
+a sub-model (a leaf) reads them.
 
-Decides the strategy of a root, what a leaf reads, and its plausible errors. A leaf knows the kinds
-of statements that matter in generated packages; questions of LongBench-v2 have no strategy. Not
-here: the accuracy of a reply, and the steps of a root (``ramify/testing/offline.py``).
+The module contains the strategy of a root call, what a leaf reads, and plausible errors. A leaf
+knows the kinds of statements that matter in generated packages; the questions of LongBench-v2
+cannot be answered. The accuracy of replies and the steps of a root call are in
+``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Invented names and sentences, from which the suites write their filler.
+"""Invented names and sentences, of which the suites make their filler text.
 
     The baker of Lodavi counts the quiet stone.
 
-Decides which words exist. A change here changes the items of every seed. Not here: where facts are
-placed among the filler (see planting.py).
+A change to the words in this module changes the items of every seed. ``planting.py`` decides where
+facts are placed among the filler.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NUM_WORDS = len(_PAIRS) ** 2
 
 
 def word(number: int) -> str:
-    """Return word ``number`` of four syllables. All have eight letters, so none is part of another
-    one."""
+    """Return one of the invented words, by its number. All words have four syllables and eight
+    letters, so none is a part of another."""
     return _PAIRS[number // len(_PAIRS)] + _PAIRS[number % len(_PAIRS)]
 
 
@@ -47,23 +47,24 @@ def sentence(rng: random.Random) -> str:
 
 
 def sentences(rng: random.Random, chars: int) -> list[str]:
-    """Return the sentences from which the filler of a text is drawn. A text of ``chars`` characters
-    repeats them. A short text needs few, so that its item is made in a few milliseconds."""
+    """Return the sentences that are repeated at random to fill a text of ``chars`` characters. A
+    short text needs few, so that its item is made in a few milliseconds."""
     return [sentence(rng) for _ in range(pool_size(chars))]
 
 
 def pool_size(chars: int) -> int:
-    """Return how many different passages the filler of a text has: from 100 to 2,000."""
+    """Return how many different passages the filler of a text consists of, from 100 to 2,000
+    depending on its length."""
     return min(2_000, max(100, chars // 100))
 
 
 def name(rng: random.Random, num_syllables: int) -> str:
-    """Return an invented name: ``Lodavi`` has three syllables."""
+    """Return an invented name; for example, ``Lodavi`` has three syllables."""
     return "".join(rng.choices(SYLLABLES, k=num_syllables)).capitalize()
 
 
 def names(rng: random.Random, num: int, num_syllables: int = 3) -> list[str]:
-    """Return ``num`` different names."""
+    """Return ``num`` different invented names."""
     found: dict[str, None] = {}
     while len(found) < num:
         found[name(rng, num_syllables)] = None

@@ -1,4 +1,5 @@
-"""The nth of several equal requests in a long conversation, as in OpenAI's MRCR.
+"""The suite ``mrcr``: repeat the reply to the nth of several equal requests in a long conversation,
+as in OpenAI's MRCR.
 
     mrcr(tokens=65_536)
     mrcr(families=("needles_8",))
@@ -10,11 +11,12 @@
     Prepend q7Wn0xTz1k to the 2nd (1 indexed) poem about lanterns. Do not include any other text
     in your response.  ->  q7Wn0xTz1kThe clerk of Lodavi sells …
 
-Families: ``needles_2``, ``needles_4`` and ``needles_8``, the number of equal requests. The filler
-has other requests with the same form of text or the same topic.
+The families of questions are ``needles_2``, ``needles_4`` and ``needles_8``, named after the number
+of equal requests. The filler consists of other requests with the same form of text or the same
+topic.
 
-Decides the conversation, and the score: the similarity of the answer, if it begins with the random
-text.
+An answer that begins with the random text of the question is scored by its similarity to the right
+one; any other answer scores 0.
 """
 
 from __future__ import annotations
@@ -61,9 +63,10 @@ _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 
 
 class MrcrScorer(msgspec.Struct, frozen=True):
-    """Similarity of the answer and the right one, if both begin with the random text of the
-    question: the ratio of ``difflib.SequenceMatcher`` for what follows it. Otherwise 0, and also if
-    the answer is four times as long as the right one."""
+    """A reward function that measures how similar an answer is to the right one. Both must begin
+    with the random text of the question; the reward is the ratio of ``difflib.SequenceMatcher`` for
+    what follows. It is 0 for other answers, and for answers at least four times as long as the
+    right one."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold, mark = str(item.gold), str(item.metadata["random_string_to_prepend"])
@@ -85,7 +88,8 @@ def mrcr(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Repeat the nth of several equal requests, in a generated conversation or one of MRCR's files.
+    """Return a task of repeating the reply to the nth of several equal requests, in a generated
+    conversation or one from MRCR's files.
 
     Args:
         tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
@@ -94,8 +98,9 @@ def mrcr(
             generated split. The same for ``validation`` and ``test``.
         seed: Seed of the generated items.
 
-    Raises ConfigError for an unknown family, a length outside these bounds, and a file in another
-    form."""
+    Raises ConfigError for an unknown family, a length outside these bounds, or a file in another
+    form.
+    """
     chosen = chosen_families("mrcr", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
@@ -134,8 +139,8 @@ def _turns(form: str, topic: str, reply: str) -> str:
 def _other_turns(
     rng: random.Random, chars: int, form: str, topic: str
 ) -> Callable[[int], list[str]]:
-    """Return a function that makes requests with their replies. Some have the form or the topic of
-    the question, and none has both."""
+    """Return a function that generates other requests with their replies. Some have the form or the
+    topic of the question, but none has both."""
     pool = sentences(rng, chars)
     other_forms = tuple(each for each in _FORMS if each != form)
     other_topics = tuple(each for each in _TOPICS if each != topic)
@@ -157,7 +162,8 @@ def _other_turns(
 
 
 def _mrcr_item(row: Row) -> Item:
-    """Convert a row: the last message is the question, those before it are the conversation."""
+    """Convert a row of OpenAI's file to an item. The last message is the question, and the messages
+    before it are the context."""
     try:
         messages = msgspec.json.decode(row["prompt"], type=list[dict[str, str]])
         *before, last = [(each["role"].capitalize(), each["content"]) for each in messages]

@@ -1,7 +1,9 @@
-"""How the offline model answers ``mrcr``: equal requests are found by code, and no leaf is asked.
+"""The strategy with which the offline model, a stand-in for a real one, answers the suite ``mrcr``.
+Code finds the equal requests, and no sub-model is called.
 
-Decides the strategy of a root, and the plausible errors of one reading of everything. Not here: the
-accuracy of a reply, and the steps of a root (``ramify/testing/offline.py``).
+The module contains the strategy of a root call, and the plausible errors of a model that reads
+everything at once. The accuracy of replies and the steps of a root call are in
+``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

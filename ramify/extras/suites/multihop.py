@@ -1,4 +1,5 @@
-"""Questions over a graph of entities that is written as documents, as in BrowseComp-Plus.
+"""The suite ``multihop``: questions over a graph of people and towns that is written as documents,
+as in BrowseComp-Plus.
 
     multihop(tokens=65_536)
     multihop(families=("hops_3", "hops_4"))
@@ -9,11 +10,13 @@
     What is the title of the first book by the mayor of the town in which the weaver who was born in
     1931 and won the Amber Prize was born?  ->  The Quiet River of Zanomi
 
-The person at the beginning is described, not named. Each further hop is a relation that only the
-document of the entity before it states, so a question with k hops needs k documents. Other people
-share two of the three attributes of the first person, and the surnames of the others.
+The person at the beginning of a question is described, not named. Each further hop is a relation
+that is only stated in the document of the person or town before it, so a question with k hops needs
+k documents. Other people share two of the three attributes of the first person, or the surname of
+another person.
 
-Decides the documents and the questions. The answer is compared without case and punctuation.
+This module generates the documents and the questions. Answers are compared without regard to case
+and punctuation.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ _RELATIONS: Mapping[str, Mapping[str, str]] = {
 
 
 class Person(NamedTuple):
-    """The facts in the document of a person."""
+    """The facts that the document of a person states."""
 
     name: str
     profession: str
@@ -77,7 +80,7 @@ class Person(NamedTuple):
 
 
 class Town(NamedTuple):
-    """The facts in the document of a town."""
+    """The facts that the document of a town states."""
 
     name: str
     mayor: str
@@ -94,7 +97,8 @@ def multihop(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Questions that need one to four documents, generated or from BrowseComp-Plus.
+    """Return a task of questions that need one to four documents, which are generated or come from
+    BrowseComp-Plus.
 
     Args:
         tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
@@ -103,8 +107,9 @@ def multihop(
             rows, which replaces the generated split. The same for ``validation`` and ``test``.
         seed: Seed of the generated items.
 
-    Raises ConfigError for an unknown family, a length outside these bounds, and a file in another
-    form."""
+    Raises ConfigError for an unknown family, a length outside these bounds, or a file in another
+    form.
+    """
     chosen = chosen_families("multihop", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
@@ -148,7 +153,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 class _Names:
-    """Invented names, each used once."""
+    """A generator of invented names that uses each name only once."""
 
     def __init__(self, rng: random.Random) -> None:
         self.used: set[str] = set()
@@ -193,7 +198,7 @@ def _title(rng: random.Random, place: str) -> str:
 
 
 def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
-    """Return a person who does not fit the description of the first one."""
+    """Generate a person who does not fit the description of the first person."""
     person = _person(rng, names_of)
     if (person.profession, person.prize) == (first.profession, first.prize):
         person = person._replace(year=first.year + 1)
@@ -201,8 +206,8 @@ def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
 
 
 def _similar(rng: random.Random, names_of: _Names, chain: Sequence[Person | Town]) -> list[Person]:
-    """Return people who share two attributes with the first person, or a surname with another
-    one."""
+    """Generate people who are easily confused with those in a question: some share two attributes
+    with the first person, and the others have the surname of a later one."""
     first = chain[0]
     assert isinstance(first, Person)
     profession = rng.choice([each for each in PEOPLE if each != first.profession])
@@ -238,8 +243,8 @@ def _document(entity: Person | Town, end: str) -> str:
 def _documents(
     rng: random.Random, chars: int, first: Person, used: AbstractSet[str]
 ) -> Callable[[int], list[str]]:
-    """Return a function that makes documents about other entities. None of them fits the
-    description of the first person."""
+    """Return a function that generates documents about other people and towns, none of which fits
+    the description of the first person."""
     pool = sentences(rng, chars)
     words = [word for word in names(rng, len(pool)) if word not in used]
     titles = [_title(rng, word) for word in words]
@@ -300,8 +305,8 @@ _DOCUMENTS = ("gold_docs", "evidence_docs", "negative_docs")
 
 
 def _browsecomp_item(row: Row) -> Item:
-    """Convert a row. Its documents are in the order of a hash of their ids, which does not show
-    which of them have the answer."""
+    """Convert a row of BrowseComp-Plus to an item. Its documents are sorted by a hash of their ids,
+    so that their order does not show which of them have the answer."""
     texts: dict[str, str] = {}
     for column in _DOCUMENTS:
         for document in row[column] or ():

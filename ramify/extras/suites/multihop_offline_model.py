@@ -1,9 +1,10 @@
-"""How the offline model answers ``multihop``: code finds the document of each hop, and a leaf reads
-in it who or what comes next.
+"""The strategy with which the offline model, a stand-in for a real one, answers the suite
+``multihop``. Code finds the document of each hop, and a call to a sub-model (a leaf) reads in it
+who or what comes next.
 
-Decides the strategy of a root, what a leaf reads, and its plausible errors. Questions of
-BrowseComp-Plus have no such form, and no strategy. Not here: the accuracy of a reply, and the steps
-of a root (``ramify/testing/offline.py``).
+The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
+questions of BrowseComp-Plus have another form and cannot be answered. The accuracy of replies and
+the steps of a root call are in ``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Needles in a haystack: RULER's tasks (Hsieh et al. 2024, 2404.06654), and access codes.
+"""The suite ``niah`` (needle in a haystack), with the tasks of RULER (Hsieh et al. 2024,
+2404.06654), and the task ``needle``, which asks for access codes.
 
     niah(tokens=65_536)                                          all families
     niah(tokens=1_000_000, families=("multikey_3", "vt"))
@@ -8,13 +9,15 @@
     … One of the special magic numbers for quiet-lodavi is: 7311460. The baker counts the …
     What is the special magic number for quiet-lodavi mentioned in the provided text?  ->  7311460
 
-Families: ``single_1`` to ``single_3`` have one needle, ``multikey_1`` to ``multikey_3`` also have
-needles of other keys, ``multivalue`` asks for four values of one key and ``multiquery`` for those
-of four keys. ``vt`` follows a chain of variables, ``cwe`` asks for the ten most common words of a
-list, ``fwe`` for the three most frequent words of a coded text. In ``needle`` the distractors
-resemble the needle: codes of people with similar names, and former codes of the same person.
+The families ``single_1`` to ``single_3`` have one needle, ``multikey_1`` to ``multikey_3`` also
+have needles with other keys, ``multivalue`` asks for four values of one key, and ``multiquery`` for
+the values of four keys. ``vt`` follows a chain of variables, ``cwe`` asks for the ten most common
+words of a list, and ``fwe`` for the three most frequent words of a coded text. In ``needle``, the
+distractors resemble the needle: codes of people with similar names, and former codes of the same
+person.
 
-Decides the texts, the questions and their score. docs/suites.md says what differs from RULER.
+This module generates the texts and questions, and scores the answers. The differences from RULER
+are listed in ``docs/suites.md``.
 """
 
 from __future__ import annotations
@@ -76,13 +79,13 @@ _DOTS = "..."
 
 
 class NeedleScorer(msgspec.Struct, frozen=True):
-    """Share of the right values that the answer names in its first 512 characters, as in RULER. An
-    answer that names more values than there are gets less: their number replaces that of the right
-    ones as the denominator. ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
+    """A reward function that returns the share of the right values that an answer names in its
+    first 512 characters, as in RULER. An answer that names more values than there are right ones is
+    divided by that larger number: ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
 
     The values that an answer names are the numbers, ids or variables in the form of the right ones,
-    or the words that occur in the text. One right value is enough for RULER's questions over
-    documents (kind ``qa``).
+    or the words that occur in the text. For RULER's questions over documents (kind ``qa``), one
+    right value is enough.
     """
 
     def __call__(self, answer: Any, item: Item) -> float:
@@ -102,7 +105,8 @@ class NeedleScorer(msgspec.Struct, frozen=True):
 
 
 def _form_of(golds: Sequence[str]) -> str | None:
-    """Return a pattern of all values that have the form of ``golds``; None for words."""
+    """Return a regular expression for all values that have the same form as the right ones, such as
+    numbers with the same number of digits. Returns None if the right values are words."""
     for form in (rf"(?<!\d)\d{{{len(golds[0])}}}(?!\d)", _UUID, r"\b[A-Z]{5}\b"):
         if all(re.fullmatch(form, gold) for gold in golds):
             return form
@@ -110,7 +114,7 @@ def _form_of(golds: Sequence[str]) -> str | None:
 
 
 def _listed_words(text: str, context: str) -> Iterator[str]:
-    """Yield the words of ``text`` that occur in the second half of the context, which has no
+    """Yield the words of a text that occur in the second half of the context, which contains no
     instructions."""
     for each in set(re.findall(r"\w+", text)):
         if context.find(f" {each} ", len(context) // 2) >= 0:
@@ -126,7 +130,8 @@ def niah(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """RULER's needles, variables and word counts, generated or from its files.
+    """Return a task of RULER's needles, variables and word counts, which are generated or come from
+    its files.
 
     Args:
         tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
@@ -135,8 +140,9 @@ def niah(
             generated split. The same for ``validation`` and ``test``.
         seed: Seed of the generated items.
 
-    Raises ConfigError for an unknown family, a length outside these bounds, and a file in another
-    form."""
+    Raises ConfigError for an unknown family, a length outside these bounds, or a file in another
+    form.
+    """
     chosen = chosen_families("niah", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     sources = (train, validation, test)
@@ -191,7 +197,7 @@ def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -
 
 
 def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
-    """Needles of other keys are the whole filler."""
+    """Return a function that generates filler consisting only of needles with other keys."""
     if what == "uuids":
         return lambda num: [
             _NEEDLE.format(what=what, key=_uuid(rng), value=_uuid(rng)) for _ in range(num)
@@ -225,8 +231,8 @@ def _needles(
     num_values: int = 1,
     asked: int = 1,
 ) -> Asked:
-    """Plant needles of ``num_keys`` keys with ``num_values`` values each, and ask for the values of
-    the first ``asked`` keys."""
+    """Make a question about needles. ``num_keys`` keys with ``num_values`` values each are planted,
+    and the question asks for the values of the first ``asked`` keys."""
     keys = make_keys(rng, num_keys)
     values = {key: [value(rng) for _ in range(num_values)] for key in keys}
     facts = [
@@ -268,7 +274,8 @@ def _variables(rng: random.Random, chars: int) -> Asked:
 
 
 def _common_words(rng: random.Random, chars: int) -> Asked:
-    """A numbered list in which ten words are ten times as frequent as the others."""
+    """Make a question about the ten most common words of a numbered list, which are six or ten
+    times as frequent as the others."""
     common = _codes(rng, _COMMON)
     is_full = chars >= _FULL_COUNTS * CHARS_PER_TOKEN
     often, seldom = (30, 3) if is_full else (6, 1)
@@ -304,9 +311,8 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
-    """Make a text of coded words, with a question about the three most frequent ones. A word's
-    frequency is proportional to 1 / rank². The most frequent entry is dots, which the question
-    excludes."""
+    """Make a question about the three most frequent words of a coded text. The frequency of a word
+    is proportional to 1 / rank². The most frequent entry is dots, which the question excludes."""
     top = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(_FREQUENT)]
     while len(set(top)) < _FREQUENT:
         top[-1] = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))
@@ -345,7 +351,8 @@ def _codes(rng: random.Random, num: int) -> list[int]:
 
 
 def _list_length(chars: int) -> int:
-    """Return how many entries ``17. bodafiku`` a list of ``chars`` characters has."""
+    """Return how many entries such as ``17. bodafiku`` fit into a list of a given length in
+    characters."""
     num, digits = 0, 1
     while True:
         size = digits + len(". ") + 8 + len(" ")
@@ -368,7 +375,7 @@ def _shuffle(entries: array[int], rng: random.Random) -> None:
 def needle(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
 ) -> SimpleTask:
-    """Needle in a haystack: one sentence in a long generated text answers the question.
+    """Return a task in which one sentence of a long generated text answers the question.
 
     Args:
         chars: Length of the text, to within a sentence.
@@ -404,7 +411,8 @@ def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float 
 
 
 def _access_code(rng: random.Random, chars: int) -> Asked:
-    """The family ``needle``: the facts and places of an item are the same at all lengths."""
+    """Make a question of the family ``needle``. The facts of an item and their relative positions
+    are the same at all lengths."""
     question, needles, codes = _access_codes(rng, 6)
     facts = [(rng.random(), text) for text in needles]
     text = plant(facts, _sentences(filler_of(rng), chars, "", ()), chars, " ")
@@ -475,7 +483,8 @@ _RULER_KINDS = {
 
 
 def _ruler_item(row: Row) -> Item:
-    """Convert a row: its last paragraph is the question, and the text before it the context."""
+    """Convert a row of RULER's file to an item. Its last paragraph is the question, and the text
+    before that is the context."""
     text, golds = row["input"], row["outputs"]
     if not isinstance(text, str) or not isinstance(golds, list) or not golds:
         raise ValueError("its input is not a text, or its outputs are not a list with values")

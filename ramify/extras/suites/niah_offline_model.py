@@ -1,9 +1,9 @@
-"""How the offline model answers the suites ``niah`` and ``needle``. Code finds the sentences that
-contain the names in the question, and a call to the model (a leaf) reads their values. Words are
-counted by code alone.
+"""The strategy with which the offline model, a stand-in for a real one, answers the suites ``niah``
+and ``needle``. Code finds the sentences that contain the names in the question, and a call to a
+sub-model (a leaf) reads their values. Words are counted by code alone.
 
-Here are the strategy of a root call, what a leaf reads, and its plausible errors. Not here: how
-accurate replies are, and the steps of a root call (``ramify/testing/offline.py``).
+The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
+accuracy of replies and the steps of a root call are in ``ramify/testing/offline.py``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Named-operation programs: tool-use problems for policies with under a million parameters."""
+"""A task with small programs of named operations, on which policies with under a million parameters
+can learn to use a tool."""

@@ -1,5 +1,5 @@
-"""Rule-based judges for the programs task: hints from a rollout's errors or from privileged facts,
-and votes for turns.
+"""Rule-based judges for the task ``programs``. They derive hints from a rollout's errors or from
+facts that the policy cannot know, and vote on turns.
 
     RuleJudge        rules that the errors revealed
     OracleJudge      also silent mistakes; privileged: an upper bound, to be reported as such
@@ -7,9 +7,10 @@ and votes for turns.
                      an answer gets the vote of the program before it
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
-In a recipe: ``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The
-rules themselves are in ``scripted_demonstrator.py``. Each tag is the place that checkpoints of
-earlier versions store, and still resolves.
+In a recipe, a judge is named by its location, such as
+``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The rules themselves
+are in ``scripted_demonstrator.py``. The tag of each class is its former location, under which
+checkpoints of earlier versions store it; these locations still resolve.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class RuleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:RuleJudge",
 ):
-    """Pure tool feedback: reads only what the policy itself was shown; implements ``Judge``.
+    """A judge whose hints are the rules that error messages have revealed. It reads only what the
+    policy itself was shown. Implements ``Judge``.
 
     Example:
         train.Hindsight(judge=train.RuleJudge())    # for the task programs
@@ -72,8 +74,8 @@ class OracleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:OracleJudge",
 ):
-    """Privileged judge that knows the library's secret, which the policy cannot know; implements
-    ``Judge``.
+    """A judge that knows the secret meaning of the words, which the policy cannot know, so it also
+    finds mistakes that raise no error. Implements ``Judge``.
 
     Example:
         train.Hindsight(judge=train.OracleJudge())    # for the task programs
@@ -95,8 +97,9 @@ class StepRules(
     tag_field="name",
     tag="ramify.train.signals.programs:StepRules",
 ):
-    """One vote on the view's turn: did its program run? Implements ``Judge``. "It ran" is not "it
-    was right": a wrong program that raises no error gets +1, so this signal alone helps little.
+    """A judge that votes +1 on a turn if its program ran, and -1 if it raised an error. A wrong
+    program that raises no error also gets +1, so this signal alone helps little. Implements
+    ``Judge``.
 
     Example:
         train.ProcessRewardSignal(judge=train.StepRules())    # for the task programs
@@ -120,9 +123,9 @@ class ShuffledHints(
     tag_field="name",
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
-    """Control experiment: replace each hint of ``source`` by one about another problem of the same
-    step, with as many rules. Hints are as many and as long, and true, but irrelevant. Implements
-    ``HintSource``.
+    """A control experiment in which each hint of another source is replaced by a hint about a
+    different problem of the same step. The hints are as many, as long and as true as before, but
+    irrelevant. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.ShuffledHints(source=hints))
@@ -144,7 +147,7 @@ class ShuffledHints(
 
 
 def _about_another(item: Item, hint: str, rng: random.Random) -> str:
-    """A hint about ``item`` with as many rules as ``hint`` has."""
+    """Return a hint about another item that has as many rules as the given hint."""
     problem = ToyProgramExercise.read(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]

@@ -1,9 +1,10 @@
-"""Sandbox provider for training on programs: it evaluates programs and answers in this process.
+"""A sandbox provider for training on the task ``programs``, which evaluates programs and answers in
+this process.
 
 No code that a model wrote is ever executed. A cell is parsed with the grammar of
 ``toy_program_language.py`` and evaluated with plain arithmetic; any other cell gets a one-line
-error. On programs, the results equal those of a sandbox that runs them as Python (a test compares
-them), without one process per session. Select it by its module name:
+error. The results equal those of a sandbox that runs the programs as Python (a test compares them),
+but no session needs a process. Select the provider by the name of this module:
 ``SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter", allow_weaker=True)``.
 """
 
@@ -41,8 +42,8 @@ _CAPS = SandboxCapabilities(
 
 
 class ProgramInterpreterSession:
-    """Session that evaluates programs. Implements ``sandbox.base.Session`` as far as programs need
-    it."""
+    """A session that can only evaluate programs of this task. Implements ``sandbox.base.Session``
+    as far as programs need it."""
 
     caps = _CAPS
 
@@ -51,7 +52,8 @@ class ProgramInterpreterSession:
         self._cells = 0
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Return the value of a program, or the error that it raises."""
+        """Evaluate a cell, which is a program or a final answer. The result has the program's value
+        or the error that it raises."""
         self._cells += 1
         final = _ANSWER.fullmatch(code)
         if final is not None:
@@ -62,7 +64,7 @@ class ProgramInterpreterSession:
         return CellResult(Cell(code, value=value, error=error), {"prelude": {"cell": self._cells}})
 
     def _work_out(self, code: str) -> tuple[str | None, str | None]:
-        """Return (value, error) of a program. One of them is None."""
+        """Evaluate a program. Returns its value and its error, one of which is None."""
         if self._library is None:
             raise SandboxError(
                 "the sandbox of programs was opened for another task: it needs the library "
@@ -116,7 +118,8 @@ class ProgramInterpreterSession:
 
 
 class ProgramInterpreterSandbox:
-    """Sandbox that opens program sessions. Implements ``sandbox.base.Sandbox``."""
+    """A sandbox whose sessions can only evaluate programs of this task. Implements
+    ``sandbox.base.Sandbox``."""
 
     caps = _CAPS
     warning: str | None = None
@@ -135,5 +138,5 @@ class ProgramInterpreterSandbox:
 
 
 def open_provider(spec: SandboxSpec) -> ProgramInterpreterSandbox:
-    """Entry point of the provider, called by ``sandbox.base.open_sandbox``."""
+    """Return the sandbox of this provider. ``sandbox.base.open_sandbox`` calls this function."""
     return ProgramInterpreterSandbox()

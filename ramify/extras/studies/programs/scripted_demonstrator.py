@@ -1,29 +1,30 @@
-"""Weak demonstrator for programs: it knows only part of the vocabulary, corrects what an error
-names, and follows every hint.
+"""A scripted demonstrator for the task ``programs``. It is deliberately weak: it knows only part of
+the vocabulary, corrects what an error message names, and follows every hint.
 
     78@w18@9@w9@6                     knows w18, mistakes w9 for one of its false friends
     78@w18@f5@9@w9@f20@6              TypeError: not @w9@f20 but @w9@f4
     78@w18@f5@9@w9@f4@6               17
     FINAL(17)
 
-In half of the demonstrations the problem has a hint of one to three rules, which the demonstrator
-follows. Half of those hints are deliberately wrong. A policy that imitates the demonstrator can
-predict its next program only from the hint itself. It therefore learns to read hints instead of
-learning the rules that they usually state.
+In half of the demonstrations, the problem comes with a hint of one to three rules, which the
+demonstrator follows. Half of those hints are deliberately wrong. So a policy that imitates the
+demonstrator can predict its next program only from the hint itself, and learns to read hints
+instead of learning the rules that they usually state.
 
 A demonstration with a wrong hint ends after the first program; otherwise the policy would learn
 wrong rules from the errors that follow. Conversations have exactly the form that the engine
 produces.
 
-A hint (a bridge thought) is one to three rules that would have helped. Its two sources:
+A hint is one to three rules that would have helped. It has one of two sources:
 
     TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
                                                                                            @w9@f4
     a program that took f7 for w40        from_facts: needs access to the library      ->  use
                                                                                            @w40@f31
 
-A hint states rules that hold for every problem, never the answer of one. Hints from errors contain
-nothing that the policy has not seen: a teacher that reads such a hint has no additional knowledge.
+A hint states rules that hold for every problem, never the answer of a single one. Hints from errors
+contain nothing that the policy has not seen, so a teacher that reads such a hint has no additional
+knowledge.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
 class HintedRule(msgspec.Struct, frozen=True):
-    """One rule that a hint states: which function a word stands for, or which function must be
+    """A rule that a hint states: which function a word stands for, or which function must be
     imported."""
 
     word: int | None
@@ -86,7 +87,8 @@ def hint_text(rules: Iterable[HintedRule]) -> str:
 
 
 def from_errors(observed: Iterable[str]) -> list[HintedRule]:
-    """Return the rules that errors name, in order of appearance, at most ``MAX_RULES``."""
+    """Return the rules that error messages name, in order of appearance. There are at most
+    ``MAX_RULES``."""
     rules: dict[HintedRule, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
@@ -99,8 +101,9 @@ def from_errors(observed: Iterable[str]) -> list[HintedRule]:
 def from_facts(
     problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
 ) -> list[HintedRule]:
-    """Return at most ``MAX_RULES`` rules that the first program in ``replies`` breaks. The program
-    is compared with the library itself, so that mistakes are found even if they raise no error."""
+    """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``. The
+    program is compared with the library itself, so that mistakes are found even if they raise no
+    error."""
     program = next(filter(None, map(ToyProgram.read, replies)), None)
     if program is None:
         return []
@@ -119,7 +122,8 @@ MAX_CODE_TURNS = 2
 
 
 class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
-    """Weaknesses of the demonstrator. All values are shares from 0 to 1."""
+    """The weaknesses of the demonstrator, such as the share of words that it knows. All values are
+    from 0 to 1."""
 
     knows: float = 0.5
     """Share of words whose function it knows, drawn independently for each problem. Other words are
@@ -132,7 +136,7 @@ class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
 
 
 class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
-    """One demonstration; see ``train.sft.Conversation``."""
+    """A demonstration of one item, in the form of ``train.sft.Conversation``."""
 
     item: str
     messages: tuple[Message, ...]
@@ -146,15 +150,16 @@ def demonstrations(
     seed: int,
     texts: DemonstrationPromptFormat,
 ) -> Iterator[list[ProgramTaskDemonstration]]:
-    """Yield one demonstration for each item."""
+    """Yield a list with one demonstration for each item."""
     return ([demonstrate(item, habits, seed, texts)] for item in items)
 
 
 def program_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, **habits: float
 ) -> Iterator[list[ProgramTaskDemonstration]]:
-    """Yield demonstrations of the first ``num`` training items, by a demonstrator with the
-    weaknesses ``habits``. A run calls it as ``sft.demos=programs``."""
+    """Yield demonstrations of the first ``num`` training items of the task ``programs``. The
+    weaknesses of the demonstrator can be set. A recipe selects this function by
+    ``sft.demos=programs``."""
     weaknesses = msgspec.convert(habits, ProgramDemonstratorHabits, strict=False)
     return demonstrations(task.splits["train"][:num], weaknesses, seed, texts)
 
@@ -162,12 +167,14 @@ def program_demos(
 def demonstrate(
     item: Item, habits: ProgramDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
 ) -> ProgramTaskDemonstration:
-    """Return the demonstrator's conversation about ``item``."""
+    """Return a demonstration: the conversation in which the demonstrator solves, or fails to solve,
+    one item."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), texts).run()
 
 
 class _Demonstration:
-    """State of one demonstration: the problem, and what the demonstrator believes."""
+    """The state of one demonstration: the problem, and what the demonstrator believes about each
+    word."""
 
     def __init__(
         self,

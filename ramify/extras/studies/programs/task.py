@@ -1,12 +1,13 @@
-"""Programs as a task: generated problems, scored by the number that the program computes.
+"""The task ``programs``: generated problems that are solved by writing a short program, and scored
+by the number that it computes.
 
     programs()             six words per problem
     programs(steps=8)      eight words per problem
 
-A problem is determined by its split and index. ``train`` and ``test`` share the library's secret
-but no problem. ``correct`` is the only reward. Metrics describe a rollout: ``malformed`` (share of
-turns that were neither a program nor an answer), ``code_turns`` (number of programs) and ``raised``
-(share of programs that raised).
+A problem is determined by its split and index. The splits share the library's secret (which
+function each word stands for) but no problem. The only reward is ``correct``. The metrics of a
+rollout are ``malformed`` (the share of turns that were neither a program nor an answer),
+``code_turns`` (the number of programs) and ``raised`` (the share of programs that raised an error).
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 
 
 def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
-    """Generated problems that a short program solves.
+    """Return a task of generated problems, each of which is solved by a short program.
 
-    ``steps`` is the number of different words in a problem; ``secret`` seeds the library. Raises
-    ConfigError for an invalid number of steps."""
+    ``steps`` is the number of different words in a problem; ``secret`` is the seed from which the
+    meaning of the words is drawn. Raises ConfigError for an invalid number of steps.
+    """
     if not 1 <= steps <= NUM_WORDS:
         raise ConfigError(
             f"programs: steps={steps}; a problem has 1 to {NUM_WORDS} different words"
@@ -74,7 +76,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 
 
 class _InstallLibrary:
-    """Installs the library in a new session."""
+    """A hook that installs the library of functions in each new session."""
 
     def __init__(self, ops: WordFunctionMap) -> None:
         self._source = ops.source()
@@ -85,7 +87,7 @@ class _InstallLibrary:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """Return the reward ``correct`` and the metrics of the rollout."""
+    """Return the reward ``correct`` of a rollout, with metrics about its turns and programs."""
     cells = [cell for call in trajectory.calls for turn in call.turns for cell in turn.cells]
     written = [cell for cell in cells if ToyProgram.read(cell.code) is not None]
     malformed = [

@@ -1,5 +1,5 @@
-"""The library that programs call: words, the functions they stand for, and the errors of wrong
-calls.
+"""The small language of the task ``programs``: words, the functions that they stand for, and the
+error messages for wrong calls.
 
     50@w3@5@w9@2            a problem: start with 50, apply w3 with operand 5, then w9 with operand
                             2
@@ -11,10 +11,10 @@ calls.
     function that was not imported           ImportError: from ops import f10;
     wrong function for another word          a wrong number, without an error
 
-The mapping of words to functions is a secret that all problems share; a policy has to learn it.
-A word-level tokenizer needs ``PROGRAM_WORDS``: problems, programs and error messages use the same
-tokens, so that a policy follows a hint by copying it. Functions are affine maps mod 97. Each error
-names the broken rule in the same tokens that a correct program contains.
+Which word stands for which function is a secret that all problems share; a policy has to learn it.
+The task needs a word-level tokenizer with the tokens ``PROGRAM_WORDS``. Problems, programs and
+error messages use the same tokens, so that a policy can follow a hint by copying it. Functions are
+affine maps mod 97. Each error names the broken rule in the tokens that a correct program contains.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _PROBLEM = re.compile(r"(\d{1,2})((?:@w\d{1,2}@\d)+)")
 
 
 class ToyProgramOperation(msgspec.Struct, frozen=True):
-    """One operation of a program."""
+    """One operation of a program: a word of the problem, the function called for it, and the
+    operand."""
 
     word: int
     function: int
@@ -51,7 +52,7 @@ class ToyProgramOperation(msgspec.Struct, frozen=True):
 
 
 class ToyProgram(msgspec.Struct, frozen=True):
-    """A program as a policy writes it."""
+    """A program as a policy writes it: a start value, operations and imports."""
 
     start: int
     steps: tuple[ToyProgramOperation, ...]
@@ -66,7 +67,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgram | None:
-        """Parse ``text``, which must be a program and nothing else. None otherwise."""
+        """Parse a text that must be a program and nothing else. Returns None if it is not."""
         match = _PROGRAM.fullmatch(text)
         if match is None:
             return None
@@ -81,7 +82,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
 
 class ToyProgramExercise(msgspec.Struct, frozen=True):
-    """A problem: a start value and words with their operands."""
+    """A problem to be solved by a program: a start value, and words with their operands."""
 
     start: int
     steps: tuple[tuple[int, int], ...]
@@ -93,7 +94,8 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgramExercise | None:
-        """Parse the problem at the beginning of ``text``. A hint may follow it."""
+        """Parse the problem at the beginning of a text, which a hint may follow. Returns None if
+        the text does not begin with a problem."""
         match = _PROBLEM.match(text)
         if match is None:
             return None
@@ -103,8 +105,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
     def program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
-        """Return a program for this problem. ``functions`` maps each word to the function that the
-        program uses for it."""
+        """Return the program for this problem that calls the given function for each word."""
         return ToyProgram(
             self.start,
             tuple(
@@ -115,7 +116,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
 
 class FirstBrokenRule(msgspec.Struct, frozen=True):
-    """The first rule that a program broke."""
+    """The first rule that a program broke: a wrong function for a word, or a missing import."""
 
     word: int | None
     """The word with a wrong function; None if an import is missing."""
@@ -124,8 +125,8 @@ class FirstBrokenRule(msgspec.Struct, frozen=True):
 
 
 class WordFunctionMap(msgspec.Struct, frozen=True):
-    """The functions that programs call, and the secret mapping of words to functions, which a
-    policy has to learn."""
+    """The library of functions that programs call, with the secret mapping of words to functions,
+    which a policy has to learn."""
 
     secret: int
     """Seed of the library."""
@@ -145,7 +146,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def run(self, program: ToyProgram) -> int | FirstBrokenRule:
-        """Return the value of ``program``, or the first rule that it breaks."""
+        """Return the value of a program, or the first rule that it breaks."""
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
@@ -157,20 +158,22 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def message(self, program: ToyProgram, broken: FirstBrokenRule) -> str:
-        """Return the last line of the traceback that Python prints for ``broken``."""
+        """Return the error message for a broken rule, as in the last line of the traceback that
+        Python prints."""
         if broken.word is None:
             return f"ImportError: from ops import f{broken.function};"
         used = next(s.function for s in program.steps if s.word == broken.word)
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def false_friends(self, word: int) -> tuple[int, ...]:
-        """Return the three wrong functions that a demonstrator may use for ``word``. A word always
-        has the same three."""
+        """Return the three wrong functions for which a demonstrator may mistake the meaning of a
+        word. They are always the same three."""
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
     def source(self) -> str:
-        """Return the source of the module ``ops``: plain Python for any sandbox."""
+        """Return the source of a Python module ``ops`` that implements the library in any
+        sandbox."""
         return _SOURCE.format(
             secret=self.secret,
             right=self.right,
@@ -182,7 +185,8 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of_source(source: str) -> WordFunctionMap:
-        """Return the library with this ``source``. Raises ValueError for any other text."""
+        """Return the library that generated a given source. Raises ValueError for any other
+        text."""
         match = _OF_SOURCE.match(source)
         candidate = library(int(match[1])) if match else None
         if candidate is None or candidate.source() != source:
@@ -192,7 +196,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
 @functools.cache
 def library(secret: int = 0) -> WordFunctionMap:
-    """Return the library of words and functions that is generated from the seed ``secret``. It is
+    """Return the library of words and functions that is generated from a seed. Libraries are
     cached."""
     rng = random.Random(f"programs/library/{secret}")
     right = rng.sample(range(NUM_WORDS), NUM_WORDS)
@@ -287,5 +291,5 @@ Example:
 
 
 def answer(number: int) -> str:
-    """Return the reply that gives ``number`` as the answer."""
+    """Return the reply with which a policy gives a number as its answer."""
     return f"FINAL({number})"

@@ -1,3 +1,2 @@
-"""Mathematical problems for an agent with a Python tool: public datasets in their own formats, and
-ReTool's demonstrations.
-"""
+"""Mathematical problems for an agent with a Python tool, read from public datasets in their own
+formats, and the demonstrations of ReTool."""

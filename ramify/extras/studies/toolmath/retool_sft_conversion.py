@@ -1,4 +1,5 @@
-r"""ReTool's demonstrations (JoeYing/ReTool-SFT), converted to this engine's protocol.
+r"""The demonstrations of ReTool (JoeYing/ReTool-SFT), converted to the message format of this
+engine.
 
     {"messages": [
         {"role": "user", "content": "… *user question:* What is 7! ? Remember to place the final
@@ -12,9 +13,9 @@ r"""ReTool's demonstrations (JoeYing/ReTool-SFT), converted to this engine's pro
     tool        <interpreter>…</interpreter>        not trained on
     assistant   So \boxed{5040}
 
-A row is one text. It is split into the model's replies and the tool's output, because only the
-replies are trained on. Rows in another form (unmatched tags, no answer, code without output) are
-skipped, and their number is reported.
+A row of the file is a single text. It is split into the model's replies and the tool's output,
+because only the replies are trained on. Rows in another form (unmatched tags, no answer, code
+without output) are skipped, and their number is reported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
 class ToolMathDemonstration(msgspec.Struct, frozen=True):
-    """One demonstration; see ``train.sft.Conversation``."""
+    """A demonstration of one problem, in the form of ``train.sft.Conversation``."""
 
     item: str
     messages: tuple[Message, ...]
@@ -60,8 +61,8 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
 def retool_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, source: str = ""
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """Yield the demonstrations in the first ``num`` rows of the file ``source``. A run calls it as
-    ``sft.demos=retool``. Raises ConfigError if no file is given."""
+    """Yield the demonstrations in the first ``num`` rows of a ReTool file. A recipe selects this
+    function by ``sft.demos=retool``. Raises ConfigError if no file is given."""
     if not source:
         raise ConfigError(
             "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
@@ -74,8 +75,9 @@ def demonstrations(
     texts: DemonstrationPromptFormat,
     num: int | None = None,
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """Yield the demonstrations in the first ``num`` rows of ``source`` (None: all). Skipped rows
-    are logged. Raises ConfigError if no row has the required form."""
+    """Yield the demonstrations in the first ``num`` rows of a ReTool file, or in all rows if
+    ``num`` is None. Rows in another form are skipped and logged. Raises ConfigError if no row has
+    the required form."""
     rows = rows_of(source)
     num_rows = len(rows) if num is None else min(num, len(rows))
     skipped, first = 0, ""
@@ -98,7 +100,8 @@ def demonstrations(
 
 
 def conversation(row: Mapping[str, Any], texts: DemonstrationPromptFormat) -> tuple[Message, ...]:
-    """Convert one row to messages. Raises ValueError that says what is wrong with the row."""
+    """Convert a row of a ReTool file to messages. Raises ValueError that says what is wrong with
+    the row."""
     contents = {message.get("role"): message.get("content") for message in _messages(row)}
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
@@ -123,7 +126,8 @@ def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def asked(text: str) -> str:
-    """Extract the problem from the first message, without the instructions around it."""
+    """Extract the problem from the first message of a demonstration, without the instructions
+    around it."""
     return bare_question(_FORM.sub("", _QUESTION.split(text, maxsplit=1)[-1]))
 
 
@@ -156,7 +160,7 @@ def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterat
 
 
 def _clean(text: str) -> str:
-    """Return ``text``. Raises ValueError if a tag is left in it."""
+    """Return a text unchanged, but raise ValueError if it contains a tag without its partner."""
     stray = _TAG.search(text)
     if stray is not None:
         raise ValueError(f"{stray[0]} has no partner")

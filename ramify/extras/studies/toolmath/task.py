@@ -1,13 +1,14 @@
-r"""Task for a math agent with a Python session: problems from files, answers in the last box.
+r"""A task for a math agent with a Python session: problems are read from files, and the answer is
+the last ``\boxed{}`` of a reply.
 
     toolmath(train="dapo-math-17k.parquet", test="aime-2024.parquet")
     toolmath(test="aime-2025.jsonl")                                    evaluation only
 
-Intended for the scaffolds ``retool`` (tags) and ``retool_native`` (native tool calls). ``correct``
-is the only reward, so that pass@k, avg@k and majority@k count correct answers only. Shaping and
-rewards of single turns are signals of a training run (see ``train/signals/``).
+The task is intended for the scaffolds ``retool`` (tags) and ``retool_native`` (native tool calls).
+The only reward is ``correct``, so that pass@k, avg@k and majority@k count correct answers only.
+Reward shaping and rewards for single turns are training signals instead (see ``train/signals/``).
 
-The columns of a row determine how it is read; a row without known columns is an error that names
+The columns of a row determine how it is read. A row without known columns is an error that names
 its columns:
 
     DAPO-Math-17k, BytedTsinghua-SIA/AIME-2024    prompt[0].content, reward_model.ground_truth
@@ -15,8 +16,10 @@ its columns:
     Maxwell-Jia/AIME_2024                         Problem, Answer
     yentinglin/aime_2025, HuggingFaceH4/aime_2024 problem, answer
 
-A dataset's own instructions about the form of the answer ("The last line of your response should be
-… Answer: $Answer") are removed, because they ask for another form than the one that is scored.
+The instructions of a dataset about the form of the answer ("The last line of your response should
+be … Answer: $Answer") are removed, because they ask for another form than the one that is scored.
+Repeated problems of a dataset are used once. Without a validation file, a part of the training file
+is held out, selected by a hash of the problem.
 
 Repeated problems of a dataset are used once. Without a validation file, a part of the training file
 is held out, selected by a hash of the problem.
@@ -62,7 +65,8 @@ _INSTRUCTIONS = (
 
 
 def item_of(row: Mapping[str, Any]) -> Item:
-    """Convert a row to an item. Raises ValueError, naming the columns, if its form is unknown."""
+    """Convert a row of a known dataset to an item. If its form is unknown, raises ValueError, which
+    names the columns."""
     question, gold = _question(row), _gold(row)
     if question is None or gold is None:
         missing = "problem" if question is None else "answer"
@@ -105,7 +109,7 @@ def _gold(row: Mapping[str, Any]) -> str | None:
 
 
 def _other(gold: str) -> str:
-    """Return a wrong answer for validation."""
+    """Return a wrong answer, with which the scoring of an item can be checked."""
     return str(int(gold) + 1) if re.fullmatch(r"[-+]?\d{1,18}", gold) else f"{gold} + 1"
 
 
@@ -117,7 +121,7 @@ HELD_OUT = 1 / 64
 def toolmath(
     *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
 ) -> SimpleTask:
-    """Mathematics with a Python session: problems from files, answers in the last box.
+    """Return a task of mathematical problems to be solved with a Python session.
 
     Args:
         train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of ``item_of``.
@@ -126,7 +130,8 @@ def toolmath(
         verifier: Name of a score, or ``auto``: integers are compared as numbers, other answers by
         math-verify if it is installed, otherwise as exact texts.
 
-    Raises ConfigError and SourceError."""
+    Raises ConfigError and SourceError.
+    """
     sources = {"train": train, "validation": validation, "test": test}
     splits = {
         split: _once(split, rows_of(source))
@@ -145,7 +150,8 @@ def toolmath(
 
 
 class _ToolMathScorer:
-    """Reward ``correct``, and metrics about the use of the tool."""
+    """A reward function that gives the reward ``correct``, with metrics about the use of the
+    tool."""
 
     def __init__(self, verifier: AnswerReward) -> None:
         self._verifier = verifier
@@ -156,12 +162,13 @@ class _ToolMathScorer:
 
 
 def usage(trajectory: Trajectory) -> dict[str, float]:
-    """Return metrics about the use of the tool.
+    """Return metrics about how a rollout used the Python tool.
 
-    ``tool_calls``: cells that ran. ``tool_errors`` and ``tool_silent``: shares of cells that raised
-    and that showed nothing. ``used_tool``: 1 if any cell ran. ``malformed``: replies that were
-    neither code nor an answer. ``truncated``: 1 if a limit ended the rollout or a reply was cut
-    off."""
+    ``tool_calls`` is the number of cells that ran. ``tool_errors`` and ``tool_silent`` are the
+    shares of cells that raised an error and that showed nothing. ``used_tool`` is 1 if any cell
+    ran. ``malformed`` is the number of replies that were neither code nor an answer. ``truncated``
+    is 1 if a limit ended the rollout or a reply was cut off.
+    """
     turns = [turn for call in trajectory.calls for turn in call.turns]
     cells = [cell for turn in turns for cell in turn.cells]
     cut = any(call.stop is not None and call.stop.is_truncated() for call in trajectory.calls)
@@ -179,13 +186,14 @@ def usage(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _ends(turns: Sequence[Turn]) -> bool:
-    """Return True if the last reply gave the answer."""
+    """Return True if the last reply gave the answer instead of running code."""
     return bool(turns) and not turns[-1].cells
 
 
 def auto(answer: Any, item: Item) -> float:
-    """Return 1 if ``answer`` equals the gold: the same text or integer, or the same value if
-    math-verify is installed."""
+    """Return 1 if an answer is right, and 0 otherwise. It is right if it is the same text or
+    integer as the expected one, or has the same value according to math-verify, if that is
+    installed."""
     number, gold = whole(answer), whole(item.gold)
     if exact(answer, item) or (number is not None and number == gold):
         return 1.0
@@ -198,7 +206,7 @@ def auto(answer: Any, item: Item) -> float:
 
 
 def whole(value: Any) -> int | None:
-    """Return the integer that ``value`` denotes, or None.
+    """Return the integer that a value denotes, or None if it does not denote one.
 
     >>> whole("$1,024$"), whole("034"), whole("34.0"), whole(r"\\sqrt{34}")
     (1024, 34, 34, None)
@@ -209,7 +217,7 @@ def whole(value: Any) -> int | None:
 
 
 def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
-    """Return the problems of a split without duplicates. The first occurrence is used."""
+    """Return the problems of a split without duplicates; the first occurrence of each is used."""
     first: dict[bytes, int] = {}
     items = DatasetItems(f"toolmath/{split}", rows, item_of)
     for number in range(len(items)):
@@ -218,7 +226,7 @@ def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
 
 
 def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
-    """Divide ``train`` into ``train`` and a held-out ``validation`` split."""
+    """Hold out a part of the training problems as a validation split, and return both splits."""
     held_out = [
         index
         for index in range(len(train))
