@@ -1,12 +1,12 @@
-"""Combining a run with its placement, before any process is started: how many processes each role
-has, whether they fit, and whether the trainer and the engines share GPUs.
+"""Combines a run with its placement before any process is started. It determines how many processes
+each role has, whether they fit, and whether the trainer and the engines share GPUs.
 
     rollouts ── engines: weights, keys and values      the trainer keeps only weights and optimizer
     learning ── the trainer: gradients, activations    the engines sleep
     rollouts ── …
 
-Sharing is decided from the recipe and from the GPUs that this process sees. It is unknown for
-engines that are already running (``urls``).
+Whether GPUs are shared is decided from the recipe and from the GPUs that this process sees. It
+cannot be known for engines that are already running (``urls``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def counted(run: Run, spec: PlacementSpec) -> dict[str, int]:
-    """Return the number of processes of each role, by name. The trainer has at least the run's own
-    process. Raises ConfigError if the placement and the rest of the run disagree."""
+    """Return the number of processes of each role, by name. The trainer has at least one, the run's
+    own process. Raises ConfigError if the placement contradicts the rest of the run."""
     inference = run.inference
     by_run = {
         "trainer": (run.compute.shard.ranks or 0) if run.compute.backend == "fsdp" else 1,
@@ -62,10 +62,10 @@ def _check_rollout_workers(run: Run) -> None:
 
 
 def settled(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
-    """Determine how many processes each role of the run has, and on which slots they run. Returns a
-    copy of ``run`` with these numbers, and the slots. Without a placement the run is unchanged and
-    the list of slots is empty. Raises ConfigError, with the sums, if the roles do not fit their
-    pools."""
+    """Determine how many processes each role of the run has, and on which placement slots they run.
+    Returns a copy of ``run`` with these numbers, and the slots. Without a placement, the run is
+    unchanged and there are no slots. Raises ConfigError, which shows the sums, if the roles do not
+    fit their pools."""
     spec = run.placement
     if spec is None:
         return run, []
@@ -86,7 +86,8 @@ def settled(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
 
 
 def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
-    """Return the ``InferenceSpec`` of a process that only calls the engines running at ``urls``."""
+    """Return the engine configuration of a process that starts no engines, but only calls those
+    running at ``urls``."""
     return InferenceSpec(
         engine=spec.engine,
         urls=urls,
@@ -98,8 +99,8 @@ def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
 
 
 def by(run: Run, kind: str) -> Run:
-    """Return a copy of ``run`` whose processes are started in another way: ``kind`` is ``local`` or
-    ``ray``. Raises ConfigError for an unknown kind."""
+    """Return a copy of ``run`` whose processes are started directly on this machine
+    (``kind="local"``) or by Ray (``kind="ray"``). Raises ConfigError for any other kind."""
     if kind not in KINDS:
         raise ConfigError(f"--placement {kind}: {nearest(kind, KINDS)}")
     spec = run.placement
@@ -113,8 +114,8 @@ def by(run: Run, kind: str) -> Run:
 
 
 def check_reach(run: Run, hosts: Launcher, num: int) -> None:
-    """Check that weights can reach the ``num`` engines on their machines. Raises ConfigError for a
-    weight sync that cannot leave this machine."""
+    """Raise ConfigError if an engine was placed on another machine, but the configured weight sync
+    works only on this one."""
     spec = run.inference
     remote = [
         i for i in range(num) if hosts.address_of(RoleInstanceId("inference", i)) != hosts.address
@@ -145,9 +146,10 @@ def check_reach(run: Run, hosts: Launcher, num: int) -> None:
 
 
 def sleeping(run: Run, device: str) -> InferenceSpec | None:
-    """``run.inference`` with ``sleep`` set to "learn" or "never". ``device`` is the trainer's kind,
-    cpu or cuda. Raises ConfigError if engines would have to sleep and to sample at the same
-    time."""
+    """Return ``run.inference`` with its option ``sleep`` decided. It becomes "learn" (engines sleep
+    while the trainer learns) if the recipe says so or if engines share the trainer's GPUs, and
+    otherwise "never". ``device`` is the trainer's kind of device, cpu or cuda. Raises ConfigError
+    if engines would have to sleep and to sample at the same time."""
     spec = run.inference
     if spec is None or spec.sleep == "never":
         return spec
@@ -164,8 +166,8 @@ def sleeping(run: Run, device: str) -> InferenceSpec | None:
 
 
 def engines_of(run: Run, device: str) -> InferenceSpec | None:
-    """``run.inference`` with what follows from the rest of the recipe: whether engines sleep (see
-    ``sleeping``) and whether they report experts."""
+    """Return ``run.inference`` with options that follow from the rest of the recipe: whether
+    engines sleep while the trainer learns, and whether they report the experts that they chose."""
     spec = sleeping(run, device)
     if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
         return spec
@@ -173,8 +175,8 @@ def engines_of(run: Run, device: str) -> InferenceSpec | None:
 
 
 def shared(run: Run, device: str) -> str:
-    """Return the reason why the run's engines share the trainer's GPUs, as a clause; empty if they
-    do not."""
+    """Return the reason why the run's engines share the trainer's GPUs, as a clause, or an empty
+    string if they do not."""
     inference, spec = run.inference, run.placement or PlacementSpec()
     if inference is None or inference.urls or device != "cuda":
         return ""
@@ -191,8 +193,9 @@ def shared(run: Run, device: str) -> str:
 
 
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
-    """Return why trainer and engines share a GPU of this machine, as a clause; empty if they do
-    not. For runs without Ray, whose processes select their GPUs themselves."""
+    """Return the reason why trainer and engines share a GPU of this machine, as a clause, or an
+    empty string if they do not. This applies to runs without Ray, whose processes select their GPUs
+    themselves."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = (
         [gpu.strip() for gpu in visible.split(",") if gpu.strip()]

@@ -1,5 +1,5 @@
-"""Defaults that depend on where the policy comes from (a checkpoint of a pretrained model, or a
-model that is created from scratch). Not here: the precision of a run (``precision.py``).
+"""Fills in defaults that depend on whether the policy is a checkpoint of a pretrained model or a
+model that is trained from scratch. The precision of a run is decided in ``precision.py``.
 
     option                       checkpoint             from scratch
     rl.optim.lr, rl.critic.…     1e-6, adapters 1e-5    1e-3
@@ -11,11 +11,11 @@ model that is created from scratch). Not here: the precision of a run (``precisi
     policy.thinking              as it was trained,     as in its template
                                  else off if it can be
 
-The learning rates of checkpoints are those of TRL, verl and SkyRL (full weights) and ten times as
-much for adapters (Thinking Machines, "LoRA Without Regret", whose alpha of 32 makes the best rate
-independent of the rank). A policy that a recipe of Ramify trained from scratch (format ``scratch``)
-counts as from scratch. Only options that are not given are set; the engine's default of
-``limits.max_reply_tokens`` counts as not given.
+The learning rates of checkpoints are those of TRL, verl and SkyRL for full weights, and ten times
+as much for adapters (Thinking Machines, "LoRA Without Regret", whose alpha of 32 makes the best
+rate independent of the rank). A policy that a recipe of Ramify trained from scratch (format
+``scratch``) counts as from scratch. Only options that are not given are set. If
+``limits.max_reply_tokens`` has the engine's default, it counts as not given.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def with_policy_defaults(run: Run) -> Run:
-    """Return a copy of ``run`` in which the options that depend on the policy are filled in, unless
-    they were given. Raises ConfigError for a thinking switch that the policy does not have."""
+    """Return a copy of ``run`` in which options that depend on the policy are filled in, unless
+    they were given. Raises ConfigError if the run sets ``policy.thinking``, but the model has no
+    such switch."""
     policy = _policy(run.policy)
     is_checkpoint = is_pretrained(run.policy)
     stages: dict[str, Any] = {}
@@ -66,7 +67,7 @@ def with_policy_defaults(run: Run) -> Run:
 
 
 def is_pretrained(policy: PolicySpec) -> bool:
-    """Whether the policy is a checkpoint of a model that was pretrained elsewhere."""
+    """Return True if the policy is a checkpoint of a model that was pretrained elsewhere."""
     if not policy.path:
         return False
     name = policy.path if packaged_policy(policy.path) else f"local:{policy.path}"
@@ -74,19 +75,19 @@ def is_pretrained(policy: PolicySpec) -> bool:
 
 
 def usual_warmup(num_steps: int) -> int:
-    """Return the usual number of warm-up steps for a training stage with ``num_steps`` optimizer
-    steps."""
+    """Return the usual number of learning-rate warm-up steps for a stage with ``num_steps``
+    optimizer steps."""
     return min(10, num_steps // 10)
 
 
 def usual_rate(run: Run, stage: str) -> float:
-    """The usual learning rate of a checkpoint in ``stage``."""
+    """Return the usual learning rate for training a checkpoint in the given stage."""
     return _RATES[stage][run.policy.lora is not None]
 
 
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
-    """Report what ``with_policy_defaults`` made of ``given``, unless it was reported when the run
-    began, and learning rates that are high for a checkpoint."""
+    """Log the defaults that were filled in for the policy, unless the run is resumed and they were
+    logged at its beginning. Also warn about learning rates that are high for a checkpoint."""
     kind = "a checkpoint" if is_pretrained(run.policy) else "from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
@@ -120,17 +121,20 @@ _WINDOWS = (512, 32_768)
 
 
 def vocabulary_for(num_chars: int) -> int:
-    """Size of a vocabulary for texts of ``num_chars`` characters: the power of two below their
-    square root, since the distinct words of a text grow as its root (Heaps' law).
+    """Return a suitable vocabulary size for texts of ``num_chars`` characters. It is the power of
+    two below their square root, since the number of distinct words in a text grows as the root of
+    its length (Heaps' law).
 
-    1 million characters -> 512;  4 million -> 1024"""
+    1 million characters -> 512;  4 million -> 1024
+    """
     return max(512, min(32_768, 1 << (math.isqrt(max(num_chars, 1)).bit_length() - 1)))
 
 
 def model_config_for(num_tokens: int, longest: int) -> dict[str, Any]:
-    """Return the configuration of a new model. Its size follows from ``num_tokens``, the number of
-    tokens in all demonstrations. Its window is the next power of two above 5/4 of ``longest``, the
-    number of tokens in the longest conversation; it has 512 to 32,768 tokens."""
+    """Return the configuration of a model to train from scratch. Its size follows from
+    ``num_tokens``, the number of tokens in all demonstrations. Its window is the next power of two
+    above 5/4 of ``longest``, the number of tokens in the longest conversation, within 512 to 32,768
+    tokens."""
     width, layers = next(size[1:] for size in reversed(_SIZES) if num_tokens >= size[0])
     low, high = _WINDOWS
     return {
@@ -167,7 +171,8 @@ def _policy(policy: PolicySpec) -> PolicySpec:
 
 
 def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a checkpoint; None from scratch, and without a usable one."""
+    """Load the tokenizer of a checkpoint. Returns None for a policy from scratch, or if the
+    tokenizer cannot be used."""
     if not is_pretrained(policy):
         return None
     from ramify.models.load import load_tokenizer
@@ -205,7 +210,8 @@ def _changed(value: S, **fields: Any) -> S:
 
 
 def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
-    """Yield the fields of ``now`` that differ from ``given``: dotted name and value."""
+    """Return the fields of ``now`` that were filled in and differ from ``given``, each with its
+    dotted name and value."""
     if not isinstance(now, msgspec.Struct) or not isinstance(given, msgspec.Struct):
         return []
     found: list[tuple[str, Any]] = []
@@ -221,8 +227,8 @@ def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
 
 
 def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
-    """Return the default warm-up of the stage ``name`` as a list with one (field, value) pair;
-    empty if the run sets one or the stage needs none."""
+    """Return the default number of warm-up steps of a stage, as a list with one pair of field and
+    value. The list is empty if the run sets the warm-up itself, or if it has no such stage."""
     stage = getattr(run, name)
     if name not in _RATES or stage is None or stage.optim.warmup_steps is not None:
         return []

@@ -1,5 +1,5 @@
-"""The precision of a run: one decision for the engine and the trainer, from the checkpoint and the
-kind of device, and how far their log-probabilities may differ because of it:
+"""Decides the numeric precision of the engine and of the trainer together, from the checkpoint and
+the kind of device. It also defines how far their log-probabilities may differ as a result.
 
     policy.dtype   compute.precision   engine                  trainer's products
     auto           auto                fp32 on a CPU and from  fp32 if the engine is fp32, else
@@ -9,9 +9,9 @@ kind of device, and how far their log-probabilities may differ because of it:
     given          auto                as given                bf16 if that has 16 bits, else fp32
     given          fp32, bf16          as given                as given
 
-It does not depend on which precision a processor is fast at: otherwise the same run would compute
-different numbers on another machine. The trainer's weights, log-probabilities and losses are always
-fp32.
+The decision does not depend on which precision is fast on a processor, since otherwise the same run
+would compute different numbers on another machine. The trainer's weights, log-probabilities and
+losses are always fp32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class RunPrecision(NamedTuple):
-    """The numeric precisions of a run: one for the engine, one for the trainer."""
+    """The numeric precisions of a run: one for the engine, and one for the trainer's matrix
+    products."""
 
     engine: str
     """``float32``, ``float16`` or ``bfloat16``."""
@@ -44,12 +45,14 @@ class RunPrecision(NamedTuple):
 
     @property
     def both(self) -> tuple[str, str]:
-        """The precisions of the engine and of the trainer, both named as ``engine`` is."""
+        """The precisions of the engine and of the trainer, both in the notation ``float32`` or
+        ``bfloat16``."""
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
-        """How much log-probabilities of engine and trainer may differ: the larger limit of
-        both precisions, or ``inference.tolerance``; 0 in a deterministic run."""
+        """Return how much the log-probabilities of engine and trainer may differ. The limit is the
+        larger one of both precisions, or ``inference.tolerance`` if that is set, and 0 in a
+        deterministic run."""
         spec = run.inference
         hint = f"the engine computes in {self.engine} and the trainer in {self.trainer}"
         if run.deterministic:
@@ -69,10 +72,10 @@ class RunPrecision(NamedTuple):
 
 
 def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -> RunPrecision:
-    """Return the precisions of ``run``. ``stored`` is the precision of the checkpoint's weights, or
-    ``float32`` without a checkpoint. ``device`` is ``cpu`` or ``cuda``. ``has_bf16`` is True if the
-    device supports bf16, as every CPU does. Raises ConfigError if engine and trainer could not
-    agree."""
+    """Decide the precisions of engine and trainer for a run. ``stored`` is the precision of the
+    checkpoint's weights, or ``float32`` without a checkpoint. ``device`` is ``cpu`` or ``cuda``.
+    ``has_bf16`` is True if the device supports bf16, as every CPU does. Raises ConfigError if the
+    log-probabilities of engine and trainer could not agree."""
     dtype, products = run.policy.dtype, run.compute.precision
     if not has_bf16 and "bf16" in (products, dtype.replace("bfloat16", "bf16")):
         raise ConfigError(
@@ -93,9 +96,9 @@ def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -
 
 
 def _check(run: Run, precision: RunPrecision) -> None:
-    """Raise ConfigError if these precisions cannot satisfy the run's limits: a deterministic run
-    needs the same precision in engine and trainer, and the tolerance must be at least one
-    rounding."""
+    """Raise ConfigError if the precisions cannot satisfy the run's limits. A deterministic run
+    needs the same precision in engine and trainer, and the tolerance must be at least one rounding
+    error."""
     if run.deterministic and precision.both[0] != precision.both[1]:
         raise ConfigError(
             f"deterministic=true needs one precision, but the engine would compute in "

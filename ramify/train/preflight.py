@@ -1,4 +1,5 @@
-"""Checks of a run that report mistakes before anything is spent."""
+"""Checks that find mistakes in a run's configuration before time or money is spent. They raise
+ConfigError or log a warning."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
 def check_names(run: Run) -> None:
-    """Check the names of what is loaded later: the backend, the sandbox, and the sources of what
-    is imitated. Nothing of theirs is imported."""
+    """Check that everything that the run loads later by name exists: the backend, the sandbox, and
+    the sources of demonstrations. None of these is imported yet."""
     BACKENDS.check(run.compute.backend)
     check_provider(run.sandbox)
     if run.sft is None:
@@ -71,16 +72,16 @@ def check_names(run: Run) -> None:
 
 
 def path_of(run: Run) -> str | Path:
-    """Return the path of the run's initial policy. A name of a policy that ships with the package
-    becomes its folder."""
+    """Return the path of the run's initial policy. If it is the name of a policy that ships with
+    the package, the path is that policy's folder."""
     path = run.policy.path
     packaged = packaged_policy(path)
     return path if packaged is None or Path(path).exists() else packaged
 
 
 def check_policy_files(run: Run) -> None:
-    """Check the files of the policy that are not weights: its folder, configuration and tokenizer.
-    A reply has to fit into its window."""
+    """Check that the policy's folder, configuration and tokenizer are valid, without reading
+    weights. Also check that the longest reply leaves room for a prompt in the context window."""
     spec = run.policy
     if spec.device.partition(":")[0] not in DEVICES:
         raise ConfigError(
@@ -108,8 +109,8 @@ def check_policy_files(run: Run) -> None:
 
 
 def traffic_task(run: Run, task: Task) -> Task:
-    """``task`` with the recorded traffic that ``run`` names as its training split; ``task`` itself
-    if it names none. Raises ConfigError if the run's options need new rollouts."""
+    """Return the task with recorded live traffic as its training split, if ``run`` names any, and
+    otherwise the unchanged task. Raises ConfigError if the run's options need new rollouts."""
     if not run.task.traffic:
         return task
     if run.rl is None:
@@ -140,9 +141,9 @@ def traffic_task(run: Run, task: Task) -> Task:
 
 
 def check_first_items(run: Run, task: Task) -> None:
-    """Begin one item, or one of each part of a mixture, and end it, so that a fault of its
-    environment, its servers or its ``begin`` is reported before a policy is loaded. This calls no
-    model."""
+    """Begin one item of the task (or of each task of a mixture) and end it again. This way a fault
+    of its environment, its servers or its ``begin`` function is reported before a policy is loaded.
+    No model is called."""
     if isinstance(task, MixtureTask):
         for part in task.tasks.values():
             check_first_items(run, part)
@@ -161,12 +162,13 @@ def check_first_items(run: Run, task: Task) -> None:
 
 
 def _grace_s(run: Run) -> float:
-    """Seconds that each call of the task's code may take."""
+    """Return how many seconds each call of the task's code may take."""
     return run.rl.rollout.grace_s if run.rl is not None else GRACE_S
 
 
 def check_scaffold(run: Run, scaffold: Scaffold) -> None:
-    """Reject a scaffold with a system message for a policy whose format has none."""
+    """Raise ConfigError if the scaffold begins with a system message, but the prompt format of the
+    policy has none."""
     spec = run.policy
     if not spec.path and not spec.tokenizer and scaffold.system:
         raise ConfigError(
@@ -177,9 +179,9 @@ def check_scaffold(run: Run, scaffold: Scaffold) -> None:
 
 
 def check_task(run: Run, task: Task) -> None:
-    """Check that the task has the splits that the run uses, that its gold answers score 1 if it has
-    any, and that its options can be learned from. If scores were not checked, the reason is
-    logged."""
+    """Check that the task has the splits that the run uses, and that its reference answers score 1
+    if it has any. Also warn about options with which nothing can be learned from it. If the scores
+    were not checked, the reason is logged."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
@@ -222,9 +224,8 @@ def check_task(run: Run, task: Task) -> None:
 
 
 def check_objective(run: Run) -> None:
-    """Raise ConfigError if the policy cannot be trained with the run's objective. Warn if the
-    policy loss is not one of the objective's usual losses, or if the loss overrides
-    ``rl.algorithm.reduction``."""
+    """Raise ConfigError if the policy cannot be trained with the run's objective. Log a warning if
+    the policy loss is unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
     if run.rl is None:
         return
     rl, name = run.rl, run.rl.objective
@@ -266,8 +267,8 @@ def _tag(part: Any) -> str:
 
 
 def check_branches(run: Run) -> None:
-    """Check that rollouts fork if and only if the estimator compares continuations, and that
-    sandbox and limits allow it."""
+    """Check that rollouts fork exactly if the advantage estimator compares continuations, and that
+    the sandbox and the limits allow forks."""
     if run.rl is None:
         return
     branch, needed = run.rl.rollout.branch, needs_of(run.rl.algorithm).branches
@@ -295,8 +296,8 @@ def check_branches(run: Run) -> None:
 
 
 def check_embedded(config: Any, dtype: str, device: str) -> None:
-    """Raise ConfigError if the weights of the policy are larger than the memory of the engine's
-    device. Applies to the engine in this process, which holds the whole model. ``dtype`` is the
+    """Raise ConfigError if the policy's weights do not fit into the memory of the engine's device.
+    This applies to an engine in this process, which holds the whole model. ``dtype`` is the
     policy's data type."""
     import torch
 
@@ -322,7 +323,7 @@ def check_embedded(config: Any, dtype: str, device: str) -> None:
 
 
 def check_device(run: Run) -> None:
-    """Check that the GPU in the recipe exists."""
+    """Raise ConfigError if the recipe names a GPU that this machine does not have."""
     import torch
 
     kind, _, index = run.policy.device.partition(":")
@@ -336,9 +337,10 @@ def check_device(run: Run) -> None:
 
 
 def check_inference(run: Run) -> None:
-    """Reject truncated sampling with other engines, which do not report the ids that top-p and
-    top-k kept, so the same probabilities could not be recomputed. Also check that the program that
-    starts engines exists, if they run on this machine."""
+    """Raise ConfigError for truncated sampling (top-p or top-k) with an engine other than Ramify's.
+    Other engines do not report which tokens were kept, so the same probabilities could not be
+    recomputed. Also check that the program that starts engines exists, if they run on this
+    machine."""
     spec, rl = run.inference, run.rl
     if spec is None:
         return
@@ -357,9 +359,10 @@ def check_inference(run: Run) -> None:
 
 
 def check_signals(run: Run) -> None:
-    """Reject teachers with truncated sampling. The log-probability of a truncated sample is
-    relative to the kept set, but a teacher's is relative to the whole vocabulary, so each gap would
-    be off by the logarithm of the probability that was cut off."""
+    """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k). The
+    log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
+    relative to the whole vocabulary. Each difference would be off by the logarithm of the
+    probability that was cut off."""
     rl = run.rl
     if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         return
@@ -373,7 +376,8 @@ def check_signals(run: Run) -> None:
 
 
 def check_schedules(run: Run) -> None:
-    """Check that stages with a fixed number of steps are long enough for their schedules."""
+    """Check that stages with a fixed number of steps are long enough for their learning-rate
+    schedules."""
     if run.warmup is not None:
         scheduled("warmup", run.warmup.optim, run.warmup.steps)
     if run.rl is None:
@@ -385,7 +389,8 @@ def check_schedules(run: Run) -> None:
 
 
 def check_deterministic(run: Run) -> None:
-    """Reject options with which a deterministic run could not repeat."""
+    """Raise ConfigError if a deterministic run has options with which its results could not be
+    reproduced."""
     if not run.deterministic:
         return
     sample = None if run.rl is None else run.rl.sample
@@ -407,8 +412,8 @@ def check_deterministic(run: Run) -> None:
 
 
 def check_policies(run: Run) -> None:
-    """Reject learning rates with which nothing is learned, and further policies with options that
-    support only one."""
+    """Raise ConfigError for learning rates with which nothing would be learned, and for runs of
+    several policies with options that support only one."""
     stages = {name: getattr(run, name) for name in ("warmup", "sft", "rl")}
     others = [spec.optim.peak_lr for spec in run.policies.values()]
     for name, stage in stages.items():
@@ -453,8 +458,8 @@ def check_policies(run: Run) -> None:
 
 
 def check_folder(out: Path) -> None:
-    """Check that files can be written to the run's folder, or to the folder in which it will be
-    created. Leaves no files."""
+    """Raise ConfigError if the run's folder is not writable or cannot be created. The check leaves
+    no files behind."""
     missing: list[Path] = []
     try:
         missing += [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -473,8 +478,9 @@ def check_folder(out: Path) -> None:
 
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
-    """Reject a task whose first message leaves no room for a reply: every rollout would fail. Tasks
-    whose prompts an agent writes are not checked, since those prompts are not known yet."""
+    """Raise ConfigError if the first message of the task leaves no room for a reply in the policy's
+    window, since every rollout would fail. If an agent writes the task's prompts, they are unknown
+    yet and are not checked."""
     if getattr(task, "writes_prompts", False):
         return
     room, tools = policy.window - 1, scaffold.tools()
@@ -489,7 +495,8 @@ def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> N
 
 
 def note_rewritten_history(run: Run, policy: Policy) -> None:
-    """Report a chat template that rewrites earlier turns, since that makes training expensive."""
+    """Log a warning if the chat template rewrites earlier turns, since that makes training
+    expensive."""
     if run.rl is None or not policy.renderer.unstable:
         return
     text = (
@@ -509,8 +516,8 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
 
 
 def note_missing_template(policy: Policy) -> None:
-    """Report a tokenizer without a chat template, since other programs cannot render its prompts
-    as they were in training."""
+    """Log a warning if the tokenizer has no chat template, since other programs could not render
+    prompts as they were in training."""
     if policy.tokenizer.chat_template:
         return
     _log.warning(
@@ -523,8 +530,8 @@ def note_missing_template(policy: Policy) -> None:
 
 
 def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[Message]:
-    """The first messages of a root call. An agent writes its own: the beginning of its question
-    stands for them."""
+    """Return the first messages of a root call for ``item``. If an agent writes the prompt itself,
+    the beginning of the question is used instead."""
     if getattr(task, "writes_prompts", False):
         return [Message("user", item.question[:100])]
     chars = observation_messages.count_text_chars(item.context)

@@ -1,4 +1,4 @@
-"""Recipe files, and the runs that made checkpoints."""
+"""Reads the configuration of a run from a recipe file, or from a checkpoint that the run wrote."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ramify.train.override import new_name, override
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """The run of a recipe file, with overrides. Raises ConfigError for a file without ``def run()
-    -> Run``.
+    """Execute a recipe file and return the run that its function ``run`` creates, with overrides
+    applied. Raises ConfigError if the file has no ``def run() -> Run`` or cannot be executed.
 
     Example:
         run = train.load_recipe("recipes/tiny.py", ["rl.steps=10", "seed=3"])
@@ -67,7 +67,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def _fields_of(kind: Any) -> set[str]:
-    """Names of the fields of a configuration's class and of the classes in it."""
+    """Return the names of all fields of a configuration class and of the classes in its fields."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return set().union(*map(_fields_of, typing.get_args(kind)))
     inner = typing.get_type_hints(kind).values()
@@ -75,9 +75,9 @@ def _fields_of(kind: Any) -> set[str]:
 
 
 def _wrong_type(error: Exception) -> str:
-    """Return the message about a field that has the wrong type, given the ``error`` that the
-    constructor of a struct raised; empty if no field does. Needed because a constructor uses its
-    fields before ``check_types`` can check them."""
+    """Return a message about the field that has the wrong type, if that is what caused ``error``,
+    and an empty string otherwise. ``error`` was raised by the constructor of a configuration class,
+    which uses its fields before ``check_types`` can check them."""
     if not isinstance(error, TypeError) or error.__traceback__ is None:
         return ""
     frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
@@ -92,8 +92,8 @@ def _wrong_type(error: Exception) -> str:
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a checkpoint, completed with the defaults of fields that an older
-    version did not write."""
+    """Return the configuration that a checkpoint stores, completed with the defaults of fields that
+    were added in later versions."""
     try:
         complete = plain(msgspec.convert(config, Run))
     except (ConfigError, msgspec.ValidationError):
@@ -104,7 +104,8 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``config`` with the keys of ``defaults`` that it lacks, at every depth."""
+    """Return a copy of ``config`` in which missing keys are taken from ``defaults``, at every
+    depth."""
     completed = {**defaults, **config}
     for name, value in config.items():
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
@@ -113,9 +114,10 @@ def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Return the run that made a checkpoint, with overrides. The path is a checkpoint, or a run's
-    folder, which stands for its latest checkpoint. Raises ConfigError if there is none, or if a
-    value is missing because it may be a secret and no override gives it."""
+    """Return the configuration of the run that made a checkpoint, with overrides applied. ``path``
+    is a checkpoint, or the folder of a run, whose latest checkpoint is used. Raises ConfigError if
+    there is none, or if a value was left out of the checkpoint as a possible secret and no override
+    sets it."""
     config = dict(read_state(find(Path(path))).config)
     overridden = [assignment.partition("=")[0] for assignment in overrides]
     unknown = next((name for name in redacted_keys(config) if name not in overridden), None)

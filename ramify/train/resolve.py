@@ -1,4 +1,5 @@
-"""Resolving a run: from what a recipe says to what will be done, without a tensor library.
+"""Resolves a run from its recipe: checks it and fills in what it leaves open, without loading a
+tensor library.
 
     recipe.py          a file, a preset, an objective, overrides  ──> Run
     resolve            types ─ trackers ─ names and files ─ task  mistakes are found, cheapest first
@@ -6,8 +7,8 @@
     load_run_parts.py  device ─ placement ─ precision ─ policy    ──> RunParts
     build.py           machines ─ engines ─ stages                ──> Trainer
 
-Decides the order of the checks. Not here: what each of them checks (``preflight.py``), and which
-fields may differ from those of a checkpoint (``lineage.py``).
+This module decides the order of the checks. The checks themselves are in ``preflight.py``, and the
+fields that may differ from those of a checkpoint are listed in ``lineage.py``.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ class ResolvedTrainingRun:
 
 
 def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
-    """Check everything that needs no weights, and load what the recipe names. ``resume``: a run's
-    folder or one of its checkpoints.
+    """Check everything about a run that can be checked without weights, and load what its recipe
+    names. ``resume`` is the folder of a run or one of its checkpoints.
 
-    Raises ConfigError for mistakes in the recipe and StoreError for a damaged checkpoint. Imports
-    no tensor library before all that can be said without one, so that a mistake is reported at
-    once."""
+    Raises ConfigError for mistakes in the recipe, and StoreError for a damaged checkpoint. No
+    tensor library is imported before the checks that do without one, so that mistakes are reported
+    at once.
+    """
     run = given
     check_types(run)
     trackers = RunTrackers(run.trackers, run.tracker_options)

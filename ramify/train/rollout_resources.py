@@ -1,9 +1,10 @@
-"""Starts everything that rollouts need: placed machines, services, engines and rollout workers.
+"""Starts everything that rollouts need: processes on other machines, services, engines and rollout
+workers.
 
     RunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutResources
 
-Decides the order in which these parts start, and what each process is given. The caller's exit
-stack closes all of them. Not here: the trainer (``build.py``).
+This module decides the order in which these parts start, and what each process receives. All of
+them are closed by the caller's exit stack. The trainer is started in ``build.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResources:
-    """Everything that rollouts of a training run need: engines, the RLM, worker processes and
-    models."""
+    """Everything that the rollouts of a training run need: engines, the ``RLM`` that runs recursive
+    calls, worker processes, and the models of each depth."""
 
     client: LocalClient | HttpEngines
     audited: TokenIdRecordingClient
@@ -53,8 +54,8 @@ class RolloutResources:
 async def open_machines(
     parts: RunParts, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
-    """Acquire the placement slots, and start the services of the run. Returns the launcher of
-    processes on other machines; None if there are none."""
+    """Reserve the machines on which the run places processes, and start the services of the run.
+    Returns the launcher of processes on other machines, or None if there are none."""
     for each in (parts, *parts.others.values()):
         _choose_key(each)
     hosts = _placed(parts)
@@ -73,7 +74,8 @@ async def open_machines(
 async def open_rollouts(
     parts: RunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
 ) -> RolloutResources:
-    """Start the engines and the rollout workers."""
+    """Start the engines and the rollout workers, and return all that rollouts need. Everything is
+    closed by ``stack``."""
     client, audited = await _engines(parts, out / "inference", hosts, stack)
     others = {
         name: await _engines(each, out / f"inference-{name}", None, stack, f".{name}")
@@ -109,7 +111,8 @@ async def _engines(
     stack: contextlib.AsyncExitStack,
     suffix: str = "",
 ) -> tuple[LocalClient | HttpEngines, TokenIdRecordingClient]:
-    """Start the engines of a policy; ``folder`` is for what they read and write."""
+    """Start the engines of one policy, and return their client. ``folder`` is for files that the
+    engines read and write."""
     from ramify.inference.local.local_client import LocalClient
 
     client = client_of(parts)
@@ -123,14 +126,15 @@ async def _engines(
 
 
 def _choose_key(parts: RunParts) -> None:
-    """Choose the key with which started engines are asked, before processes inherit it."""
+    """Choose the API key of the engines that the run starts. It is set in the environment before
+    other processes are started, so that they inherit it."""
     if parts.engines is not None and not parts.engines.urls:
         os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
 
 
 def client_of(parts: RunParts) -> LocalClient | HttpEngines:
-    """The client of the engine in this process, or of the engines outside, which are not started
-    yet."""
+    """Return the client of the engine in this process, or of engines in other processes, which are
+    not started yet."""
     if parts.engines is not None:
         from ramify.inference.http.http_engines import HttpEngines
 
@@ -155,8 +159,8 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
 
 
 def _placed(parts: RunParts) -> Launcher | None:
-    """The launcher of processes on other machines; None if there are none. Raises ConfigError
-    if the placement slots are not available."""
+    """Return the launcher of processes on other machines, or None if the run has none. Raises
+    ConfigError if the requested machines are not available."""
     import torch
 
     from ramify.actors.ray_launcher import RayLauncher
@@ -188,7 +192,7 @@ def _workers(
     out: Path,
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
-    """The rollout workers, not started yet, if the placement has any."""
+    """Return the rollout workers, which are not started yet, or None if the placement has none."""
     from ramify.inference.local.local_client import LocalClient
 
     run, num = parts.run, parts.num_members("rollouts")
@@ -210,7 +214,7 @@ def _workers(
 
 
 def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> RolloutWorkerSpec:
-    """The part of the run's configuration that rollout workers need."""
+    """Return the part of the run's configuration that rollout workers need."""
     run = parts.run
     assert run.inference is not None
     assert run.rl is not None

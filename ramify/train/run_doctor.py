@@ -1,16 +1,19 @@
-"""The doctor of a run: it sees the metrics of every step and of every evaluation, names what is
-wrong and which option to change, and acts.
+"""Watches the metrics of every step and evaluation of a run, reports what is wrong and which option
+to change, and stops the run or rolls it back if necessary.
 
     step        ── findings ──> report, and stop, roll back or only warn (``guard.then``)
     step        ── limits ────> the same for max_kl and min_entropy, which the user sets
     evaluation  ── patience ──> stop        no validation gain of min_delta for N evaluations
 
-A finding is logged, and becomes a diagnosis in the step's line of ``metrics.jsonl``, which the page
-and trackers show. It is reported when it begins, and again only after it has ceased. From then on
-its metric (``alarm_divergence`` …) is 1 while it lasts and 0 otherwise. Decisions depend only on
-numbers, and the state is plain data in the checkpoint, so a resumed run decides the same way. Not
-here: what is a finding (``findings.py``), which checkpoint is best (``checkpoint.py``), how a run
-goes back (``trainer.py``), and stalls (``watchdog.py``), which no metric shows.
+A finding (a detected fault) is logged, and becomes a diagnosis in the step's line of
+``metrics.jsonl``, which the web page and trackers show. It is reported when it begins, and again
+only if it returns after it has ceased. From then on, its metric (``alarm_divergence`` …) is 1 while
+it lasts and 0 otherwise.
+
+Decisions depend only on numbers, and the state is plain data in the checkpoint, so a resumed run
+decides the same way. The findings are defined in ``findings.py``, the best checkpoint is chosen in
+``checkpoint.py``, a run is rolled back by ``trainer.py``, and stalls, which no metric shows, are
+detected in ``watchdog.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _AFTER_DIVERGENCE = 5
 
 
 class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The doctor's reaction to its findings, and conditions that end a stage of rollouts early.
+    """How a run reacts to detected faults, and which conditions end a stage of rollouts early.
 
     >>> train.TrainingGuard(then="rollback").rollback_lr
     0.5
@@ -83,8 +86,8 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class GuardState(msgspec.Struct, kw_only=True):
-    """What the guard of a training run remembers within a stage, to detect collapse or
-    divergence."""
+    """The state that the guard keeps within a stage to detect collapse or divergence of the
+    training run."""
 
     best: float | None = None
     """Best validation reward."""
@@ -137,16 +140,16 @@ class TrainingGuardVerdict(msgspec.Struct):
 
 
 def before_steps(memory: GuardState, values: Mapping[str, float]) -> None:
-    """Remember the score of the evaluation before the first step. Later evaluations are compared
-    with it."""
+    """Remember the score of the evaluation before the first step, with which later evaluations are
+    compared."""
     memory.best_score = ValidationScore.of(values, None, 0.0)
 
 
 def after_evaluation(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
-    """Check the metrics of an evaluation of the validation stream, update ``memory``, and return
-    the verdict."""
+    """Check the metrics of an evaluation on the validation split, update ``memory``, and return the
+    verdict."""
     reward = values.get("validation/reward")
     if reward is None:
         return TrainingGuardVerdict({})
@@ -181,8 +184,8 @@ def _of_evaluation(
 def after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
-    """Check each policy after a step, update ``memory``, and return the verdict. Metrics of
-    additional policies begin with ``policy.NAME/``."""
+    """Check the metrics of every policy after a training step, update ``memory``, and return the
+    verdict. Metrics of additional policies begin with ``policy.NAME/``."""
     verdict = _after_step(guard, memory, values)
     for name in dict.fromkeys(key.split("/")[0] for key in values if key.startswith("policy.")):
         state = memory.policies.setdefault(name.removeprefix("policy."), GuardState())
@@ -203,7 +206,7 @@ def after_step(
 def _after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
-    """Check the metrics of one policy after a step, update its alarms in ``memory``, and return the
+    """Check the metrics of one policy after a step, update its state in ``memory``, and return the
     verdict."""
     verdict = TrainingGuardVerdict({}, [])
     history = StageStepHistory(_first(memory), memory.recent)
@@ -241,7 +244,7 @@ def _after_step(
 
 
 def _note_divergence(memory: GuardState, verdict: TrainingGuardVerdict) -> None:
-    """Remove findings from the verdict that a recent divergence explains."""
+    """Remove findings from the verdict that are explained by a recent divergence."""
     if memory.streaks.get("divergence"):
         memory.since_divergence = 0
     elif memory.since_divergence is not None:
@@ -265,7 +268,7 @@ def _act(guard: TrainingGuard, memory: GuardState, verdict: TrainingGuardVerdict
 
 
 def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield each limit that is violated, with the reason."""
+    """Yield the name of each limit that is violated, with an explanation."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
     if guard.max_kl is not None and kl > guard.max_kl:
         yield "max_kl", f"the KL is {kl:.4g}, above guard.max_kl={guard.max_kl:g}"
@@ -279,8 +282,8 @@ def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple
 
 
 def _first(memory: GuardState) -> dict[str, float]:
-    """Return the metrics with which later steps are compared: averages over the first steps, and
-    the peak reward with its standard error."""
+    """Return the metrics with which later steps are compared: averages over the first steps of the
+    stage, and the peak reward with its standard error."""
     first = {name: total / memory.num for name, total in memory.first.items()} if memory.num else {}
     if memory.peak is not None:
         first |= {"peak_reward": memory.peak[0], "peak_error": memory.peak[1]}

@@ -1,16 +1,16 @@
-"""The record of a run: its folder, what is written there, and the state that a resume needs.
+"""Keeps the record of a run: the files in its folder, and the state that is needed to resume it.
 
     OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
     OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
     OUT/lineage.jsonl     see lineage.py                        OUT/reference/     the first policy
     OUT/policy.json       which checkpoint OUT/policy is
 
-Decides the counts and the clocks of a run, and which lines a run that goes back repeats. The first
-item of a run is the first of its training split that no demonstration used, and each group takes
-the next. With the checkpoint's list of groups that had begun (``CheckpointState.pending``) the
-numbers in ``groups.jsonl`` are complete: each occurs exactly once, which ``read_group_records``
-checks. Not here: when something is written (``trainer.py``), and what a line means
-(``metrics.py``).
+This module also keeps the counts and the clocks of a run, and decides which lines are dropped when
+a run goes back to a checkpoint. The first item of a run is the first of its training split that no
+demonstration used, and each group takes the next one. Together with the checkpoint's list of groups
+that had begun (``CheckpointState.pending``), the numbers in ``groups.jsonl`` are complete: each
+occurs exactly once, which ``read_group_records`` checks. When something is written is decided in
+``trainer.py``, and the lines are defined in ``metrics.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ROLLOUTS = "rollouts"
 
 
 class RewardConfidenceInterval(NamedTuple):
-    """A score and the ends of its 95 % interval."""
+    """A mean reward with the ends of its 95 % confidence interval."""
 
     reward: float
     low: float
@@ -60,7 +60,8 @@ class RewardConfidenceInterval(NamedTuple):
 
 
 class KeptPolicy(msgspec.Struct, frozen=True):
-    """Which checkpoint OUT/policy holds: the content of OUT/policy.json."""
+    """Describes which checkpoint is stored in ``OUT/policy`` as the run's final policy, with its
+    scores. It is stored as ``OUT/policy.json``."""
 
     checkpoint: str
     step: int
@@ -89,7 +90,7 @@ class KeptPolicy(msgspec.Struct, frozen=True):
 
 
 class TrainingRunRecorder:
-    """The record of one run in progress."""
+    """Records one run in progress: its metrics, rollouts, checkpoints and lineage."""
 
     def __init__(
         self,
@@ -102,9 +103,10 @@ class TrainingRunRecorder:
         measures: Sequence[Callable[[], Mapping[str, float]]] = (),
         meter: CpuMeter | None = None,
     ) -> None:
-        """``first_item`` is the number of a new run's first item. ``measures`` are functions that
-        return further metrics at each step, such as the engines' own. ``meter`` measures CPU time;
-        give it only if all parts of a rollout run on the CPUs of this machine."""
+        """Create the recorder of a run in the folder ``out``. ``first_item`` is the number of a new
+        run's first item. ``measures`` are functions that return further metrics at each step, such
+        as the engines' own. ``meter`` measures CPU time; give it only if all parts of a rollout run
+        on the CPUs of this machine."""
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
@@ -122,13 +124,13 @@ class TrainingRunRecorder:
     # --- the run's beginning
 
     def begin(self) -> None:
-        """Begin a new run: create its folder, and drop records that are already there."""
+        """Begin a new run: create its folder, and delete any records that are already there."""
         self.out.mkdir(parents=True, exist_ok=True)
         self._cut(-1)
         self.state.first_item = self.state.next_item
 
     def go_back(self, checkpoint: Path) -> None:
-        """Continue from ``checkpoint``, and drop what was recorded after it."""
+        """Continue from ``checkpoint``, and delete all records of later steps."""
         self.out.mkdir(parents=True, exist_ok=True)
         config = self.state.config
         self.state = read_state(checkpoint)
@@ -157,15 +159,16 @@ class TrainingRunRecorder:
             )
 
     def roll_back(self, checkpoint: Path, factor: float) -> None:
-        """Continue from ``checkpoint``, which this stage wrote, with the present learning rates
-        multiplied by ``factor``."""
+        """Go back to a checkpoint that this stage wrote, and multiply the current learning rates by
+        ``factor``."""
         present = self.state
         self.go_back(checkpoint)
         self.state.lr_scale = present.lr_scale * factor
         self.state.guard.rollbacks = present.guard.rollbacks + 1
 
     def _note_lineage(self, entry: LineageEntry) -> None:
-        """Record in the lineage file that the run continues with changes."""
+        """Record in the lineage file that the run was forked or continues with a changed
+        configuration."""
         LINEAGE.append(self.out, [entry])
         _log.info("run_changed", f"the run continues {entry}", shown=True, step=entry.step)
         state = self.state
@@ -176,8 +179,8 @@ class TrainingRunRecorder:
             state.stopped, state.guard.since_best = "", 0
 
     def _copy_lines(self, checkpoint: Path) -> None:
-        """Copy the records (metrics, groups and lineage) of the run that wrote ``checkpoint``. Both
-        runs share this history up to the checkpoint; later lines are cut afterwards."""
+        """Copy the metrics, group outcomes and lineage of the run that wrote ``checkpoint``. Both
+        runs share this history up to the checkpoint; later lines are removed afterwards."""
         for lines in (METRICS, GROUPS, LINEAGE):
             source = checkpoint.resolve().parents[1] / lines.name
             if source.is_file():
@@ -193,7 +196,7 @@ class TrainingRunRecorder:
             self._cpu_since = time.process_time() - self.state.cpu_s
 
     def _cut(self, step: int) -> None:
-        """Drop records of steps after ``step``: the run will repeat them."""
+        """Delete the records of all steps after ``step``, since the run will repeat these steps."""
         for lines in (METRICS, GROUPS, LINEAGE):
             lines.cut(self.out, step)
         for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
@@ -202,7 +205,7 @@ class TrainingRunRecorder:
 
     def copy_reference(self, checkpoint: Path, name: str) -> None:
         """Copy the reference policy ``name`` from the run that wrote ``checkpoint``. Does nothing
-        if the checkpoint belongs to this run, which has the reference policy already."""
+        if the checkpoint belongs to this run, which already has the reference policy."""
         target = self.out / name
         if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
             return
@@ -227,8 +230,8 @@ class TrainingRunRecorder:
         state.lr_scale = 1.0
 
     def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
-        """Count an optimizer step. ``memory`` is the state of the stage's algorithm after the step,
-        and ``others`` holds this state for each other policy, by name."""
+        """Count a training step. ``memory`` is the state that the stage's algorithm keeps between
+        steps, and ``others`` holds this state for each additional policy, by name."""
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
@@ -236,8 +239,8 @@ class TrainingRunRecorder:
         self.state.memories = others
 
     def measured(self, values: dict[str, float]) -> dict[str, float]:
-        """Add to a step's metrics its speed, the shares of its signals, and the engines' own
-        metrics."""
+        """Add throughput, the share of time spent on each signal, and the engines' own metrics to
+        the metrics of a step."""
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         # Time spent on signals, in parallel to rollouts.
         for name in [name for name in values if name.endswith("/s")]:
@@ -260,8 +263,8 @@ class TrainingRunRecorder:
         *,
         is_step: bool = False,
     ) -> None:
-        """Write a line of metrics, with the doctor's findings. A line about a step also says where
-        the step's time went."""
+        """Write a line of metrics, with the faults that were diagnosed. A line about a training
+        step also contains how the step's time was divided."""
         assert self._metrics is not None
         self._tick()
         if is_step:
@@ -275,7 +278,8 @@ class TrainingRunRecorder:
         )
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
-        """Write the outcomes of a step's groups and, if it is time, the whole rollouts."""
+        """Write the outcomes of a step's groups. The whole rollouts are saved too if the schedule
+        says so for this step."""
         step = self.state.step
         GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
         if groups and self.saves_rollouts(self.state.stage_step):
@@ -285,24 +289,24 @@ class TrainingRunRecorder:
             write(path, (trajectory for group in groups for trajectory in group.trajectories))
 
     def saves_rollouts(self, stage_step: int) -> bool:
-        """Return whether a step's rollouts are saved in full."""
+        """Return True if the rollouts of this step of the stage are saved in full."""
         every = self.schedule.save_rollouts_every
         return every is not None and stage_step % every == 0
 
     def restart_meter(self) -> None:
-        """Measure the CPU time of rollouts from now on."""
+        """Start measuring the CPU time of rollouts, if it is measured at all."""
         if self._meter is not None:
             self._meter.restart()
 
     def cpu_metrics(self, samples: bool) -> dict[str, float]:
-        """Return the CPU time of a step's rollouts as metrics. Empty if the step has no rollouts
-        (``samples`` is False) or CPU time is not measured."""
+        """Return the CPU time of a step's rollouts as metrics. Returns an empty dict if the step
+        has no rollouts (``samples`` is False) or CPU time is not measured."""
         return self._meter.spent() if self._meter is not None and samples else {}
 
     def note_kept(self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool) -> None:
-        """Report which checkpoint OUT/policy holds, with its scores. ``final`` holds the metrics of
-        the final splits. ``is_best`` is True if the checkpoint is the best on the validation
-        stream."""
+        """Record which checkpoint is stored as the final policy, with its scores. ``final`` holds
+        the metrics of the final evaluation. ``is_best`` is True if the checkpoint is the best on
+        the validation split."""
         state = read_state(checkpoint)
         validation: Mapping[str, float] = {}
         for row in read_metrics(self.out):
@@ -323,15 +327,14 @@ class TrainingRunRecorder:
         _log.info("policy_kept", str(kept), shown=True, step=state.step)
 
     def save(self, parts: Mapping[str, Write]) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint with the run's state and the given parts."""
         self._tick()
         self.checkpoints.save(self.state, parts)
         self._saved_at = time.monotonic()
 
     @property
     def is_time_to_save(self) -> bool:
-        """Return whether ``schedule.checkpoint_every_s`` seconds have passed since the last
-        checkpoint."""
+        """True if ``schedule.checkpoint_every_s`` seconds have passed since the last checkpoint."""
         every_s = self.schedule.checkpoint_every_s
         return every_s is not None and time.monotonic() - self._saved_at >= every_s
 
@@ -341,7 +344,8 @@ class TrainingRunRecorder:
 
 
 class GroupRecords(msgspec.Struct, frozen=True):
-    """The records of all groups in a run's folder."""
+    """A summary of the outcomes of all rollout groups of a run, which shows whether any group was
+    lost or repeated."""
 
     outcomes: dict[str, int]
     """Number of groups with each outcome."""
@@ -359,9 +363,9 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
 
 def read_group_records(folder: Path) -> GroupRecords:
-    """Return the outcomes of all groups up to the last checkpoint of the run in ``folder``; later
-    groups will be repeated. The result is empty before the first checkpoint. Raises ConfigError if
-    the folder does not hold a run.
+    """Summarise the outcomes of all groups up to the last checkpoint of the run in ``folder``;
+    later groups will be repeated. The summary is empty before the first checkpoint. Raises
+    ConfigError if the folder does not hold a run.
 
     Example:
         train.read_group_records(Path("runs/tiny")).balanced    # every group occurs once

@@ -1,5 +1,5 @@
-"""Metrics of everything that was sampled for a step, including samples that nothing is learned
-from.
+"""Computes metrics of everything that was sampled for a step, including samples from which nothing
+is learned.
 
     rollouts  ── of_samples ──> rewards, lengths, ends, and what reward and length have in common
     replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
@@ -8,13 +8,13 @@ from.
                                    before and after the update
     scored rows ── note_gaps ────> the gap of each token, in rollouts that are saved
 
-They are in every step, also in one without signal, since that is when they are needed. Losses
-measure only tokens that carry loss (``losses/loss.py``): groups without signal, masked calls and
-calls without an advantage are missing there. Decides the formulas, and which calls are the sample.
-Not here: what the numbers mean for a run (``run_doctor.py``), and metrics by depth and part
-(``metrics.py``).
+These metrics exist in every step. Steps without a training signal have them too, since that is when
+they are needed most. In contrast, losses only measure tokens that carry loss
+(``losses/total_loss.py``), without zero-variance groups, masked calls and calls without an
+advantage. This module defines the formulas, and selects the calls of the sample. What the numbers
+mean for a run is decided in ``run_doctor.py``, and metrics by depth and task are in ``metrics.py``.
 
-The entropy is the mean of -log p over sampled tokens: its expectation is the entropy of the
+The entropy is the mean of -log p over sampled tokens. Its expectation is the entropy of the
 distribution that they were drawn from, at the tokens that the policy visits.
 """
 
@@ -44,8 +44,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the rewards, lengths and ends of all rollouts. ``weights`` are the task's weights
-    of named rewards."""
+    """Return metrics of the rewards, lengths and ends of all rollouts. ``weights`` are the task's
+    weights of named rewards."""
     trees = [tree for group in groups for tree in group.trajectories]
     if not trees:
         return {}
@@ -81,8 +81,8 @@ def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[st
 
 
 def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Return the metrics of rewards. ``groups`` has (reward, length) of each scored rollout of each
-    group."""
+    """Return metrics of the rewards. ``groups`` holds a pair of reward and length for each scored
+    rollout of each group."""
     rewards = [reward for group in groups for reward, _ in group]
     if not rewards:
         return {}
@@ -97,8 +97,9 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
 
 
 def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """The correlation of two numbers of each rollout within groups: of their differences from the
-    group's mean. None if one of the two never varies within a group."""
+    """Return the correlation of two numbers of each rollout within groups, i.e. of their
+    differences from the group's mean. Returns None if one of the numbers never varies within a
+    group."""
     left: list[float] = []
     right: list[float] = []
     for group in groups:
@@ -114,9 +115,9 @@ def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None
 def of_comparison(
     groups: Sequence[Group], rollouts: Sequence[RolloutAdvantages], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return how the advantages of roots correlate with the rewards of their rollouts within a
-    group: 1 for a plain comparison, below 0 if credit has the wrong sign. ``rollouts`` are the
-    rollouts with credit."""
+    """Return the correlation within groups between the advantages of root calls and the rewards of
+    their rollouts. It is 1 if rollouts are simply compared by reward, and negative if credit has
+    the wrong sign. ``rollouts`` are the rollouts with credit."""
     credit: dict[str, float] = {}
     for rollout in rollouts:
         root = rollout.trajectory.root.id
@@ -138,9 +139,9 @@ def of_comparison(
 
 
 def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
-    """Entropy in nats over all sampled tokens whose log-probabilities are known, and the share of
-    replies that hold one of ``control_ids``: special tokens that should end a reply, or never occur
-    in one."""
+    """Return the entropy in nats over all sampled tokens whose log-probabilities are known, and the
+    share of replies that contain a control token. ``control_ids`` are special tokens that should
+    end a reply or never occur in one."""
     replies = [turn.reply for _, call in _sampled(groups) for turn in call.turns]
     replies = [each for each in replies if each.logprobs]
     num = sum(len(each.logprobs or ()) for each in replies)
@@ -154,9 +155,9 @@ def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dic
 
 
 def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
-    """Metrics of the advantages of all ``num_sampled`` tokens. ``rows`` contain the tokens with
-    credit, and all others have the advantage 0. The metric ``masked`` is the share of tokens
-    without policy-gradient loss."""
+    """Return metrics of the advantages of all ``num_sampled`` tokens. Tokens that are not in
+    ``rows`` count with the advantage 0. The metric ``masked`` is the share of tokens without
+    policy-gradient loss."""
     values = [row.advantages[row.rl != 0] for row in rows]
     values = [each for each in values if len(each)]
     num = sum(map(len, values))
@@ -177,14 +178,15 @@ def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, floa
 
 
 def num_sampled(groups: Sequence[Group]) -> int:
-    """Number of tokens that a policy sampled and could learn from."""
+    """Return the number of tokens that a policy sampled and could learn from."""
     return sum(
         len(turn.reply.token_ids or ()) for _, call in _sampled(groups) for turn in call.turns
     )
 
 
 class UpdateProbe(NamedTuple):
-    """A sample of a step's calls, and their log-probabilities before the update."""
+    """A sample of a step's calls with their log-probabilities before the update, from which the
+    effect of the update is measured."""
 
     rows: Sequence[TokenSequence]
     """The calls, with the stream ``old_logprobs``: those of the trainer, before the update."""
@@ -196,7 +198,8 @@ class UpdateProbe(NamedTuple):
 
     @classmethod
     def taken(cls, rows: Sequence[TokenSequence], backend: ReferenceModel) -> UpdateProbe | None:
-        """Create the probe of ``rows``. None if there are no rows."""
+        """Score ``rows`` with the policy before its update, and return them as a probe. Returns
+        None if there are no rows."""
         batches = pack(rows, backend.packing) if rows else []
         if not batches:
             return None
@@ -207,7 +210,7 @@ class UpdateProbe(NamedTuple):
 
     @property
     def mismatch(self) -> dict[str, float]:
-        """The gap between the sampler and the trainer, in nats."""
+        """Metrics of the gap between the log-probabilities of sampler and trainer, in nats."""
         gap = np.abs(self.before - self.sampler)
         return {
             "mismatch": float(gap.mean()),
@@ -222,11 +225,11 @@ class UpdateProbe(NamedTuple):
 
 
 def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
-    """Store how far the trainer's log-probability of each sampled token is above the sampler's in
-    its rollout (``metadata["logprob_gaps"]``), so that saved rollouts show it.
+    """Store the difference between the trainer's and the sampler's log-probability of each sampled
+    token in its rollout (``metadata["logprob_gaps"]``), so that saved rollouts show it.
 
-    ``{"0.1/2": [0.01, -0.2]}`` has the tokens of turn 2 of call 0.1. Turns that no row has scored
-    (by the stream ``old_logprobs``, over all their tokens) are missing.
+    For example, ``{"0.1/2": [0.01, -0.2]}`` holds the tokens of turn 2 of call 0.1. Turns are
+    missing if the trainer did not score all their tokens (by the stream ``old_logprobs``).
     """
     trees = {tree.id: tree for group in groups for tree in group.trajectories}
     for row in rows:
@@ -245,8 +248,9 @@ def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
 
 
 def kl(drawn: Floats, other: Floats) -> float:
-    """Estimate KL(drawn, other) by k3, the mean of exp(d) - d - 1 with d = other - drawn, from the
-    log-probabilities of tokens that were drawn from the first; never negative."""
+    """Estimate KL(drawn, other) from the log-probabilities of tokens that were drawn from the first
+    distribution. The estimator is k3, the mean of exp(d) - d - 1 with d = other - drawn, which is
+    never negative."""
     d = np.clip(other.astype(np.float64) - drawn, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return float((np.exp(d) - d - 1).mean())
 
@@ -254,8 +258,8 @@ def kl(drawn: Floats, other: Floats) -> float:
 def sample_rows(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
-    """Return the calls that are probed in ``step``, as rows of all their sampled tokens. A hash of
-    their names selects them, so a resumed run selects the same ones."""
+    """Select the calls that are probed in a step, and return them as rows of all their sampled
+    tokens. They are selected by a hash of their names, so a resumed run selects the same ones."""
     known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, RolloutAdvantages] = {}
@@ -274,7 +278,8 @@ def sample_rows(
 
 
 def _sampled(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
-    """The calls of rollouts, without those of judges, which are kept on their trees."""
+    """Yield the calls of all rollouts with their trajectories. Calls of judges, which are recorded
+    in the same trees, are left out."""
     for group in groups:
         for tree in group.trajectories:
             for call in tree.calls:
@@ -292,7 +297,7 @@ def _has_logprobs(call: Call) -> bool:
 
 
 def _size(call: Call) -> int:
-    """Number of tokens that the call's turns add to its path."""
+    """Return the number of tokens that the turns of a call add to its token sequence."""
     replies = [turn.reply for turn in call.turns]
     return sum(len(each.prompt_ids or ()) + len(each.token_ids or ()) for each in replies)
 
@@ -311,7 +316,7 @@ def _length(tree: Trajectory) -> int:
 
 
 def _is_cut(tree: Trajectory) -> bool:
-    """Whether a limit ended the root, or its last reply."""
+    """Return True if a limit cut off the root call or its last reply."""
     if not tree.calls:
         return False
     stop = tree.root.stop
@@ -319,13 +324,13 @@ def _is_cut(tree: Trajectory) -> bool:
 
 
 def _is_dead(call: Call) -> bool:
-    """Whether a call was cut or failed, so that its parent got no answer from it."""
+    """Return True if a call was cut off or failed, so that its parent got no answer from it."""
     stop = call.stop
     return stop is None or stop.is_truncated() or stop is Stop.ERROR or ends_in_cut_reply(call)
 
 
 def _cell_errors(calls: Sequence[Call]) -> float:
-    """Share of cells that raised."""
+    """Return the share of executed code cells that raised an error."""
     cells = [cell for call in calls for turn in call.turns for cell in turn.cells]
     return fmean(bool(cell.error) for cell in cells) if cells else 0.0
 

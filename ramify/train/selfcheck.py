@@ -1,5 +1,5 @@
-"""Checks of a run at its start, at every weight sync and in every step: the costliest bugs in this
-field are silently wrong numbers.
+"""Checks that engines and trainer compute the same model, at the start of a run, at every weight
+sync and in every step. The costliest bugs in this field are numbers that are silently wrong.
 
     fingerprint   trainer and engine hold the same weights
     canary        the log-probabilities of a sampled reply agree between the engine's cache and
@@ -10,8 +10,8 @@ field are silently wrong numbers.
     ids           the trajectory has exactly the ids that went through the engine
     weights       compiling and packing neither lost nor doubled any loss weight
 
-A check that fails ends the run, and the error names it. A step whose advantages are all zero is not
-an error: the algorithm reports why (``StepAdvantages.no_signal``).
+If a check fails, the run ends with an error that names the check. A step whose advantages are all
+zero is not an error; the algorithm reports the reason (``StepAdvantages.no_signal``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _NUM_SAMPLES = 6
 
 
 class CanaryTolerance(NamedTuple):
-    """How much the canary's log-probabilities may differ between engine and trainer."""
+    """How much the log-probabilities of the canary (a short sampled reply) may differ between
+    engine and trainer."""
 
     tolerance: float = 1e-4
     """Limit of the largest difference; the limit of the mean is a tenth of it."""
@@ -67,15 +68,16 @@ class CanaryTolerance(NamedTuple):
 
 
 class TokenIdRecordingClient:
-    """A client that remembers, as hashes, which token ids went through it.
-    ``EngineConsistencyChecks.ids`` uses them to check that a trajectory has exactly these ids.
-    Everything else is delegated to the wrapped client. Rollout workers, whose clients record ids
-    too, send their hashes to the run."""
+    """A client that remembers which token ids went through it, as hashes. They are used to check
+    that trajectories contain exactly these ids. Everything else is delegated to the wrapped client.
+
+    Rollout workers, whose clients record ids too, send their hashes to the run.
+    """
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """``max_token_staleness`` sets how long ids are remembered: for the latest
-        ``max_token_staleness + 1`` periods between calls of ``forget``, since rollouts of later
-        steps may complete before this step is learned from."""
+        """Wrap ``client``. Ids are remembered for the latest ``max_token_staleness + 1`` periods
+        between calls of ``forget``, since rollouts of later steps may complete before the current
+        step is learned from."""
         self.name = client.name
         self.window = client.window
         self.price = client.price
@@ -91,11 +93,13 @@ class TokenIdRecordingClient:
         return reply
 
     def note(self, paths: Iterable[int]) -> None:
-        """Add paths that went through a client in another process, as returned by its ``take``."""
+        """Add hashes of token ids that went through the client of another process, as returned by
+        its method ``take``."""
         self._paths[-1].update(paths)
 
     def take(self) -> tuple[int, ...]:
-        """Return the hashes of the paths that were recorded since the last call of this method."""
+        """Return the hashes of the token ids that were recorded since the last call of this method,
+        and forget them."""
         paths = tuple(self._paths[-1])
         self._paths[-1].clear()
         return paths
@@ -111,8 +115,8 @@ class TokenIdRecordingClient:
 
 
 class CanaryLogprobs(NamedTuple):
-    """The log-probabilities that an engine gave for the canary (a short sampled reply), recorded
-    when they last changed."""
+    """The log-probabilities that an engine returned for the canary (a short sampled reply),
+    recorded when they last changed."""
 
     path: tuple[int, ...]
     theirs: tuple[float, ...]
@@ -122,7 +126,8 @@ class CanaryLogprobs(NamedTuple):
 
 
 class EngineConsistencyChecks:
-    """The checks of one run that compare the engines with the trainer."""
+    """Checks during a run that its engines use the same weights, log-probabilities and token ids as
+    the trainer."""
 
     def __init__(
         self,
@@ -131,10 +136,10 @@ class EngineConsistencyChecks:
         prompt: Sequence[Message],
         limits: CanaryTolerance = CanaryTolerance(),  # noqa: B008 (frozen)
     ) -> None:
-        """``weights`` returns the trained weights as the engine should have them. ``prompt`` is the
-        canary's prompt. (In fp32, differences of up to 2e-5 occur at single tokens, and much less
-        at most tokens. bf16 rounds to three digits, so differences grow with the
-        log-probabilities.)"""
+        """Create the checks of a run. ``weights`` returns the trained weights as the engine should
+        have them. ``prompt`` is the prompt of the canary, a short reply that is sampled and scored.
+        (In fp32, differences of up to 2e-5 occur at single tokens, and much less at most tokens.
+        bf16 rounds to three digits, so differences grow with the log-probabilities.)"""
         self.seen = seen
         self._weights = weights
         self._limits = limits
@@ -151,7 +156,8 @@ class EngineConsistencyChecks:
         """The latest scores of each engine without a fingerprint, by the engine's name."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
-        """Raise TrainError if an engine and the trainer do not have the same policy."""
+        """Raise TrainError if any engine does not have the same policy as the trainer. Engines that
+        are lost at the moment are skipped, and checked when they rejoin."""
         ours, some = await in_torch(self._expected_weights)
         answered = 0
         for engine in engines_of(self.seen.client):
@@ -212,9 +218,9 @@ class EngineConsistencyChecks:
             )
 
     def _check_moved(self, engine: InferenceClient, now: CanaryLogprobs) -> None:
-        """Raise TrainError if the engine scores as before although its weights have changed by more
-        than rounding can hide. The change is measured since the scores last changed: one small step
-        may be hidden, but not many."""
+        """Raise TrainError if the engine returns the same log-probabilities as before although its
+        weights have changed by more than rounding can hide. The change is measured since the
+        log-probabilities last changed, because one small step may be hidden, but not many."""
         before = self._scored.get(engine.name)
         if before is None or before[:2] != now[:2] or len(now.theirs) < _MIN_POSITIONS:
             self._scored[engine.name] = now
@@ -272,8 +278,8 @@ class EngineConsistencyChecks:
         return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
-        """Raise TrainError if a trajectory of the first group has ids that did not go through the
-        engine."""
+        """Raise TrainError if a trajectory of the first group contains token ids that did not go
+        through the engine."""
         for trajectory in groups[0].trajectories:
             self._check_ids(trajectory)
         self.seen.forget()
@@ -293,8 +299,8 @@ class EngineConsistencyChecks:
                     )
 
     def weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
-        """Raise TrainError if the batches of a step do not have the same total weights as its
-        rows."""
+        """Raise TrainError if packing changed the total loss weight of a step, i.e. if the batches
+        do not have the same sum of weights as the sequences in ``rows``."""
         for name in ("rl", "ce", "kd"):
             total = sum(
                 float(np.sum(column, dtype=np.float64))
@@ -313,7 +319,8 @@ class EngineConsistencyChecks:
                 )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
-        """Return the trainer's log-probability of each of ``ids``; it is 0 for the first one."""
+        """Return the log-probability of each token under the trainer's weights; it is 0 for the
+        first token."""
         row = _row(ids, 1)
         ours_T = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)
@@ -323,8 +330,9 @@ class EngineConsistencyChecks:
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """The individual engines behind ``client``, for checks that each of them must pass. A single
-    engine returns itself; the list is empty if all engines are gone at the moment."""
+    """Return the individual engines behind ``client``, for checks that each of them must pass. If
+    the client is itself a single engine, it is returned. The list is empty if all engines are gone
+    at the moment."""
     engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
     return [client] if engines is None else engines
 

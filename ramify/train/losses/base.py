@@ -137,10 +137,10 @@ class TokenSelectingLoss(Protocol):
 
 def importance_ratio(now: Tensor, then: Tensor) -> Tensor:
     """Return the probability ratio exp(now - then) of each token. The difference of
-    log-probabilities is clamped to ±20 to avoid overflow.
+    log-probabilities is clamped to ±20, so that the ratio stays finite.
 
     Example:
-        train.ratio(tokens.now, tokens.sampler)    # [E], 1 where the policy has not moved
+        train.importance_ratio(tokens.now, tokens.sampler)    # [E], 1 if the policy has not moved
     """
     return (now - then).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 

@@ -1,16 +1,18 @@
-"""Reduces how often items are rolled out that currently give no training signal.
+"""Reduces how often items are rolled out that currently give no training signal because they are
+too easy or too hard.
 
     groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
                              ──> asked in ``share`` of their turns, and passed over in the others
 
-An item is *settled* if its latest group had no signal: all attempts solved it, or none did. A part
-of a mixture is settled if nearly all of its latest groups had no signal. Settled items are still
-asked in some of their turns, so that an item returns once it gives a signal again. A hash of the
-run's seed and the item's number chooses these turns. The state is the run's own ``groups.jsonl``. A
-resumed run has this file up to its checkpoint, so it decides the same way. Off by default.
+An item is *settled* if its latest group had no signal: all attempts solved it, or none did. A task
+of a mixture is settled if nearly all of its latest groups had no signal. A settled item is still
+rolled out in some of its turns, so that it returns to normal once it gives a signal again. A hash
+of the run's seed and the item's number chooses these turns. The only state is the run's own
+``groups.jsonl``, which a resumed run has up to its checkpoint, so it decides the same way. The pool
+is off by default.
 
-Not here: items of an earlier run (``pool`` of ``tasks/mixture.py``), and groups without signal that
-are replaced within a step (``max_items``).
+Items that an earlier run found to be settled are handled by ``pool`` in ``tasks/mixture.py``, and
+groups without signal that are replaced within a step by the option ``max_items``.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ _DECIDED = (GroupFate.LEARNT, GroupFate.NO_SIGNAL)
 
 
 class DifficultyPool:
-    """The outcomes of a run's groups so far, by item and by part."""
+    """Remembers which items of a run recently gave no training signal, and decides when such items
+    are skipped."""
 
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """``share`` is the fraction of their turns in which settled items (items that give no
-        signal at present) are still rolled out. ``folder`` is the folder of the run. ``has_parts``
-        is True if items belong to parts of a mixture."""
+        """Create the pool of a run. ``share`` is the fraction of turns in which an item without
+        training signal is still rolled out. ``folder`` is the folder of the run. ``has_parts`` is
+        True if the items belong to a mixture of tasks."""
         self._share = share
         self._folder = folder
         self._seed = seed
@@ -49,13 +52,13 @@ class DifficultyPool:
         """Name of a part -> outcomes of its latest groups."""
 
     def load(self) -> None:
-        """Read the outcomes from the run's folder."""
+        """Read the outcomes of all earlier groups from the run's folder."""
         self._items = {}
         self._parts = defaultdict(lambda: deque(maxlen=_LATEST))
         self.note(GROUPS.read(self._folder))
 
     def note(self, records: Iterable[GroupRecord]) -> None:
-        """Record the outcomes of groups, in order."""
+        """Record the outcomes of groups, in the order in which they occurred."""
         for record in records:
             if record.outcome in _DECIDED:
                 self._items[record.item] = record.outcome
@@ -70,8 +73,9 @@ class DifficultyPool:
         return int.from_bytes(digest, "little") >= self._share * 2**64
 
     def is_settled(self, item: str) -> bool:
-        """Return whether the item with this id currently gives no training signal: its latest group
-        had none, or nearly all of the latest groups of its part of the mixture had none."""
+        """Return True if the item with this id currently gives no training signal. Either its
+        latest group had none, or nearly all of the latest groups of its task in the mixture had
+        none."""
         if self._items.get(item) is GroupFate.NO_SIGNAL:
             return True
         latest = self._parts.get(part_of(item), ()) if self._has_parts else ()

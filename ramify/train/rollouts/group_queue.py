@@ -1,12 +1,12 @@
-"""A queue of rollout groups that run ahead of the steps: begun in the order of their items, taken
-when complete.
+"""A queue of rollout groups (several attempts at one item each), whose rollouts may run ahead of
+the training steps. Groups begin in the order of their items, and are taken when they are complete.
 
     items ── begin, up to a limit ──> rollouts ── complete ──> taken by a step, or given up
                       ▲                                                  │
                       └─────── newer weights: one step's groups more ────┘
 
-A group is *open* from its beginning until a step takes it. With ``items`` groups per step and
-weights after k steps:
+A group is *open* from its beginning until a step takes it. Let each step take ``items`` groups, and
+let the engine have the weights after k steps. Then these rules hold:
 
     may begin   at most (k + 1 + max_staleness) * items groups in all, so that a complete group
                 waits for at most max_staleness steps
@@ -14,16 +14,19 @@ weights after k steps:
                 k - max_staleness - grace_steps or before, and for as many others as later steps
                 could not take in time
 
-``max_staleness = 0`` is the synchronous run: each step waits for its groups, in order.
-With dynamic sampling, groups without a signal are replaced by others, up to ``max_items`` per step.
-If the task scores whole steps (``tasks/batch_scoring.py``), complete groups wait unscored. Once
-they are enough for the step, those that it takes are scored with one call. If some turn out to have
-no signal, dynamic sampling continues, and each further round has its own call. A rollout that takes
-more than ``straggler_factor`` times the median, while the step waits for nothing else, is given up,
-and its group continues without it.
+``max_staleness = 0`` is the synchronous case: each step waits for its own groups, in order. With
+dynamic sampling, groups without a training signal are replaced by others, up to ``max_items``
+groups per step.
 
-Decides which groups a step has. Not here: what they teach (``stages.py``), and which weights
-answer; the newest ones do, even in the middle of a reply (``inference/``).
+If the task scores whole steps (``tasks/batch_scoring.py``), complete groups wait unscored. Once
+there are enough for a step, those that it takes are scored with one call. If some turn out to have
+no signal, dynamic sampling continues, and each further round has its own call.
+
+A rollout is given up if it takes more than ``straggler_factor`` times the median while the step
+waits for nothing else. Its group continues without it.
+
+This module only decides which groups a step gets. What is learned from them is in ``stages.py``.
+Requests are answered with the newest weights, even in the middle of a reply (``inference/``).
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ _MOMENT_S = 1e-9
 
 
 class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much each step of reinforcement learning samples."""
+    """How many items each step of reinforcement learning samples, and how far sampling may run
+    ahead of training."""
 
     items: int = 24
     """Items of the task per step."""
@@ -125,7 +129,7 @@ Numbered = tuple[int, Group]
 
 
 class OpenGroup(msgspec.Struct, eq=False):
-    """A group that has begun and that no step has taken yet."""
+    """A rollout group that has begun and that no training step has taken yet."""
 
     number: int
     """Number of its item."""
@@ -147,13 +151,15 @@ class OpenGroup(msgspec.Struct, eq=False):
         return self.group is not None
 
     def account(self, *, spare: bool = False) -> GroupRecord:
-        """The record of a group that is given up. ``spare``: it was more than the step needed."""
+        """Return the record of a group that is not learned from. ``spare`` is True if the step
+        already had enough groups."""
         assert self.group is not None
         return account(self.number, self.group, None if spare else (), self.rolling.given_up)
 
 
 class StepGroups(msgspec.Struct):
-    """The groups of one step."""
+    """The rollout groups that one training step learns from, and the records of groups that were
+    given up."""
 
     groups: list[Numbered]
     given_up: list[GroupRecord]
@@ -165,7 +171,8 @@ class StepGroups(msgspec.Struct):
 
 
 class GroupQueue:
-    """The groups of one stage. ``close`` ends all rollouts."""
+    """Runs the rollout groups of one training stage, and hands them to its steps. ``close`` ends
+    all rollouts."""
 
     def __init__(
         self,
@@ -180,11 +187,14 @@ class GroupQueue:
         has_no_signal: Callable[[Group], bool] = lambda group: False,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """``next_item`` is the number of the first item that has never begun. ``pending`` are
-        numbers of items that an earlier run, which this one resumes, had begun: they begin first.
-        ``read`` computes the signals of a group whose rollouts are complete. ``has_no_signal``
-        returns True if nothing can be learned from a complete group. ``pool`` passes over settled
-        items."""
+        """Create a queue, which begins rollouts when ``take`` or ``newer`` is called.
+
+        ``next_item`` is the number of the first item that has never begun. If the run is resumed,
+        ``pending`` holds the numbers of items that had begun before, which begin first. ``read``
+        computes the signals of a group whose rollouts are complete. ``has_no_signal`` returns True
+        if nothing can be learned from a complete group. ``pool`` decides which items are skipped
+        because they gave no signal recently.
+        """
         self._rollouts = rollouts
         self._items = items
         self._sample = sample
@@ -213,8 +223,8 @@ class GroupQueue:
     # --- for the stage
 
     async def take(self, step: int) -> StepGroups:
-        """Return the groups of step ``step`` once they are complete. Raises unexpected errors of
-        rollouts."""
+        """Wait until the groups of the given step are complete, and return them. Unexpected errors
+        in rollouts are raised here."""
         self._set_step(step)
         with report_progress(
             "rollouts", self._sample.items * self._rollouts.per_item, "attempts"
@@ -235,14 +245,14 @@ class GroupQueue:
 
     def newer(self, step: int) -> None:
         """Record that the engine now has the weights after ``step`` steps, and begin the groups
-        that may begin with them. Does nothing if ``max_staleness`` is 0."""
+        that may begin with these weights. Does nothing if ``max_staleness`` is 0."""
         if self._sample.max_staleness:
             self._set_step(step)
             self._begin()
 
     def state(self) -> tuple[int, list[int]]:
-        """Return the number of the first item that has never begun, and the numbers of the items of
-        the open groups."""
+        """Return what a resumed run needs: the number of the first item that has never begun, and
+        the numbers of the items whose groups are open."""
         return self._next_item, sorted(
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
@@ -254,8 +264,8 @@ class GroupQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager in which no further rollouts begin if ``sample.pause`` is set.
-        Running rollouts continue."""
+        """Hold a context in which no further rollouts begin, if ``sample.pause`` is set. Rollouts
+        that are already running continue."""
         if not self._sample.pause:
             yield
             return
@@ -304,7 +314,8 @@ class GroupQueue:
             )
 
     def _next(self) -> tuple[int, Item]:
-        """Return the next item to roll out, and its number."""
+        """Return the next item to roll out, with its number. Items that the difficulty pool skips
+        are recorded as skipped."""
         if self._pending:
             number = self._pending.popleft()
             self._next_item = max(self._next_item, number + 1)
@@ -338,8 +349,7 @@ class GroupQueue:
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Report the step's progress: completed rollouts in the groups that are nearest to
-        completion."""
+        """Report how many rollouts have ended in the groups that are nearest to completion."""
         if self._work is not None:
             over = sorted(
                 (entry.rolling.num_over for entry in self.open_groups if not entry.has_no_signal),
@@ -353,7 +363,7 @@ class GroupQueue:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
-        """Find groups that have become complete."""
+        """Store the results of groups that have become complete."""
         self._note_begun()
         for entry in self.open_groups:
             if entry.group is None and entry.task.done():
@@ -362,21 +372,23 @@ class GroupQueue:
                     self._note_scored(entry)
 
     def _note_scored(self, entry: OpenGroup) -> None:
-        """Note that the rollouts of a complete group have rewards."""
+        """Record that the rollouts of a complete group have rewards, and whether the group has a
+        training signal."""
         assert entry.group is not None
         entry.is_scored = True
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
     def _unscored(self) -> list[OpenGroup]:
-        """Return the complete groups that still have to be scored. With staleness, these are only
-        the groups that the next step will take; without it, all complete groups."""
+        """Return the complete groups that still have to be scored. If rollouts run ahead of the
+        steps, these are only the groups that the next step will take, and otherwise all complete
+        groups."""
         ready = [entry for entry in self._whole() if not entry.has_no_signal]
         if self._sample.max_staleness:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
         return [entry for entry in ready if not entry.is_scored]
 
     async def _score(self, entries: Sequence[OpenGroup]) -> None:
-        """Score the rollouts of complete groups together."""
+        """Score the rollouts of complete groups together, with one call of the task."""
         await self._rollouts.score([entry.rolling for entry in entries])
         if self._read is not None:
             await asyncio.gather(*(self._read(entry.group) for entry in entries if entry.group))
@@ -391,8 +403,8 @@ class GroupQueue:
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts that alone hold up the step, if there are any. Otherwise return the
-        seconds until there may be some."""
+        """Give up the rollouts for which alone the step still waits, if they are too slow. If there
+        are none, return the seconds until there may be some, or None."""
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
@@ -455,8 +467,8 @@ def _unfinished(group: OpenGroup) -> list[RolloutAttempt]:
 
 
 def _time_left(group: OpenGroup, bound: float) -> float | None:
-    """Seconds until all running rollouts of the group have taken more than ``bound``; None if none
-    is running, or one has yet to begin."""
+    """Return the seconds until all running rollouts of the group have taken more than ``bound``
+    seconds. Returns None if no rollout is running, or if one has not begun yet."""
     began = [attempt.began_at for attempt in _unfinished(group)]
     if not began or None in began:
         return None
@@ -468,7 +480,7 @@ def _time_left(group: OpenGroup, bound: float) -> float | None:
 
 class RolloutAdmissionOptions(Protocol):
     """The options that decide how many groups may be in progress and how old their tokens may
-    become. Training and the simulator both have them."""
+    become. They are provided both by training and by the simulator."""
 
     @property
     def items(self) -> int: ...
@@ -481,19 +493,19 @@ class RolloutAdmissionOptions(Protocol):
 
 
 class StartedGroup(Protocol):
-    """A group that has begun and that no step has taken yet."""
+    """A rollout group that has begun and that no training step has taken yet."""
 
     step: int | None
     """Number of steps behind the weights when its first rollout began; None if none has begun."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its rollouts are complete and their signals are computed."""
+        """True if all rollouts of the group are complete and their signals are computed."""
         ...
 
     @property
     def has_no_signal(self) -> bool:
-        """Whether it is complete and nothing can be learned from it."""
+        """True if the group is complete and nothing can be learned from it."""
         ...
 
 
@@ -503,7 +515,8 @@ G = TypeVar("G", bound=StartedGroup)
 def room(
     rules: RolloutAdmissionOptions, begun: Sequence[StartedGroup], step: int, num_steps: int
 ) -> int:
-    """How many more groups may begin with the weights after ``step`` of ``num_steps`` steps."""
+    """Return how many more groups may begin while the engine has the weights after ``step`` of
+    ``num_steps`` steps."""
     num_zero_variance = sum(group.has_no_signal for group in begun)
     ahead = min(rules.max_staleness, num_steps - step - 1)
     free = (1 + ahead) * rules.items - (len(begun) - num_zero_variance)
@@ -523,8 +536,8 @@ def suffice(
     whole: Sequence[StartedGroup],
     step: int,
 ) -> bool:
-    """Return whether step ``step`` could start if, of the groups in ``begun``, exactly those in
-    ``whole`` were complete."""
+    """Return True if step ``step`` could start, provided that exactly the groups in ``whole`` are
+    complete, out of all groups in ``begun``."""
     if not rules.max_staleness and len(whole) < len(begun):
         return False
     complete = {id(group) for group in whole}
@@ -548,14 +561,15 @@ def suffice(
 def too_slow(
     rules: RolloutAdmissionOptions, begun: Sequence[G], left_s: Sequence[float | None], step: int
 ) -> tuple[list[G], float | None]:
-    """Find groups whose slow rollouts should be given up, because step ``step`` waits for nothing
+    """Find the groups whose slow rollouts should be given up, because the step waits for nothing
     else.
 
     ``left_s`` holds, for each group in ``begun``, the seconds until all its running rollouts count
-    as slow. It is None if no rollout is running or one has yet to begin.
+    as slow. The value is None if no rollout is running or one has yet to begin.
 
-    Returns a pair. If such groups exist, it is these groups and None. Otherwise it is an empty list
-    and the seconds until there may be some, or None if there is nothing to wait for.
+    Returns a pair. If there are such groups, the pair consists of these groups and None. Otherwise
+    it consists of an empty list and the seconds until there may be some, or None if there is
+    nothing to wait for.
     """
     slow = [
         group
@@ -575,9 +589,9 @@ def too_slow(
 
 
 def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
-    """Return how many more groups to roll out (dynamic sampling, DAPO 2503.14476). Of ``tried``
-    groups, ``kept`` had a signal, and ``wanted`` groups with a signal are needed. The result should
-    suffice if the same share has a signal again. It never raises the total above ``max_tried``.
+    """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476). Of ``tried``
+    groups, ``kept`` had a training signal, and ``wanted`` are needed. The number is chosen to
+    suffice if the same share has a signal again, but never raises the total above ``max_tried``.
 
     wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more.
     """

@@ -1,4 +1,5 @@
-"""Rolls out items: several attempts at each, by the shared engine, scored by the task.
+"""Rolls out items: samples several attempts at each item with the shared engine, and has the task
+score them.
 
     item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
          ── once all are complete ──> Group
@@ -6,19 +7,20 @@
     A task that scores a whole step at once (``tasks/batch_scoring.py``): a rollout gives up its
     slot unscored, and ``score`` scores those of the step.
 
-Decides the seeds: each rollout has its own, derived from the run's seed, the rollout's name and its
+Each rollout has its own seed, which is derived from the run's seed, the rollout's name and its
 item, never from its start time. A rollout that fails is recorded, and its group continues
 (``attempt`` defines failures). The same holds for a rollout that is given up, and for one that was
-cut at its deadline, whose reward would depend on the load of the machine.
+cut at its deadline, since its reward would depend on the load of the machine.
 
-Also decides how many rollouts run at once: as many as configured, but fewer while the engine's
-cache cannot hold them. They start in order of arrival.
+This module also decides how many rollouts run at once: as many as configured, but fewer while the
+engine's cache cannot hold them. Rollouts start in the order in which they were requested.
 
     engine evicts sequences, or is full with others waiting  ──> limit * 3/4, once applied
     otherwise, if all slots are in use                       ──> limit + 1, up to the maximum
 
-Not here: credit (``advantages/``), which weights answer (``trainer.py``), which items come when
-(``group_queue.py``), and how an engine measures its cache (``inference.base.CachePressure``).
+Credit is assigned in ``advantages/``, the weights that answer are chosen by ``trainer.py``, the
+order of items by ``group_queue.py``, and the pressure on an engine's cache is measured by
+``inference.base.CachePressure``.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ _LESS = 0.75
 
 
 class ConcurrencyController:
-    """A semaphore whose limit follows the engine's cache: ``async with room``."""
+    """A semaphore that limits how many rollouts run at once, used as ``async with controller``. The
+    limit adapts to how full the engine's cache is."""
 
     def __init__(
         self, most: int, gauge: Gauge | None = None, *, least: int = 1, every_s: float = 1.0
@@ -101,7 +104,7 @@ class ConcurrencyController:
         self._leave()
 
     def pause(self) -> None:
-        """Admit no more rollouts until ``resume``; running ones continue."""
+        """Admit no more rollouts until ``resume`` is called. Running rollouts continue."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -109,7 +112,7 @@ class ConcurrencyController:
         self._let_in()
 
     async def look(self) -> None:
-        """Measure the engine's cache pressure, and adapt the limit."""
+        """Measure the pressure on the engine's cache, and lower or raise the limit accordingly."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
             return
@@ -142,7 +145,8 @@ _log = ComponentLogger("train")
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How items are rolled out."""
+    """How items are rolled out: the number of attempts, their concurrency, and the sampling
+    options."""
 
     group: int = 8
     """Attempts per item."""
@@ -200,7 +204,7 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RolloutAttempt:
-    """One rollout, from its request to its end."""
+    """One rollout of an item, from its request until it has ended or was given up."""
 
     def __init__(
         self,
@@ -210,7 +214,8 @@ class RolloutAttempt:
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
-        """``over`` is called with this attempt when the rollout has ended or was given up."""
+        """Request a rollout, which starts when a slot is free. ``over`` is called with this attempt
+        when the rollout has ended or was given up."""
         self.name = name
         self.began_at: float | None = None
         """Monotonic time; None while it waits for a slot."""
@@ -231,8 +236,8 @@ class RolloutAttempt:
         return self._task.done()
 
     def give_up(self, why: str) -> None:
-        """Let the group continue without this rollout. The rollout may take a while to stop;
-        nothing waits for it."""
+        """Let the group continue without this rollout, and cancel it. The rollout may take a while
+        to stop, but nothing waits for that."""
         if not self.result.done():
             self.was_given_up = True
             self.result.set_result(self._without_result(why))
@@ -285,7 +290,7 @@ class RolloutAttempt:
 
 
 class GroupInProgress:
-    """The attempts at one item, in progress."""
+    """All attempts at one item while they are in progress."""
 
     def __init__(
         self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None
@@ -295,8 +300,8 @@ class GroupInProgress:
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Wait for all attempts. Those that were given up are not in the group. Raises an
-        unexpected error of an attempt as soon as it occurs."""
+        """Wait for all attempts, and return them as a group, without those that were given up. An
+        unexpected error of an attempt is raised as soon as it occurs."""
         await asyncio.gather(*(attempt.result for attempt in self.attempts))
         trajectories = [
             attempt.result.result()
@@ -310,8 +315,8 @@ class GroupInProgress:
         )
 
     def unscored(self, *, every_line: bool) -> list[AttemptAwaitingScore]:
-        """The complete rollouts that await their score. ``every_line``: their forks are scored,
-        too."""
+        """Return the complete rollouts that have no score yet. If ``every_line`` is set, their
+        forks are scored too."""
         return [
             AttemptAwaitingScore(self.item, trajectory, every_line and each is not self._greedy)
             for each in self.attempts
@@ -320,7 +325,8 @@ class GroupInProgress:
 
     @property
     def given_up(self) -> list[str]:
-        """Names of the rollouts without which the group continues."""
+        """The names of the rollouts that were given up, so that the group continues without
+        them."""
         return [
             attempt.name
             for attempt in self.attempts
@@ -329,7 +335,7 @@ class GroupInProgress:
 
     @property
     def num_over(self) -> int:
-        """Number of rollouts that have ended."""
+        """The number of rollouts in the group that have ended."""
         return sum(attempt.result.done() for attempt in self.attempts)
 
     @property
@@ -339,8 +345,8 @@ class GroupInProgress:
 
 
 class Rollouter:
-    """Rolls out items of one task with one ``RLM``. The owner keeps it open (``async with rlm``),
-    so that all rollouts share one sandbox and one client."""
+    """Rolls out the items of one task with one ``RLM``, so that all rollouts share a sandbox and a
+    client. The owner keeps the ``RLM`` open (``async with rlm``)."""
 
     def __init__(
         self,
@@ -353,9 +359,9 @@ class Rollouter:
         gauge: Gauge | None = None,
         rollout_worker: RolloutWorkers | None = None,
     ) -> None:
-        """``greedy`` adds one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
-        measures the engine's cache pressure. ``rollout_worker`` runs the rollouts in other
-        processes; None for this process."""
+        """Create a rollouter. ``greedy`` adds one rollout of each item at temperature 0
+        (``Group.greedy``). ``gauge`` measures the pressure on the engine's cache.
+        ``rollout_worker`` runs the rollouts in other processes; None: they run in this process."""
         self._rollout_worker = rollout_worker
         self._rlm = rlm
         self._task = task
@@ -374,8 +380,8 @@ class Rollouter:
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
     ) -> GroupInProgress:
-        """Begin the group ``name`` of attempts at ``item``; each starts when a slot is free.
-        ``over`` is called after each. End it with ``close``."""
+        """Begin a group of attempts at ``item``. Each attempt starts when a slot is free. ``over``
+        is called after each attempt. The attempts must be ended with ``close``."""
 
         def one(number: int | str) -> RolloutAttempt:
             rollout_name, task = f"{name}/rollout={number}", self._task
@@ -392,12 +398,13 @@ class Rollouter:
         )
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Whether rollouts of ``item`` have no rewards before ``score``."""
+        """Return True if rollouts of ``item`` get their rewards only when a whole step is
+        scored."""
         return is_scored_by_step(self._task, item)
 
     async def score(self, groups: Sequence[GroupInProgress]) -> None:
-        """Score the rollouts of complete ``groups`` that have no rewards yet, with one call of the
-        task. Those that cannot be scored say why in their ``errors``."""
+        """Score the rollouts of complete groups that have no rewards yet, with a single call of the
+        task. If a rollout cannot be scored, the reason is added to its ``errors``."""
         every_line = self._options.branch is not None
         attempts = [each for group in groups for each in group.unscored(every_line=every_line)]
         await score_attempts(self._task, attempts, self._options.grace_s)
@@ -409,7 +416,8 @@ class Rollouter:
                 await asyncio.to_thread(self._rlm.store.append, run, events)
 
     async def count_root_modes(self, items: Sequence[Item]) -> RootModeCounts:
-        """Count how the root calls of ``items`` will begin. This calls no model."""
+        """Count how the root calls of ``items`` will begin: as plain calls, or with a session. No
+        model is called."""
         options = self._options
         if isinstance(self._task, TrafficTask):
             return RootModeCounts(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
@@ -432,8 +440,8 @@ class Rollouter:
         what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:
-        """Roll out one group per item, in order, each with its rollouts in order; failed rollouts
-        are included. ``what`` names the work in progress reports. ``after`` is applied to each
+        """Roll out one group per item. Groups and their rollouts are returned in order, including
+        failed rollouts. ``what`` names the work in progress reports. ``after`` is applied to each
         group as soon as it is complete, while others continue. Raises only unexpected errors and
         cancellations."""
 
@@ -490,8 +498,9 @@ class Rollouter:
         return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """Mark ``rollout`` as failed and remove its rewards if a deadline cut it off, so that the
-        load of a machine never becomes a reward. Other rollouts are returned unchanged."""
+        """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline, so
+        that the load of a machine never influences a reward. Other rollouts are returned
+        unchanged."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
@@ -514,8 +523,8 @@ ITEMS = 20
 
 
 class RootModeCounts(msgspec.Struct, frozen=True):
-    """Counts how the first items of a run begin: how many with one plain call, and how many with a
-    recursive root call, which has a session and may call children."""
+    """Counts how the first items of a run begin: with one plain call, or with a recursive root
+    call, which has a session and may call children."""
 
     items: int
     """Number of items that were counted."""
@@ -530,7 +539,7 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
     @property
     def recursive(self) -> int:
-        """Number of items whose root has a session and may call children."""
+        """The number of items whose root call has a session and may call children."""
         is_other = self.is_conducted or self.is_recorded
         return self.items - self.direct if self.depth and not is_other else 0
 
@@ -538,7 +547,7 @@ class RootModeCounts(msgspec.Struct, frozen=True):
         return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
 
     def sentence(self) -> str:
-        """The result as a sentence."""
+        """Return the counts as a sentence for the user."""
         if self.is_recorded:
             return "the rollouts are replies that were recorded from live traffic"
         if self.is_conducted:
@@ -561,6 +570,6 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
 
 def first_items(items: Sequence[Item], first: int) -> list[Item]:
-    """The first items from number ``first`` on, in the order of a run, which starts over at the
-    end."""
+    """Return the items that a run rolls out first, beginning with number ``first``. After the last
+    item, a run starts over with item 0."""
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

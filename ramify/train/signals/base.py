@@ -1,14 +1,15 @@
-"""The signal interface: a signal looks at the rollouts of one task and gives numbers to turns and
-tokens.
+"""Defines the interface of signals. A signal looks at the rollouts of one task and gives numbers to
+their turns and tokens, from which advantages are computed.
 
     Group ── signal.read(group, context) ──> [SignalScore], one per trajectory
                                              ── compose.py ──> advantages, weights
 
 Signals are independent of each other. Every number belongs to a *turn* of a call (``TurnId``). A
-judge, a model or a rule, looks at a trajectory through a ``JudgeView`` and returns a
-``JudgeVerdict``. A scorer returns log-probabilities of given tokens. Decides only these interfaces.
+judge, which may be a model or a rule, looks at a trajectory through a ``JudgeView`` and returns a
+``JudgeVerdict``. A scorer returns log-probabilities of given tokens.
 
-Not here: how scores are combined (see compose.py), and when signals run (see stages.py).
+This module contains only these interfaces. Scores are combined in ``compose.py``, and ``stages.py``
+decides when signals run.
 
 Legend: N tokens sampled in a turn, k candidate tokens per position, T tokens of a row.
 """
@@ -30,8 +31,8 @@ TurnId = tuple[str, int]
 
 
 class TopKCandidates(msgspec.Struct, eq=False):
-    """The k candidate tokens at each position of one turn; log-probabilities are normalised over
-    the whole vocabulary."""
+    """The k candidate tokens at each position of one turn, with log-probabilities that are
+    normalised over the whole vocabulary."""
 
     ids: list[list[int]]
     """[N, k]"""
@@ -43,8 +44,8 @@ class TopKCandidates(msgspec.Struct, eq=False):
 
 
 class SignalScore(msgspec.Struct, eq=False):
-    """The output of one signal for one trajectory. If all fields are empty, the signal
-    abstained."""
+    """The output of one signal for one trajectory. If all fields are empty, the signal had nothing
+    to say about it (it abstained)."""
 
     turns: dict[TurnId, float] = msgspec.field(default_factory=dict)
     """A number for each turn."""
@@ -73,7 +74,7 @@ class SignalScore(msgspec.Struct, eq=False):
 
 
 class JudgeTurnView(msgspec.Struct, frozen=True):
-    """One turn as a judge sees it.
+    """One turn of a call as a judge sees it: the reply, and what was observed after it.
 
     Example:
         JudgeTurnView(("0", 1), reply="FINAL(2)", observed="", error="")  # call 0, turn 1
@@ -89,8 +90,8 @@ class JudgeTurnView(msgspec.Struct, frozen=True):
 
 
 class ModelCaller(Protocol):
-    """Asks a model through the run's own client pool, cache and ledger, and records the call for
-    the tree.
+    """A function with which judges ask models. It uses the run's own client pool, cache and budget,
+    and records each call for the tree.
 
     Example:
         reply = await view.ask("policy", messages, sampling, view.place)
@@ -99,14 +100,14 @@ class ModelCaller(Protocol):
     async def __call__(
         self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId
     ) -> Reply:
-        """Ask the model and return its reply. Raises RamifyError if no reply arrived, or if the
+        """Ask a model and return its reply. Raises RamifyError if no reply arrived, or if the
         judges' budget is used up."""
         ...
 
 
 class JudgeView(msgspec.Struct, frozen=True, eq=False):
-    """What a judge sees. The item holds information that the policy did not have; a judge that uses
-    it is privileged and must say so."""
+    """Everything that a judge sees when it judges a turn or a trajectory. The item contains
+    information that the policy did not have; a judge that uses it is privileged and must say so."""
 
     trajectory: Trajectory
     steps: tuple[JudgeTurnView, ...]
@@ -124,7 +125,7 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
 
 
 class JudgeVerdict(msgspec.Struct, frozen=True):
-    """A judge's result. If all fields are empty, the judge abstains."""
+    """The result of a judge: its votes or a hint. If all fields are empty, the judge abstains."""
 
     accept: bool = False
     """Whether a hint is worth giving."""
@@ -142,13 +143,15 @@ class JudgeVerdict(msgspec.Struct, frozen=True):
 
 
 class Judge(Protocol):
-    """A judge of turns or trajectories: a model (``judge.py``) or a rule."""
+    """The interface of a judge of turns or trajectories, which is either a model (``judge.py``) or
+    a rule."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict: ...
 
 
 class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
-    """A sequence of token ids, some of which are scored. Ids are never converted to text."""
+    """A request for the log-probabilities of some of the tokens in a sequence. Token ids are never
+    converted to text."""
 
     ids: Sequence[int]
     """[T]"""
@@ -165,7 +168,8 @@ class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
-    """A model's scores for the spans of one row, concatenated."""
+    """The log-probabilities that a model gave to the requested tokens of one sequence. Those of
+    several ranges are concatenated."""
 
     logprobs: list[float]
     """[N] log-probabilities of the tokens."""
@@ -178,19 +182,21 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 
 
 class TokenScorer(Protocol):
-    """One model that scores tokens; see ``scorer.py``."""
+    """The interface of a model that returns log-probabilities of given tokens, such as a teacher
+    (see ``scorer.py``)."""
 
     async def score(
         self, rows: Sequence[TokenScoringRequest], *, top: int = 0
     ) -> list[TokenScores]:
-        """Return one result per row, in order. ``top`` is the number of most likely tokens to
-        return at each position. Raises RamifyError if the rows cannot be scored; zeros never stand
-        for a missing score."""
+        """Return one result per requested sequence, in order. ``top`` is the number of most likely
+        tokens to return at each position. Raises RamifyError if the tokens cannot be scored; a
+        missing score is never replaced by zero."""
         ...
 
 
 class ConversationTokenizer(Protocol):
-    """Converts conversations to token ids; the policy's renderer implements it."""
+    """The interface for converting conversations to token ids, which the policy's renderer
+    implements."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -198,7 +204,7 @@ class ConversationTokenizer(Protocol):
 
 
 class SignalContext(msgspec.Struct, eq=False, kw_only=True):
-    """What a signal may need in addition to the rollouts."""
+    """Everything that a signal may need in addition to the rollouts."""
 
     step: int
     items: Mapping[str, Item]
@@ -221,12 +227,13 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Signal(Protocol):
-    """A source of numbers for turns and tokens, named in a recipe under ``signals``."""
+    """The interface of a signal, a source of numbers for turns and tokens. A recipe names its
+    signals under ``signals``."""
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        """Return one score per trajectory of ``group``, in order. It must not depend on another
-        signal's output. A failure on one trajectory is recorded in the ``abstained`` field of its
-        score."""
+        """Return one score per trajectory of ``group``, in order. The scores must not depend on
+        another signal's output. If the signal fails on one trajectory, the reason is recorded in
+        the ``abstained`` field of its score."""
         ...
 
 
@@ -234,7 +241,7 @@ NO_ITEM = Item("")
 
 
 def steps_of(call: Call) -> tuple[JudgeTurnView, ...]:
-    """Return the turns of ``call`` as a judge sees them, in order."""
+    """Return the turns of ``call`` in the form in which a judge sees them, in order."""
     turns = call.turns
     after = [*turns[1:], None]
     return tuple(
@@ -250,8 +257,8 @@ def view_of(
     item: Item | None = None,
     ask: ModelCaller | None = None,
 ) -> JudgeView:
-    """Return what a judge sees of one turn: that turn and all earlier turns of the call. If
-    ``turn`` is None, the judge sees the whole finished call."""
+    """Return what a judge sees when it judges one turn: that turn and all earlier turns of the
+    call. If ``turn`` is None, the judge sees the whole finished call."""
     steps = steps_of(call)
     last = len(steps) - 1 if turn is None else turn
     place: TurnId = (call.id, last)

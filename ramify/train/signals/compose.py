@@ -1,22 +1,20 @@
-"""The composer: add what signals say to the outcome's advantages, one number per token.
+"""Combines signals with the outcome: adds weighted terms that are computed from the signals to the
+outcome's advantage of each token.
 
     A = w_rl · A_outcome + Σ_i w_i(step) · term_i
         term = clip(norm(score)), on the trajectories of its route
 
-    Hybrid(outcome=DrGRPO(), terms=(
-        HybridTerm(signal="process", weight=0.3, norm="step_index"),
-        HybridTerm(signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=50), clip=2.0,
-                   route="hinted"),
-    ))
+``Hybrid`` is an algorithm that wraps another. The wrapped algorithm gives each call its outcome
+advantage and each token its weight. The terms are added to these advantages before zero-variance
+groups are dropped. With ``into="loss"`` a term becomes the loss component ``kd`` instead, with the
+same token weights. The signals have already run by then (``signal_runner.py``), so this module
+never calls a model and never waits.
 
 ``Hybrid`` is an algorithm that wraps another. The wrapped one gives each call its outcome advantage
 and each token its weight. Terms are added to its advantages before zero-variance groups are
 dropped. With ``into="loss"`` a term becomes the loss component ``kd`` instead, with the same token
 weights. By now the signals have run (``signal_runner.py``), so this file never calls a model and
 never waits.
-
-A term is 0 wherever its signal gives no number, and on all tokens that were not sampled. The
-defaults are the settings that worked best: ``docs/signals.md`` reports the alternatives.
 """
 
 from __future__ import annotations
@@ -96,32 +94,35 @@ class Hybrid(
         return bool(self.outcome.has_group_baseline) and not self.terms
 
     def check(self, signals: Mapping[str, Any]) -> None:
-        """Raise ConfigError, with the nearest name, for a term whose signal does not exist."""
+        """Raise ConfigError, which suggests the nearest name, if a term refers to a signal that
+        does not exist."""
         for term in self.terms:
             if term.signal not in signals:
                 known = nearest(term.signal, signals) if signals else "rl.signals is empty"
                 raise ConfigError(f"unknown signal '{term.signal}' in a term: {known}")
 
     def wants(self, signal: str, step: int) -> bool:
-        """Return whether ``signal`` must be read at ``step``. It need not be if it has terms and
-        all of them have weight 0 at that step. A signal without a term is always read: it supplies
-        metrics or the outcome."""
+        """Return True if a signal must be computed at the given step. It need not be if it has
+        terms and all of them have weight 0 at that step. A signal without a term is always
+        computed, since it supplies metrics or the outcome."""
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridStepAlgorithm:
-        """Return this algorithm for one step, together with the scores of its signals."""
+        """Return this algorithm for one step, together with the scores that its signals gave in
+        that step."""
         return HybridStepAlgorithm(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
-        """Assign advantages by the outcome alone, as if no signal gave any number."""
+        """Assign advantages by the outcome alone, as if no signal had given any number."""
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
 class HybridStepAlgorithm:
-    """A hybrid together with its signals' scores of one step; implements ``Algorithm``."""
+    """A hybrid algorithm for one step, with the scores of its signals in that step. Implements
+    ``Algorithm``."""
 
     def __init__(self, hybrid: Hybrid, readings: Readings, step: int) -> None:
         self._hybrid = hybrid
@@ -175,9 +176,9 @@ class HybridStepAlgorithm:
         )
 
     def _with_outcomes(self, group: Group) -> Group:
-        """Return a copy of ``group`` whose rewards come from the signal ``outcome`` instead of the
-        task; rollouts without an outcome get none. If no such signal was read, the group is
-        returned unchanged."""
+        """Return a copy of ``group`` whose rewards come from the signal called ``outcome`` instead
+        of the task. A rollout without such an outcome gets no reward. If the signal did not run,
+        the group is returned unchanged."""
         outcomes = self._readings.get(OUTCOME)
         if not outcomes:
             return group
@@ -243,9 +244,9 @@ class HybridStepAlgorithm:
         return RolloutAdvantages(trajectory, credits)
 
     def _reference(self, id: str) -> dict[TurnId, list[float]]:
-        """Return reference log-probabilities of the trajectory with this id, if a signal has
-        computed them, by turn. They cover either all turns of a call or none. Empty if no signal
-        has any."""
+        """Return the log-probabilities of a trajectory under the reference policy, by turn, if a
+        signal has computed them. They cover either all turns of a call or none. Returns an empty
+        dict if no signal has computed any."""
         candidates = [
             readings[id].reference for readings in self._readings.values() if id in readings
         ]
@@ -253,8 +254,8 @@ class HybridStepAlgorithm:
 
 
 def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:
-    """Return a copy of ``algorithm`` that keeps zero-variance groups, since they have been filtered
-    already."""
+    """Return a copy of ``algorithm`` that keeps zero-variance groups, since they were already
+    filtered out."""
     if (
         isinstance(algorithm, msgspec.Struct)
         and "drop_zero_variance" in algorithm.__struct_fields__
@@ -277,8 +278,8 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Return metrics of a signal: on how many trajectories it abstained, by reason, and the sums of
-    its counts."""
+    """Return metrics of one signal: on how many trajectories it abstained, by reason, and the sums
+    of its counts."""
     totals: Counter[str] = Counter()
     for reading in readings.values():
         if reading.abstained:

@@ -1,9 +1,10 @@
-"""Hints for a teacher: what a source of hints returns, and which sources have names.
+"""Defines the interface of hint sources, which provide hints for a teacher, and the registry of
+their names.
 
     finished group ── source of hints ──> HintsForTrajectory for each trajectory ── teacher
 
-Decides what a source of hints is. Not here: the sources (``extras/studies/hindsight_hints.py``, or
-a plug-in), and how hints are used (``teacher.py``).
+The sources themselves are in ``extras/studies/hindsight_hints.py`` or in plug-ins, and
+``teacher.py`` decides how hints are used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ramify.types.trajectory import Group
 
 
 class HintsForTrajectory(msgspec.Struct, eq=False):
-    """The hints found for one trajectory.
+    """The hints that a source found for one trajectory, by turn.
 
     Example:
         HintsForTrajectory(SignalScore(), {("0", 1): ["The list is sorted."]})
@@ -32,10 +33,11 @@ class HintsForTrajectory(msgspec.Struct, eq=False):
 
 
 class HintSource(Protocol):
-    """A source of hints, such as ``train.Hindsight`` or ``train.FeedbackHints``."""
+    """The interface of a source of hints, such as ``train.Hindsight`` or
+    ``train.FeedbackHints``."""
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
-        """The hints for each trajectory, in order."""
+        """Return the hints for each trajectory of ``group``, in order."""
         ...
 
 
@@ -44,8 +46,8 @@ HINTS = Registry("source of hints", "ramify.hints", {})
 
 
 def hints_of(spec: Any) -> HintSource | None:
-    """Build the hint source that ``spec`` describes; None if ``spec`` is None. Raises ConfigError
-    if there is no such source."""
+    """Build the hint source that a configuration describes. Returns None if ``spec`` is None.
+    Raises ConfigError if there is no such source."""
     if spec is None:
         return None
     source: HintSource = HINTS.build(spec)

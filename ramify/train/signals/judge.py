@@ -1,20 +1,20 @@
-r"""Judges that are models: their prompts, how strictly their replies are parsed, and the process
-reward, for which one judges each turn.
+r"""Judges that ask a model to rate rollouts: their prompts, the strict parsing of their replies,
+and the process reward, for which a judge rates each turn.
 
     StepJudge          one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
     HintWritingJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
                                                                      or \boxed{-1}
 
-The last box decides and must hold exactly one of the signs. Anything else is an invalid vote: it is
-counted and never interpreted. No judge sees the right answer. A model wrote the text to be judged,
-so the text is quoted and declared not to be an instruction. Rule-based judges implement the same
-``Judge`` (``base.py``).
+The last box in a reply decides, and must hold exactly one of the signs. Anything else is an invalid
+vote, which is counted and never interpreted. No judge sees the right answer. Since a model wrote
+the text to be judged, the text is quoted and declared not to be an instruction. Rule-based judges
+implement the same interface, ``Judge`` (``base.py``).
 
     votes 1, 1, -1                 mean: 1/3        majority: 1, and a tie is 0
     all votes outside the format   the turn has no number; if no turn has one, the signal abstains
 
-Process reward: every turn of the root is judged, including the last, all concurrently, given the
-observation that followed.
+For the process reward, every turn of the root call is judged, including the last. Turns are judged
+concurrently, and each is judged together with the observation that followed it.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
 
 
 class HintVote(NamedTuple):
-    """One vote of a hint judge, with its hint."""
+    """One vote of a judge on whether a hint is worth giving, with the hint."""
 
     vote: int
     hint: str
 
 
 def read_hint(text: str) -> HintVote | None:
-    """Return the vote and the hint in a judge's reply. Returns None if the reply is outside the
-    format: the last box has no sign in it, or the vote is 1 and there is not exactly one non-empty
-    hint block. Choosing among several blocks would be a guess."""
+    """Return the vote and the hint in a judge's reply. Returns None if the reply does not follow
+    the format: the last box contains no sign, or the vote is 1 and there is not exactly one
+    non-empty hint block. Choosing among several blocks would be a guess."""
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
     if vote is None:
@@ -92,7 +92,7 @@ def read_hint(text: str) -> HintVote | None:
 
 def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
     """Return the trajectory up to the judged turn as text, with about ``max_chars`` characters at
-    most. Long texts are shortened in the middle."""
+    most. Long parts are shortened in the middle."""
     question = view.trajectory.question
     steps = [
         _step(index, step.reply, step.observed, step.error) for index, step in enumerate(view.steps)
@@ -125,7 +125,7 @@ def _cut(text: str, max_chars: int) -> str:
 
 
 class _ModelJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options shared by both model judges."""
+    """The options that both model judges share, such as the model and the number of votes."""
 
     model: str
     """``provider:model``; ``policy`` is the policy being trained."""
@@ -203,8 +203,8 @@ class HintWritingJudge(
 
 
 async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
-    """Return the texts of all votes. A vote without a reply becomes an empty text, which counts as
-    invalid."""
+    """Ask the judge's model once for each vote, and return the texts of the replies. A vote without
+    a reply becomes an empty text, which counts as invalid."""
     if view.ask is None:
         raise RamifyError(f"judge {judge.model} cannot ask its model: this run has no client pool")
     messages = (Message("system", system), Message("user", request))
@@ -242,8 +242,8 @@ JUDGES = Registry(
 
 
 def judge_of(spec: Any) -> Judge:
-    """Return the judge that a recipe names. ``spec`` is an instance, a name, ``module:Class``, or a
-    mapping with ``name`` and options."""
+    """Return the judge that a recipe describes. ``spec`` is an instance, a name, ``module:Class``,
+    or a mapping with ``name`` and options. Raises ConfigError if it is not a judge."""
     judge: Judge = JUDGES.build(spec)
     if not callable(getattr(judge, "judge", None)):
         raise ConfigError(
@@ -253,9 +253,9 @@ def judge_of(spec: Any) -> Judge:
 
 
 def known_judge(spec: Any) -> Any:
-    """Check a judge's configuration, and return it. A mapping (from a checkpoint) is replaced by
-    the judge that it describes. A name is built once as a check, so that an unknown one fails at
-    the start."""
+    """Check the configuration of a judge, and return it. A mapping (from a checkpoint) is replaced
+    by the judge that it describes. A name is returned as it is, but its judge is built once, so
+    that an unknown name fails at the start of the run."""
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
 
@@ -264,7 +264,8 @@ Merge = Literal["mean", "majority"]
 
 
 def merged(votes: Sequence[int], merge: Merge) -> float | None:
-    """Merge valid votes into one number; None if there are no votes."""
+    """Merge a judge's valid votes into one number, by their mean or by majority. Returns None if
+    there are no votes."""
     if not votes:
         return None
     if merge == "mean":
@@ -338,8 +339,8 @@ class ProcessRewardSignal(
 
 
 async def judged(judge: Judge, view: JudgeView) -> JudgeVerdict:
-    """Return the verdict of ``judge``. If the judge fails, the verdict is invalid and names the
-    error."""
+    """Return the verdict of ``judge``. If the judge's model fails, the verdict counts one invalid
+    vote and names the error."""
     try:
         return await judge.judge(view)
     except ConfigError:  # a missing key, for example: no other request would be answered either

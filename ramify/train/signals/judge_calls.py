@@ -1,13 +1,13 @@
-"""How judges call models: through the rollouts' client pool, within their own budget, recorded in
-the tree.
+"""Lets judges call models through the same client pool as rollouts, but within their own budget.
+Each call is recorded in the rollout's tree.
 
     judge ── ModelCaller(model, messages, sampling, turn) ── cached reply?
           ── RateLimitedClientPool.ask (gates, rate limits, retries) ──> Reply
           └─ a call of kind ``judge``, below the call that it is about
 
-Judges and rollouts share one pool, and with it its rate limits. One ledger counts the calls of all
-judges of a run. A call is stored in the signal's score, and is added to the tree once the
-streams are made.
+Since judges and rollouts share one pool, they also share its rate limits. One ledger counts the
+calls of all judges of a run. A call is first stored in the signal's score, and added to the tree
+once the training data of the rollout has been extracted, so it is never trained on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ DECIMALS = 4
 
 
 class JudgeCallers:
-    """Model access of a run's judges. Belongs to one event loop."""
+    """Gives the judges of a run access to models, with a common budget and cache. It belongs to one
+    event loop."""
 
     def __init__(
         self,
@@ -46,7 +47,8 @@ class JudgeCallers:
         own: Mapping[str, Client] | None = None,
         cache: CallCache | None = None,
     ) -> None:
-        """``own`` maps model names to clients that need no connection, such as ``policy``."""
+        """Create the access to models through ``pool``. ``own`` maps model names to clients that
+        need no connection, such as ``policy``."""
         self.pool = pool
         self._own = dict(own or {})
         self._cache = cache
@@ -54,11 +56,13 @@ class JudgeCallers:
         self.ledger.cost = None  # until a judge with a known price has replied
 
     def caller_of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
-        """Return a caller for one trajectory and one signal (``SignalContext.asking``)."""
+        """Return a function with which judges ask models about one trajectory for one signal. Its
+        calls are recorded in the signal's score."""
         return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:
-        """Ask a model and return the client's name and the reply. A cached reply costs nothing."""
+        """Ask a model, and return the client's name and the reply. If the reply is cached, it costs
+        nothing."""
         client = self._own.get(model) or self.pool.client(model)
         digest = prompt_hash(client.name, request)
         cached = self._cache.get(digest) if self._cache is not None else None
@@ -73,7 +77,8 @@ class JudgeCallers:
 
 
 class _TrajectoryCaller:
-    """Calls models for one trajectory and one signal; implements ``ModelCaller``."""
+    """Asks models about one trajectory for one signal, and records the calls. Implements
+    ``ModelCaller``."""
 
     def __init__(
         self, judges: JudgeCallers, trajectory: Trajectory, signal: str, reading: SignalScore
@@ -113,8 +118,8 @@ class _TrajectoryCaller:
 
 
 class LedgerBudget:
-    """The budget of one request. It is reserved in each of ``ledgers`` before the request is
-    sent."""
+    """The budget of one request. It is reserved in every given ledger before the request is sent,
+    and settled when the reply has arrived."""
 
     def __init__(self, client: Client, request: Request, *ledgers: BudgetLedger) -> None:
         most = Usage(
@@ -157,9 +162,9 @@ class LedgerBudget:
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls to ``trajectory``, each below the call that it is about and numbered
-    after that call's children. Also add each signal's numbers as annotations under the signal's
-    name: on turns, and as a separate reward on the root."""
+    """Add the judges' calls and the signals' numbers to a trajectory. Each call is added below the
+    call that it is about, and numbered after that call's children. The numbers become annotations
+    under the signal's name: on turns, and as a separate reward on the root."""
     for signal, reading in readings.items():
         for call in reading.calls:
             assert call.parent is not None
@@ -179,8 +184,7 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> 
 
 
 def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[Annotation]:
-    """Return the annotations of one signal. Non-finite numbers are never stored; the trajectory's
-    errors report them."""
+    """Yield the annotations of one signal. Numbers that are not finite are never stored."""
     if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
         yield Annotation(signal, trajectory.root.id, values={signal: reading.outcome})
     for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):

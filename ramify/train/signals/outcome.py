@@ -1,4 +1,5 @@
-r"""Signals that rules alone compute from a rollout: its outcome, its tool use and its format.
+r"""Signals that are computed from a rollout by rules, without asking a model (except for a rubric):
+its outcome, its tool use and its format.
 
     outcome    a verifier decides whether a rollout is right, and tool use shapes how wrong a wrong
                one is; this number replaces the task's reward:
@@ -12,13 +13,13 @@ r"""Signals that rules alone compute from a rollout: its outcome, its tool use a
                last=r"\\boxed\{.+\}"          the last reply has a different format
 
 A wrong answer stays below zero however many tools it used, and a right one gets no bonus, so
-shaping can never reward a wrong answer. Without a verifier, the task's own total reward counts.
-Evaluate on the task's reward, never on this one.
+shaping can never reward a wrong answer. Without a verifier, the task's own total reward is used.
+Always evaluate on the task's reward, never on this number.
 
 Code that runs can still be wrong, and a policy that is rewarded for running code learns to run
-code. The correlation with the outcome is reported as ``NAME/outcome_correlation``; keep the weight
-of tool use small. A well-formed reply earns nothing: a policy that is rewarded for its format
-learns the format alone.
+code. Keep the weight of the tool-use signal small, and watch how tool use correlates with the
+outcome, which is reported as ``NAME/outcome_correlation``. A well-formed reply earns nothing, since
+a policy that is rewarded for its format learns only the format.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _ERROR = re.compile(
 
 
 def has_tool(call: Call, turn: int) -> bool:
-    """Return whether the turn used a tool: it ran cells, made native tool calls, or is followed by
-    a tool message."""
+    """Return True if the turn used a tool: it ran code cells, made native tool calls, or is
+    followed by a tool message."""
     used = call.turns[turn]
     following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
     return bool(used.cells or used.reply.message.tool_calls) or any(
@@ -53,7 +54,7 @@ def has_tool(call: Call, turn: int) -> bool:
 
 
 def num_observations(call: Call) -> int:
-    """Return how many of the call's turns used a tool and observed the result."""
+    """Return the number of turns of a call that used a tool and observed its result."""
     return sum(has_tool(call, index) for index in range(len(call.turns)))
 
 
@@ -100,9 +101,9 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
 def shaped(right: bool, num_calls: int) -> float:
-    """Return the outcome of a rollout that made ``num_calls`` tool observations. A right answer
-    gets 1. A wrong one gets a negative number that rises with the number of observations, up to
-    -0.6.
+    """Return the outcome of a rollout, given the number of its tool observations (``num_calls``). A
+    right answer gets 1. A wrong one gets a negative number that rises with the number of
+    observations, up to -0.6.
 
     Example:
         shaped(right=False, num_calls=12)    # -0.6

@@ -1,13 +1,13 @@
-"""Models that score: log-probabilities of given tokens, from the same forward pass that trains the
-policy.
+"""Scores tokens with teachers: computes log-probabilities of given tokens, with the same forward
+pass that trains the policy.
 
     rows of several groups ── wait while a pass runs ── pack (shared prefixes once)
                            ── trunk, head ──> scores per row
 
-The rows of a group share their prompt up to the position where a hint was inserted. They are packed
-as in training, so each shared prefix is computed once. One thread computes, so passes do not
-compete; rows that arrive meanwhile form the next pass. Each row is scored at the temperature at
-which it was sampled.
+The rows of a group share their prompt up to the position at which a hint was inserted. They are
+packed as in training, so each shared prefix is computed only once. A single thread computes, so
+passes do not compete; rows that arrive during a pass are scored in the next one. Each row is scored
+at the temperature at which it was sampled.
 
 This file also decides where the weights of teachers come from (``RunTeachers``) and which teachers
 a checkpoint must hold. It rejects a teacher with a different vocabulary before any compute is
@@ -49,10 +49,12 @@ CHUNK = 64
 
 
 class PolicyScorer:
-    """Scores tokens with a policy in this process; implements ``TokenScorer``."""
+    """Scores tokens with a policy whose model is in this process. Implements ``TokenScorer``."""
 
     def __init__(self, backend: SingleBackend, window: int, num_ids: int, run: Run) -> None:
-        """``run`` executes a function in the thread that the model belongs to."""
+        """Create a scorer for the model of ``backend``. ``window`` is the maximum length of a row,
+        and ``num_ids`` the size of the vocabulary. ``run`` executes a function in the thread that
+        the model belongs to."""
         self._backend = backend
         self._window = window
         self._num_ids = num_ids
@@ -123,7 +125,7 @@ class PolicyScorer:
                 future.set_result(scores)
 
     def compute(self, rows: Sequence[TokenScoringRequest], top: int = 0) -> list[TokenScores]:
-        """Score the rows immediately, in this thread."""
+        """Score the rows immediately, in the current thread."""
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
         batches = pack(sequences, self._backend.packing)
@@ -156,8 +158,8 @@ class PolicyScorer:
 
 
 class ClientScorer:
-    """Scores tokens with an inference engine that returns prompt log-probabilities
-    (``InferenceClient.logprobs``); implements ``TokenScorer``."""
+    """Scores tokens with an inference engine that returns log-probabilities of prompts
+    (``InferenceClient.logprobs``). Implements ``TokenScorer``."""
 
     def __init__(self, client: Any) -> None:
         if not callable(getattr(client, "logprobs", None)):
@@ -237,8 +239,8 @@ def _scores(row: TokenScoringRequest, logprobs: Any, columns: Mapping[str, Any])
 
 
 def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
-    """Raise ConfigError, with the first difference, if the teacher's token ids have other
-    meanings."""
+    """Raise ConfigError if a teacher has another vocabulary than the policy, since its scores would
+    be for other tokens. The error shows the first difference."""
     policy_ids = policy.tokenizer.get_vocab()
     teacher_ids = teacher.tokenizer.get_vocab()
     if policy_ids != teacher_ids:
@@ -256,7 +258,8 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
 
 
 class RunTeachers:
-    """The teachers of one run, loaded when the first step needs them."""
+    """Manages the teachers of one run: loads their weights when a step first needs them, and keeps
+    them up to date."""
 
     def __init__(
         self,
@@ -271,14 +274,15 @@ class RunTeachers:
         in_engine: Run | None = None,
         is_copy: bool = False,
     ) -> None:
-        """``sources`` maps the name of each teacher to the decay of its average, which only ``ema``
-        uses. ``policy`` is the policy being trained; ``weights`` yields its current weights, and
-        ``save`` writes them to a folder. ``is_copy`` is True if the trained weights live elsewhere,
-        as in a sharded run, and ``policy`` is a copy that only samples. ``client_of`` connects to
-        an engine by name. ``in_engine`` runs a function between two engine steps, if the engine
-        samples from the very module that is trained.
+        """Prepare the teachers of a run. Only those that are checkpoints are loaded now.
 
-        Raises ConfigError for a checkpoint that does not exist or has another vocabulary.
+        ``sources`` maps the name of each teacher to the decay of its moving average, which only
+        ``ema`` uses. ``policy`` is the policy being trained; ``weights`` yields its current
+        weights, and ``save`` writes them to a folder. ``is_copy`` is True if the trained weights
+        are elsewhere, as in a sharded run, and ``policy`` is a copy that only samples.
+        ``client_of`` connects to an engine by name. ``in_engine`` runs a function between two
+        engine steps, if the engine samples from the very module that is trained. Raises ConfigError
+        for a checkpoint that does not exist or has another vocabulary.
         """
         self._sources = dict(sources)
         self._policy = policy
@@ -300,15 +304,15 @@ class RunTeachers:
                 self.models[name] = self._from_checkpoint(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
-        """Return the scorers for step ``step`` of the stage, after updating the moving average of
-        the policy's weights if one of them uses it."""
+        """Return the teachers for the given step of the stage, by name. If one of them is a moving
+        average of the policy's weights, it is updated first."""
         if self._sources:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
         return self._scorers
 
     def measured(self) -> dict[str, float]:
-        """Return compute seconds, tokens of rows and computed tokens, summed over all scorers since
-        the run began."""
+        """Return metrics of all teachers since the run began: compute seconds, tokens in their
+        rows, and tokens that were actually computed."""
         names = {
             "busy_s": "teacher_s",
             "row_tokens": "teacher_row_tokens",
@@ -325,19 +329,20 @@ class RunTeachers:
 
     @property
     def has_state(self) -> bool:
-        """True if a checkpoint must store the teachers' state. Only the moving average cannot be
-        recomputed."""
+        """True if a checkpoint must store the teachers' state. This is the case only for a moving
+        average, which cannot be recomputed."""
         return "ema" in self._sources
 
     def save(self, folder: Path) -> None:
-        """Write the state that cannot be recomputed: the moving average of the weights after the
-        last step."""
+        """Write the moving average of the policy's weights to ``folder``. It is the only state of
+        teachers that cannot be recomputed."""
         from ramify.models.load import save_policy
 
         save_policy(self.models["ema"], folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote. Raises ConfigError if the folder does not exist."""
+        """Restore the moving average of the weights from ``folder``. Raises ConfigError if the
+        folder does not exist."""
         from ramify.models.load import load_policy
 
         if not folder.is_dir():
@@ -349,7 +354,8 @@ class RunTeachers:
         self.models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
-        """Update the moving average and create missing scorers. Runs in the teachers' thread."""
+        """Update the moving average, and create teachers that do not exist yet. This runs in the
+        teachers' thread."""
         from ramify.models.weights import load_weights
 
         for name, decay in self._sources.items():
@@ -381,9 +387,9 @@ class RunTeachers:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def _policy_for(self, name: str, step: int) -> Policy:
-        """Load the policy that a teacher's source ``name`` stands for: the current policy itself, a
+        """Return the policy that the name of a teacher stands for: the current policy itself, a
         copy of it, the initial policy of the run (``reference``), or an untrained model
-        (``random``). Raises ConfigError if the initial policy is needed and its folder is
+        (``random``). Raises ConfigError if the folder of the initial policy is needed and
         missing."""
         from ramify.models.load import from_config, load_policy
 
