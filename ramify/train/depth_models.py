@@ -41,7 +41,7 @@ _TOTALS = ("frozen/cost_total", "frozen/calls_total", "frozen/tokens_total")
 
 
 class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model that answers the calls at one depth, and its sampling settings.
+    """The model that answers the calls at one depth of the call tree, with its sampling settings.
 
     >>> train.DepthSpec(model="openai:gpt-5-mini", max_reply_tokens=512).model
     'openai:gpt-5-mini'
@@ -72,7 +72,7 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_optional("depths", "limits.max_turns", max_turns=self.max_turns)
 
     def options(self) -> DepthOptions:
-        """Return this depth's settings in the form that the engine takes."""
+        """Convert this depth's settings to the form that the engine takes."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
         return DepthOptions(
             max_turns=self.max_turns,
@@ -123,8 +123,8 @@ def check_depths(
     depths: Sequence[DepthSpec], max_depth: int, policies: Sequence[str], *, has_workers: bool
 ) -> None:
     """Raise ConfigError if a depth names an unknown model, if a policy would never be trained, or
-    if frozen models are combined with rollout workers, which cannot share their budget.
-    ``policies``: names of the policies other than ``policy``."""
+    if frozen models (which are not trained) are combined with rollout workers, since these cannot
+    share a budget. ``policies`` holds the names of the policies other than ``policy``."""
     if not depths and not policies:
         return
     # The second model also answers ``llm_query``, whatever the depth.
@@ -196,8 +196,8 @@ def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModel
 
 
 class DepthModels:
-    """The clients that answer calls at each depth of a run's rollouts. It also enforces the budgets
-    of the frozen models (the ones that are not trained)."""
+    """Holds the client that answers calls at each depth of a run's rollouts, and enforces the
+    budgets of the frozen models (the ones that are not trained)."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class DepthModels:
         pool: RateLimitedClientPool | None = None,
         others: Mapping[str, Client] | None = None,
     ) -> None:
-        """Create the client of each depth.
+        """Create the clients that answer calls, one for each depth of the call tree.
 
         ``policy`` is the client of the trained policy; ``others`` holds the clients of further
         policies by name. If the run is resumed, ``before`` holds its latest metrics, from which the
@@ -336,8 +336,8 @@ def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: f
 
 
 class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
-    """Wraps an algorithm for one of several policies that are trained together: the policy learns
-    only from its own calls, as if the other models were frozen. Implements ``Algorithm``."""
+    """Wraps the algorithm of one of several policies that are trained together, so that the policy
+    learns only from its own calls, as if the other models were frozen. Implements ``Algorithm``."""
 
     outcome: Any
     """The algorithm."""

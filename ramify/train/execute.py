@@ -117,7 +117,7 @@ def _train(
     on_stall: Callable[[str], None] | None,
     log: FileLogHandler,
 ) -> CheckpointState:
-    """Train the run, in the process that holds the lock of its folder."""
+    """Check the run, and train it in this process, which holds the lock of the run's folder."""
     resolved = resolve(run, resume)
     run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()

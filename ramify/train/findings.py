@@ -137,8 +137,8 @@ _FINDING_RULES: dict[str, _FindingRule] = {}
 def findings(
     values: Values, history: StageStepHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
-    """Check every finding whose metrics are available. Yields the name of each, with the finding
-    itself if ``values`` show the fault, and None otherwise."""
+    """Check a step for every kind of fault whose metrics are available. Yields the name of each
+    kind, with the finding if ``values`` show the fault and None otherwise."""
     for name, rule in _FINDING_RULES.items():
         limit = getattr(alarms, rule.limit) if rule.limit else 0.0
         if limit is None or any(need not in values for need in rule.needs):
@@ -149,8 +149,8 @@ def findings(
 
 
 def metrics_of(name: str) -> tuple[str, ...]:
-    """Return the names of the metrics that an alarm is based on. ``name`` is the name of a finding,
-    or of a limit that the user sets (``max_kl``, ``min_entropy``)."""
+    """Return the names of the metrics on which an alarm is based. ``name`` is the name of a
+    finding, or of a limit that the user sets (``max_kl``, ``min_entropy``)."""
     rule = _FINDING_RULES.get(name)
     return rule.needs if rule is not None else _OTHER_METRICS.get(name, ())
 

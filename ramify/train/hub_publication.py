@@ -164,8 +164,8 @@ def _without_folders(text: str) -> str:
 
 
 def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
-    """Save the LoRA adapters of a run that trained in a single process, whose matrices are stored
-    in the backend's checkpoint."""
+    """Save the LoRA adapters of a run that trained in a single process. Their matrices are read
+    from the backend's part of the checkpoint."""
     import torch
 
     from ramify.train.backends import adapters

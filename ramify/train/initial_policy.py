@@ -166,7 +166,7 @@ def _shape(
 
 
 def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
-    """Return the policy that the engine serves. It is the trained policy itself or a copy, which is
+    """Return the policy that the engine serves: the trained policy itself, or a copy that is
     updated each time weights are published. A copy is needed if the trained policy has another
     precision or adapters, or if it is trained while rollouts continue."""
     from ramify.train.backends.lora import attach
@@ -192,8 +192,8 @@ def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
 
 
 def set_deterministic(policy: Policy) -> None:
-    """Prepare the policy for reproducible computation; on a GPU, select only deterministic kernels.
-    Raises ConfigError if the model cannot compute in fixed shapes."""
+    """Prepare the policy for reproducible computation. On a GPU, only deterministic kernels are
+    selected. Raises ConfigError if the model cannot compute in fixed shapes."""
     import torch
 
     from ramify.models.trunk import fixed_shape_trunk

@@ -129,7 +129,8 @@ class Learner:
         return self.publisher.name
 
     def own(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return a copy of ``groups`` in which only this policy's calls have token ids."""
+        """Return a copy of ``groups`` in which only the calls of this policy have token ids, so
+        that it learns from no others."""
         return own_calls(groups, self._model) if self._model else groups
 
     def measured(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -168,8 +169,8 @@ class Learner:
         folder_file_checksums.write(folder)
 
     def parts(self) -> dict[str, Write]:
-        """Return the parts of a checkpoint that belong to this policy, as functions that write
-        them, by path."""
+        """Return functions that write this policy's parts of a checkpoint, keyed by their path in
+        the checkpoint."""
         assert self.publisher.backend is not None
         return {
             self.paths.backend: self.publisher.backend.save,
@@ -247,8 +248,8 @@ class Learner:
     def measured_after(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
     ) -> dict[str, float]:
-        """Return metrics of the update that a step made. If the step had nothing to learn from,
-        they only tell the learning rate and that nothing moved."""
+        """Return metrics of the update that a step made. If the step had nothing to learn from, the
+        metrics only show its learning rate and that the policy did not change."""
         backend = self.publisher.backend
         assert backend is not None
         if not work.parts:
@@ -348,8 +349,8 @@ class Publisher:
             self.phase = EngineWeightState.BEHIND
 
     async def sleep(self) -> dict[str, float]:
-        """Let engines on the trainer's devices sleep until weights are published again. Returns the
-        time it took, as a metric, or an empty dict if no engine sleeps."""
+        """Let engines that share the trainer's devices sleep until weights are published again.
+        Returns the time this took, as a metric, or an empty dict if no engine sleeps."""
         with under_way("weight_sync"):
             return await self._sleep()
 
@@ -394,8 +395,9 @@ class Publisher:
         await self._check_engine()
 
     async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
-        """Send the current weights to an engine that has come back, by calling ``give`` between two
-        steps, and check the engine like the others. An error here ends the run."""
+        """Send the current weights between two steps to an engine that has come back, and check the
+        engine like the others. ``give`` sends them, and returns False if no engine came back. An
+        error here ends the run."""
         try:
             async with self.changing:
                 if await give():
@@ -432,7 +434,7 @@ def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
 
 
 class EnginePolicyWeights:
-    """Converts the trained weights to the form that engines need, and sends, saves and loads
+    """Passes the trained weights to the engines, in the form that these need, and saves and loads
     them."""
 
     def __init__(
@@ -442,9 +444,9 @@ class EnginePolicyWeights:
         client: LocalClient | HttpEngines,
         model: TrainedModel,
     ) -> None:
-        """Create the exchange of weights between the trainer and its engines. ``trained`` is the
-        policy that the trainer changes, and ``serving`` is the one that the engine serves.
-        ``model`` holds the trained weights, which may be in this process or sharded over ranks."""
+        """Connect the trained weights with the engines that use them. ``trained`` is the policy
+        that the trainer changes, and ``serving`` is the one that the engine serves. ``model`` holds
+        the trained weights, which may be in this process or sharded over ranks."""
         from ramify.inference.local.local_client import LocalClient
 
         self._trained = trained

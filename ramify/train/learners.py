@@ -49,7 +49,8 @@ class Learners:
         return self._all[0].publisher.backend is not None
 
     def _in(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
-        """Return the policies that learn in ``stage``, each with its part of the stage."""
+        """Return the policies that are trained in ``stage``. Each comes with its own settings for
+        the stage."""
         main, *others = self._all
         own = stage.others
         return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
@@ -57,8 +58,8 @@ class Learners:
     def _of(
         self, stage: TrainingStage, work: StepData
     ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
-        """Yield each policy that learns from the data of a step, with its part of the stage and of
-        the data."""
+        """Yield each policy that learns in this step, with its own settings for the stage and its
+        own training data."""
         for learner, own in self._in(stage):
             if not learner.name:
                 yield learner, own, work
@@ -114,8 +115,8 @@ class Learners:
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
         """Hold a context in which weights may change: no engine rejoins, and engines on the
-        trainer's devices sleep. Its value is a dict of metrics: the staleness of the sampled
-        tokens, and how long it took until the engines slept."""
+        trainer's devices sleep. Its value is a dict of metrics with the staleness of the sampled
+        tokens and the time until the engines slept."""
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
             for learner, _, own in self._of(stage, work):
@@ -127,7 +128,7 @@ class Learners:
             yield values
 
     async def learn(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Train every policy on its data of a step, and return the metrics."""
+        """Train every policy on its own data of a step, and return the metrics."""
         values: dict[str, float] = {}
         for learner, own_stage, own in self._of(stage, work):
             measured = dict(own.metrics) if learner.name else {}
@@ -199,8 +200,8 @@ class Learners:
     # --- checkpoints: all but the last two are called in the training thread
 
     def parts(self, stage: TrainingStage) -> dict[str, Write]:
-        """Return the parts of a checkpoint that hold the policies of ``stage``, as functions that
-        write them, by path."""
+        """Return functions that write the checkpoint parts of all policies in ``stage``, keyed by
+        their path in the checkpoint."""
         parts: dict[str, Write] = {}
         for learner, _ in self._in(stage):
             parts |= learner.parts()

@@ -108,7 +108,7 @@ class JsonlRecordFile(Generic[R]):
 
     def read(self, folder: Path) -> Iterator[R]:
         """Yield the records of the file in a run's folder, in order. Damaged lines are skipped.
-        Yields none if the file is missing."""
+        Yields nothing if the file is missing."""
         path = folder / self.name
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -237,8 +237,8 @@ def account(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
 ) -> GroupRecord:
     """Return the record of a group's outcome. ``learnt`` holds the ids of the step's rollouts that
-    have an advantage; it is None if the step had no need of the group. ``given_up`` holds the ids
-    of rollouts that were abandoned while the group continued."""
+    have an advantage; it is None if the step did not need the group. ``given_up`` holds the ids of
+    rollouts that were abandoned while the group continued."""
     scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
     outcome = GroupFate.SPARE if learnt is None else GroupFate.NO_SIGNAL
     if not scored:

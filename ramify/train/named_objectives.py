@@ -291,9 +291,9 @@ def estimator_of(algorithm: Any) -> Any:
 
 
 def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
-    """Return the reason why a policy cannot be trained with an objective, and what would work. The
-    reason is that its groups have only one rollout, or that it has no critic. Returns an empty
-    string if training is possible. ``has_critic`` is True if the backend supports a critic."""
+    """Return the reason why a policy cannot be trained with an objective, and what would work
+    instead. Returns an empty string if it can be. The reason may be that its groups have only one
+    rollout, or that it has no critic. ``has_critic`` is True if the backend supports a critic."""
     if group == 1 and algorithm.has_group_baseline:
         return (
             f"rl.objective={name} compares the rollouts of a group, and rl.rollout.group=1 has "
@@ -308,6 +308,6 @@ def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -
 
 
 def _alone() -> list[str]:
-    """Return the names of all objectives that need only one rollout of each item."""
+    """Return the names of all objectives that need only one rollout per item."""
     built = {name: ALGORITHMS.build(each.algorithm) for name, each in OBJECTIVES.items()}
     return [name for name, each in built.items() if not each.has_group_baseline]

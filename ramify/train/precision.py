@@ -50,9 +50,9 @@ class RunPrecision(NamedTuple):
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
-        """Return how much the log-probabilities of engine and trainer may differ. The limit is the
-        larger one of both precisions, or ``inference.tolerance`` if that is set, and 0 in a
-        deterministic run."""
+        """Return how much the log-probabilities of engine and trainer may differ. This is the
+        larger of the limits for their two precisions, or ``inference.tolerance`` if that is set,
+        and 0 in a deterministic run."""
         spec = run.inference
         hint = f"the engine computes in {self.engine} and the trainer in {self.trainer}"
         if run.deterministic:

@@ -54,8 +54,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
 def check_names(run: Run) -> None:
-    """Check that everything that the run loads later by name exists: the backend, the sandbox, and
-    the sources of demonstrations. None of these is imported yet."""
+    """Check that the names in the recipe are valid: those of the backend, of the sandbox, and of
+    the sources of demonstrations. Nothing is imported for this."""
     BACKENDS.check(run.compute.backend)
     check_provider(run.sandbox)
     if run.sft is None:
@@ -72,8 +72,8 @@ def check_names(run: Run) -> None:
 
 
 def path_of(run: Run) -> str | Path:
-    """Return the path of the run's initial policy. If it is the name of a policy that ships with
-    the package, the path is that policy's folder."""
+    """Return the path of the run's initial policy. If the recipe names a policy that ships with the
+    package, this is that policy's folder."""
     path = run.policy.path
     packaged = packaged_policy(path)
     return path if packaged is None or Path(path).exists() else packaged
@@ -180,8 +180,8 @@ def check_scaffold(run: Run, scaffold: Scaffold) -> None:
 
 def check_task(run: Run, task: Task) -> None:
     """Check that the task has the splits that the run uses, and that its reference answers score 1
-    if it has any. Also warn about options with which nothing can be learned from it. If the scores
-    were not checked, the reason is logged."""
+    if it has any. A warning is logged if the options make learning from the task impossible, or if
+    the scores were not checked."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
@@ -267,8 +267,8 @@ def _tag(part: Any) -> str:
 
 
 def check_branches(run: Run) -> None:
-    """Check that rollouts fork exactly if the advantage estimator compares continuations, and that
-    the sandbox and the limits allow forks."""
+    """Check that rollouts fork if and only if the advantage estimator compares continuations, and
+    that the sandbox and the limits allow forks."""
     if run.rl is None:
         return
     branch, needed = run.rl.rollout.branch, needs_of(run.rl.algorithm).branches
@@ -479,8 +479,8 @@ def check_folder(out: Path) -> None:
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
     """Raise ConfigError if the first message of the task leaves no room for a reply in the policy's
-    window, since every rollout would fail. If an agent writes the task's prompts, they are unknown
-    yet and are not checked."""
+    context window, since every rollout would fail. Tasks whose prompts are written by an agent are
+    not checked, since these prompts are not known yet."""
     if getattr(task, "writes_prompts", False):
         return
     room, tools = policy.window - 1, scaffold.tools()

@@ -239,8 +239,8 @@ class TrainingRunRecorder:
         self.state.memories = others
 
     def measured(self, values: dict[str, float]) -> dict[str, float]:
-        """Add throughput, the share of time spent on each signal, and the engines' own metrics to
-        the metrics of a step."""
+        """Add further metrics to those of a step: throughput, the share of time spent on each
+        signal, and the engines' own metrics."""
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         # Time spent on signals, in parallel to rollouts.
         for name in [name for name in values if name.endswith("/s")]:
@@ -278,8 +278,8 @@ class TrainingRunRecorder:
         )
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
-        """Write the outcomes of a step's groups. The whole rollouts are saved too if the schedule
-        says so for this step."""
+        """Write the outcomes of a step's groups, and the whole rollouts too if the schedule says so
+        for this step."""
         step = self.state.step
         GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
         if groups and self.saves_rollouts(self.state.stage_step):

@@ -44,8 +44,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of the rewards, lengths and ends of all rollouts. ``weights`` are the task's
-    weights of named rewards."""
+    """Return metrics of the rewards and lengths of all rollouts, and of how they ended. ``weights``
+    are the task's weights of named rewards."""
     trees = [tree for group in groups for tree in group.trajectories]
     if not trees:
         return {}
@@ -97,9 +97,9 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
 
 
 def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Return the correlation of two numbers of each rollout within groups, i.e. of their
-    differences from the group's mean. Returns None if one of the numbers never varies within a
-    group."""
+    """Return the correlation between two numbers that each rollout has, within groups: both are
+    taken as differences from the group's mean. Returns None if one of the numbers never varies
+    within a group."""
     left: list[float] = []
     right: list[float] = []
     for group in groups:

@@ -117,13 +117,13 @@ _EXPERT = "expert:function"
 
 
 class DemonstrationSet(NamedTuple):
-    """Demonstrations from one source, as trajectories, with the folder that caches their token
-    ids."""
+    """The demonstrations from one source, as trajectories, with the folder in which their token ids
+    are cached."""
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
-    """Folder that caches the token ids of the trajectories (``data/stored_tokens.py``). None: the
-    trajectories are not stored, so they are tokenized each time that they are made."""
+    """Folder that caches the token ids of the trajectories (``data/tokenization_cache.py``). None:
+    the trajectories are not stored, so they are tokenized each time that they are made."""
 
 
 class RunsOfStore(list[Trajectory]):
@@ -171,8 +171,8 @@ def _made(
     scaffold: Scaffold,
     taken: Callable[[Any], Trajectory],
 ) -> DemonstrationSet:
-    """Call the registered function that ``spec.demos`` names, and return the demonstrations that it
-    makes. Raises ConfigError if the function fails."""
+    """Call the registered function that ``spec.demos`` names, and return the demonstrations that
+    the function creates. Raises ConfigError if the function fails."""
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
@@ -283,8 +283,8 @@ def tokenised(
     renderer: Renderer,
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
-    """Return the trajectories of all sets with token ids. Ids in the cache are reused, and newly
-    computed ones are added to the cache for the next run."""
+    """Add token ids to the trajectories of all demonstrations, and return them. Ids in the cache
+    are reused, and newly computed ones are added to the cache for the next run."""
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0

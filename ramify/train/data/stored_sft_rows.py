@@ -31,7 +31,8 @@ _OPTIONAL = ("ce", "kd")
 
 
 def key_of(config: Any) -> str:
-    """Return a digest of the settings that determine the rows."""
+    """Return a hash of the settings that the stored token sequences depend on. It tells whether
+    they can be reused."""
     return hashlib.sha256(
         msgspec.json.encode(config, enc_hook=repr, order="deterministic")
     ).hexdigest()

@@ -46,11 +46,12 @@ _HEAD = 3
 
 
 class TokenizedCallCache:
-    """A file that caches the token ids of calls for one tokenizer, with one entry per call."""
+    """A cache of the token ids of stored calls, kept in one file per tokenizer, so that calls need
+    not be tokenized again."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:
-        """Open the cache of ``tokenizer`` in ``folder``, and read its entries. ``form`` is what
-        determines how the renderer writes messages (see ``sft_data.form_of``)."""
+        """Open the cache of ``tokenizer`` in ``folder``, and read its entries. ``form`` holds
+        everything else that determines the token ids (see ``sft_data.form_of``)."""
         backend = tokenizer.backend_tokenizer.to_str().encode()
         key = hashlib.sha256(backend)
         key.update(msgspec.msgpack.encode([FORMAT, str(tokenizer.chat_template), form]))

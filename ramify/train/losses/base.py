@@ -63,23 +63,26 @@ class SequenceSums(NamedTuple):
     """[E] whether the entry carries policy-gradient weight; other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over the sequence that each entry belongs to, [E]."""
+        """Return, for each entry of the batch, the sum of ``values`` over the entry's sequence, as
+        a tensor of shape [E]."""
         weighed = values.masked_fill(~self.weighs, 0.0)
         sums = weighed.new_zeros(self.num).index_add(0, self.owner, weighed)
         return sums[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values`` over the sequence that each entry belongs to, [E]."""
+        """Return, for each entry of the batch, the mean of ``values`` over the entry's sequence, as
+        a tensor of shape [E]."""
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """Return for each entry whether any entry of its sequence is flagged, [E]."""
+        """Return, for each entry of the batch, True if any entry of its sequence is flagged, as a
+        tensor of shape [E]."""
         return self.sum(flags.float()) > 0
 
 
 class PolicyLossInputs(NamedTuple):
-    """The tensors from which a policy loss is computed: log-probabilities and advantages, each [E]
-    in fp32."""
+    """The tensors from which a policy loss is computed: log-probabilities and advantages. Each has
+    shape [E], for E entries of a batch, in fp32."""
 
     now: Tensor
     old: Tensor
@@ -100,8 +103,8 @@ class PolicyLossInputs(NamedTuple):
 
 
 class TokenSelectionInputs(NamedTuple):
-    """The values by which a loss selects tokens: all tokens of an optimizer step that carry
-    policy-gradient weight, each array [N] in fp64."""
+    """The values by which a loss selects tokens. Each array has shape [N], for the N tokens of an
+    optimizer step that carry policy-gradient weight, in fp64."""
 
     now: Doubles
     old: Doubles
@@ -120,8 +123,8 @@ class PolicyLoss(Protocol):
         ...
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return for each token whether the formula cuts off its policy gradient, [E]; the result
-        has no gradient."""
+        """Return, for each token, True if the formula cuts off its policy gradient, as a tensor of
+        shape [E] without gradient."""
         ...
 
 
@@ -131,7 +134,7 @@ class TokenSelectingLoss(Protocol):
     all tokens of the step."""
 
     def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
-        """Return for each token of the step whether it is selected, [N]."""
+        """Return, for each token of the step, True if it is selected, as an array of shape [N]."""
         ...
 
 
@@ -152,7 +155,8 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
 
 
 def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return for each token whether clipping removes the gradient of PPO's surrogate, [E]."""
+    """Return, for each token, True if clipping removes the gradient of PPO's surrogate loss, as a
+    tensor of shape [E]."""
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 

@@ -1,5 +1,6 @@
-"""Off-policy corrections, for a sampler that differs from the trainer: other numerics, other
-kernels, or older weights.
+"""Off-policy corrections: factors on the policy loss that compensate for differences between the
+sampler and the trainer. The two differ if they use other numerics or other kernels, or if the
+sampler has older weights.
 
     gap = o - m      difference between trainer (at the step's start) and sampler for a token
     moved = m - l    how far the policy has moved since sampling: the gap and all steps since
@@ -33,10 +34,12 @@ _OLD = frozenset({"old_logprobs", "fresh_old"})
 
 
 class OffPolicyCorrection(Protocol):
-    """The interface of every correction in this file."""
+    """The interface of an off-policy correction, which gives each token a factor for its policy
+    loss."""
 
     def factor(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return the factor for the policy loss of each token, [E]; 0 masks the token."""
+        """Return the factor for the policy loss of each token, as a tensor of shape [E]. A factor
+        of 0 masks the token."""
         ...
 
 

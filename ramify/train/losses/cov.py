@@ -106,7 +106,7 @@ class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
 
 def covariance(step: TokenSelectionInputs) -> Doubles:
     """Return how much each token of a step adds to the covariance of advantage and log-probability,
-    [N]: (A_i - mean A) (l_i - mean l)."""
+    (A_i - mean A) (l_i - mean l), as an array of shape [N]."""
     cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return cov
 

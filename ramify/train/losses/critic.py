@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class CriticLossInputs(NamedTuple):
-    """The predicted values and the returns from which the critic's loss is computed; each tensor is
-    [E]."""
+    """The predicted values and the returns from which the critic's loss is computed. Each tensor
+    has shape [E], for E entries of a batch."""
 
     now: Tensor
     """V, the predicted value, with gradient."""

@@ -27,8 +27,8 @@ the bin is empty and adds 0."""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the forward KL from the teacher to the policy for each entry, [E]. Both inputs are
-    log-probabilities of the candidates, [E, k].
+    """Return the forward KL from the teacher to the policy for each of E entries, as a tensor of
+    shape [E]. Both inputs are log-probabilities of k candidate tokens per entry, [E, k].
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.373386
@@ -37,9 +37,10 @@ def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the reverse KL from the policy to the teacher for each entry, [E]. Both inputs are
-    log-probabilities of the candidates, [E, k]; all other tokens count as one more candidate. The
-    KL is differentiated directly, without a policy gradient.
+    """Return the reverse KL from the policy to the teacher for each of E entries, as a tensor of
+    shape [E]. Both inputs are log-probabilities of k candidate tokens per entry, [E, k]; all other
+    tokens count as one more candidate. The KL is differentiated directly, without a policy
+    gradient.
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.404978
@@ -56,10 +57,10 @@ def surrogate(
     low: float = 0.2,
     high: float = 0.28,
 ) -> Tensor:
-    """Return PPO's clipped surrogate loss of each entry, [E], with advantages that are computed
-    from the teacher (form V3 at the top of the file). The three inputs are log-probabilities of the
-    candidates, [E, k]: of the teacher, of the sampling policy (``old``) and of the current policy
-    (``now``).
+    """Return PPO's clipped surrogate loss for each of E entries, with advantages that are computed
+    from the teacher (form V3 at the top of the file). The inputs are log-probabilities of k
+    candidate tokens per entry, [E, k]: of the teacher, of the sampling policy (``old``) and of the
+    current policy (``now``).
 
     Example:
         p_T = (0.2, 0.7), p_old = p = (0.6, 0.3), clip = 1    # 0.384234

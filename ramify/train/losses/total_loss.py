@@ -14,7 +14,8 @@ batches, and added to the batch:
     choose        tokens that some losses treat differently (``cov.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
                   position, so that the cut and the order of the step do not matter
-    sequences_of  for a loss over sequences: which entries belong to one call, or to one rollout
+    sequence_index_of_entries
+                  for a loss over sequences: which entries belong to one call, or to one rollout
                   (``LossSpec.sequence``). A call whose history was cut or rendered again has
                   several paths; its sequence is then all its sampled tokens, each counted once, on
                   whichever path it carries weight
@@ -191,8 +192,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class BatchLossInputs(NamedTuple):
-    """The tensors from which the loss of one batch is computed; each is [E] unless stated
-    otherwise."""
+    """The tensors from which the loss of one batch is computed. Each has shape [E], for E entries
+    of the batch, unless stated otherwise."""
 
     logprobs: Tensor
     """l, with gradient."""
@@ -223,7 +224,8 @@ def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally
 
 
 def per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
-    """Return the contribution of each entry to the loss, [E], for diagnosis."""
+    """Return the contribution of each entry to the loss, as a tensor of shape [E]. This is only
+    used for diagnosis."""
     parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
     return sum(parts[1:], parts[0])
 
@@ -381,7 +383,8 @@ class LossTally:
         self.experts: ExpertLoad | None = None
 
     def add_experts(self, load: ExpertLoad | None) -> None:
-        """Add the expert load of a batch; None if the model is not a mixture of experts."""
+        """Add how many tokens each expert received in a batch, for a mixture of experts. ``load``
+        is None for other models."""
         if load is not None:
             self.experts = load if self.experts is None else self.experts.merged(load)
 
@@ -437,7 +440,7 @@ class LossTally:
             self.maxima[name] = before.maximum(value)
 
     def plain(self) -> SerializableLossTally:
-        """Return a copy of this tally with plain numbers."""
+        """Convert this tally to plain numbers, which can be sent to another process."""
         return SerializableLossTally(
             {name: (float(total), float(count)) for name, (total, count) in self.sums.items()},
             {name: float(value) for name, value in self.maxima.items()},
@@ -472,7 +475,7 @@ class LossTally:
 
 
 def chooses(loss: LossSpec) -> bool:
-    """Return True if the loss selects tokens among the whole step, so that its batches must go
+    """Return True if the loss selects tokens from the whole step, so that its batches must go
     through ``choose`` first."""
     return isinstance(loss.policy, TokenSelectingLoss)
 
@@ -480,7 +483,7 @@ def chooses(loss: LossSpec) -> bool:
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
     """Mark the tokens that the policy loss selects, and return the batches with the marks as an
     additional stream, ``chosen``. ``logprobs`` holds the log-probabilities of each batch under the
-    current policy, [E]."""
+    current policy, with shape [E]."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     with_mask = list(zip(batches, weighs, strict=True))
     now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
@@ -509,9 +512,9 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
 
 
 def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
-    """Return the index of each entry's sequence ([E], from 0) and the number of sequences. Entries
-    of the same call (or of the same rollout, if that is the ``unit``) get the same index, even if
-    the call has several paths."""
+    """Return the index of each entry's sequence, counted from 0, and the number of sequences.
+    Entries of the same call (or of the same rollout, if that is the ``unit``) get the same index,
+    even if the call has several paths."""
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [
@@ -541,8 +544,8 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a pseudorandom number for each entry, [E]. It depends only on the name of the entry's
-    sequence and on the entry's position in the sequence."""
+    """Return a pseudorandom number for each entry of a batch. It depends only on the name of the
+    entry's sequence and on the entry's position in the sequence."""
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64

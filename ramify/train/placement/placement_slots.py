@@ -30,9 +30,9 @@ from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 
 def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of processes of each role and service, by name. ``by_run`` holds the
-    numbers that other options of the run set for a role, or 0 if they set none. Raises ConfigError
-    if such a number differs from the placement's."""
+    """Return the number of processes of each role (such as trainer or inference) and of each
+    service, by name. ``by_run`` holds the numbers that other options of the run set for a role, or
+    0 if they set none. Raises ConfigError if such a number differs from the placement's."""
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
         by_placement, elsewhere = spec.role(name).count or 0, by_run.get(name, 0)
@@ -50,9 +50,9 @@ _FIELDS = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "
 
 
 def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeResourceSlot]:
-    """Return the slots for the given number of processes of each role, beginning with the slot of
-    the first trainer process. Raises ConfigError, which shows the sums, if they do not fit the
-    pools."""
+    """Divide the machines into slots for the given number of processes of each role, beginning with
+    the slot of the first trainer process. Raises ConfigError, which shows the sums, if the slots do
+    not fit the pools of machines."""
     unplaced = _unplaced_slots(spec, num)
     if not spec.pools:
         return [
@@ -67,7 +67,7 @@ def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeRes
 
 
 class _UnplacedSlot(NamedTuple):
-    """A placement slot that is not assigned to a node yet."""
+    """A placement slot (a share of a machine) that is not assigned to a machine yet."""
 
     pool: str
     needs: SlotResources
@@ -161,9 +161,9 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
-    """Assign the slots of one pool to its nodes, and return the placed slots by index. The largest
-    slot is placed first. Each slot goes to the first node with enough room, or with ``spread`` to
-    the node with the most room. Raises ConfigError if a slot fits on no node."""
+    """Assign the slots of one pool to its machines, and return the placed slots by index. The
+    largest slot is placed first. Each slot goes to the first machine with enough room, or with
+    ``spread`` to the one with the most room. Raises ConfigError if a slot fits on no machine."""
     free = [_resources(pool)] * pool.nodes
     slots = {}
     for index, slot in sorted(

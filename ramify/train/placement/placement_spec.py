@@ -152,7 +152,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names of all roles, including services."""
+        """The names of all roles (kinds of processes), including services."""
         return *ROLES, *self.services
 
     def role(self, name: str) -> RoleSpec:

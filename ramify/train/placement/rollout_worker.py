@@ -72,8 +72,8 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class SerializedTaskItem(msgspec.Struct, frozen=True):
-    """A task item in the form in which it is sent to a worker. Its values are encoded like those of
-    sessions, so that their types are kept."""
+    """A task item in the form in which it is sent to a worker. Its values are encoded in the same
+    way as values of sessions, so that their types are kept."""
 
     question: str
     kind: str

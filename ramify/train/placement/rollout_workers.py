@@ -262,8 +262,8 @@ class RolloutWorkers:
         return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
-        """Restart a worker that has ended, with several attempts, or give it up; either outcome is
-        logged."""
+        """Restart a worker that has ended. If several attempts fail, it is given up; either outcome
+        is logged."""
         try:
             worker = await until_started(
                 partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S

@@ -66,7 +66,7 @@ class DifficultyPool:
                     self._parts[part_of(record.item)].append(record.outcome)
 
     def passes_over(self, number: int, item: str) -> bool:
-        """Return True if the item with this number and id should be skipped now."""
+        """Return True if the item with this number and id should be skipped this time."""
         if not self.is_settled(item):
             return False
         digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()

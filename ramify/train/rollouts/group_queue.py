@@ -151,7 +151,7 @@ class OpenGroup(msgspec.Struct, eq=False):
         return self.group is not None
 
     def account(self, *, spare: bool = False) -> GroupRecord:
-        """Return the record of a group that is not learned from. ``spare`` is True if the step
+        """Return the record of a group from which nothing is learned. ``spare`` is True if the step
         already had enough groups."""
         assert self.group is not None
         return account(self.number, self.group, None if spare else (), self.rolling.given_up)
@@ -288,7 +288,7 @@ class GroupQueue:
     # --- beginning groups
 
     def _set_step(self, step: int) -> None:
-        """Record that the engine now has the weights after ``step`` steps."""
+        """Record that the engine now has the weights after ``step`` training steps."""
         self._note_begun()
         if step != self._step:
             self._step, self._begun_in_step = step, 0
@@ -403,7 +403,7 @@ class GroupQueue:
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts for which alone the step still waits, if they are too slow. If there
+        """Give up slow rollouts if they are the only ones that the step still waits for. If there
         are none, return the seconds until there may be some, or None."""
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None

@@ -315,8 +315,8 @@ class GroupInProgress:
         )
 
     def unscored(self, *, every_line: bool) -> list[AttemptAwaitingScore]:
-        """Return the complete rollouts that have no score yet. If ``every_line`` is set, their
-        forks are scored too."""
+        """Return the complete rollouts that have no score yet. If ``every_line`` is True, all
+        branches of rollouts that forked are scored too."""
         return [
             AttemptAwaitingScore(self.item, trajectory, every_line and each is not self._greedy)
             for each in self.attempts
@@ -325,8 +325,7 @@ class GroupInProgress:
 
     @property
     def given_up(self) -> list[str]:
-        """The names of the rollouts that were given up, so that the group continues without
-        them."""
+        """The names of the rollouts that were given up, while the group continued without them."""
         return [
             attempt.name
             for attempt in self.attempts

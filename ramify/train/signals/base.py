@@ -107,7 +107,8 @@ class ModelCaller(Protocol):
 
 class JudgeView(msgspec.Struct, frozen=True, eq=False):
     """Everything that a judge sees when it judges a turn or a trajectory. The item contains
-    information that the policy did not have; a judge that uses it is privileged and must say so."""
+    information that the policy did not have; a judge that uses this information is privileged and
+    must say so."""
 
     trajectory: Trajectory
     steps: tuple[JudgeTurnView, ...]
@@ -125,7 +126,8 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
 
 
 class JudgeVerdict(msgspec.Struct, frozen=True):
-    """The result of a judge: its votes or a hint. If all fields are empty, the judge abstains."""
+    """The result of a judge, which consists of votes, a hint or both. If all fields are empty, the
+    judge abstains."""
 
     accept: bool = False
     """Whether a hint is worth giving."""

@@ -64,8 +64,8 @@ one sentence as <hint>…</hint> and end with \\boxed{{1}}; otherwise end with \
 
 
 def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
-    """The sign in the last box; None for anything else, such as ``\\boxed{0.5}``, ``\\boxed{+1}``
-    or a missing box."""
+    """Return the sign in the last box of a judge's reply. Returns None for anything else, such as
+    ``\\boxed{0.5}``, ``\\boxed{+1}`` or a missing box."""
     box = last_boxed(text, None)
     return next((sign for sign in signs if box == str(sign)), None)
 
@@ -125,7 +125,8 @@ def _cut(text: str, max_chars: int) -> str:
 
 
 class _ModelJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The options that both model judges share, such as the model and the number of votes."""
+    """The options that all judges that ask a model share, such as the model and the number of
+    votes."""
 
     model: str
     """``provider:model``; ``policy`` is the policy being trained."""
@@ -254,8 +255,8 @@ def judge_of(spec: Any) -> Judge:
 
 def known_judge(spec: Any) -> Any:
     """Check the configuration of a judge, and return it. A mapping (from a checkpoint) is replaced
-    by the judge that it describes. A name is returned as it is, but its judge is built once, so
-    that an unknown name fails at the start of the run."""
+    by the judge that it describes. For a name, the judge is built once as a check, so that an
+    unknown name fails at the start of the run."""
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
 

@@ -125,7 +125,7 @@ class PolicyScorer:
                 future.set_result(scores)
 
     def compute(self, rows: Sequence[TokenScoringRequest], top: int = 0) -> list[TokenScores]:
-        """Score the rows immediately, in the current thread."""
+        """Score the given rows immediately, in the current thread."""
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
         batches = pack(sequences, self._backend.packing)
@@ -311,8 +311,8 @@ class RunTeachers:
         return self._scorers
 
     def measured(self) -> dict[str, float]:
-        """Return metrics of all teachers since the run began: compute seconds, tokens in their
-        rows, and tokens that were actually computed."""
+        """Return metrics of all teachers since the run began: their compute time in seconds, the
+        tokens they were given, and the tokens that were actually computed."""
         names = {
             "busy_s": "teacher_s",
             "row_tokens": "teacher_row_tokens",
